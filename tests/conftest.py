@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -26,6 +27,25 @@ os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+
+def _room_in_memory(folder: str = "/dev/shm") -> bool:
+    """Whether temporary folders can be in memory: programs can be started there, and a whole run has room."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return False
+    runs = os.access(folder, os.W_OK) and not found.f_flag & os.ST_NOEXEC
+    return runs and found.f_bavail * found.f_frsize >= 8 << 30
+
+
+# The product syncs what it writes, and tests write thousands of small files: on a disk they wait for it half of the
+# time. Of durability they show the order of the calls, and what a kill leaves: both are the same in memory.
+if _room_in_memory():
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+
+# A million objects live from the collection of the tests to the end: they are walked once, not again and again.
+gc.disable()
+
 collect_ignore_glob = ["support/*"]
 
 # No test is timed, nor how long it takes to make its examples: a busy machine must not turn one red. And a property
@@ -42,31 +62,51 @@ collect_ignore = ["benchmarks/roles.py", "scale/agents.py", "scale/simulated.py"
 # A file is one worker's (`--dist loadfile`). Those that take longest begin first, the longest before all, and what is
 # left for the end are many small ones: no worker is left alone with a long one when the others have nothing to do.
 LONGEST = (
-    "e2e/test_demo.py",
-    "e2e/test_consoles.py",
-    "agent/test_distill.py",
-    "e2e/test_crash.py",
-    "agent/test_mechanisms.py",
-    "deploy/test_deploy_bundle.py",
-    "test_no_network.py",
+    "journeys/test_demo.py",
+    "journeys/test_consoles.py",
+    "journeys/test_demo_ended.py",
+    "agent/mechanisms/remodel/test_mechanism.py",
+    "agent/cli/test_deface.py",
+    "agent/release/test_approval.py",
+    "agent/mechanisms/distillation/test_mechanism.py",
     "test_federation_contract.py",
-    "coordinator/test_running.py",
-    "policies/test_kill.py",
-    "agent/test_synthesis_commands.py",
-    "agent/test_reproduce.py",
-    "agent/test_dp_audit.py",
-    "policies/test_accounting.py",
-    "test_readme.py",
-    "agent/test_reproduce_distillation.py",
-    "agent/test_reproduce_privimage.py",
-    "coordinator/console/test_console_corpus.py",
-    "protos/test_web_browser.py",
+    "agent/ingest/test_pipeline.py",
+    "journeys/test_bundle.py",
+    "journeys/test_crash.py",
+    "agent/mechanisms/privimage/test_mechanism.py",
+    "coordinator/federation/test_run_main.py",
+    "agent/mechanisms/test_registry.py",
+    "agent/cli/test_ingest.py",
+    "agent/cli/test_release_resumable.py",
+    "agent/defacing/test_brain_extraction.py",
+    "agent/defacing/test_compositing.py",
+    "test_neighbouring_relation.py",
+    "agent/ingest/test_ocr.py",
+    "journeys/test_orthanc.py",
+    "agent/privacy_audit/test_gate.py",
+    "deploy/reproduction/test_ksalsa.py",
+    "agent/defacing/test_remodel.py",
+    "policies/ledger/backends/test_postgres.py",
+    "journeys/test_no_network.py",
+    "test_model.py",
+    "agent/release/test_preflight_dry_runs.py",
+    "agent/ingest/test_parser_process.py",
+    "agent/defacing/reidentification/test_matching.py",
+    "agent/cli/test_train.py",
+    "agent/ingest/test_parser_process_codecs.py",
 )
 
 
 def pytest_report_header() -> str:
-    """Which samples are tried at this commit where all would take too long; see tests/policies/test_kill.py."""
+    """Which samples this commit tries where all would take too long: those of test_sqlite_kill.py."""
     return f"third {third() + 1} of 3 of the sampled operations, by the commit {commit()[:12] or '(none)'}"
+
+
+def pytest_collection_finish() -> None:
+    """Collect what the collection left, and walk the rest no more."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,9 +7,13 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests import conftest
 from tests.support import peers
@@ -43,6 +47,34 @@ def test_a_peer_that_this_debian_lacks_skips_with_that_reason_and_no_other_does(
         peers.need("strace")
     (tmp_path / "strace").touch(0o755)
     assert peers.lacking("strace") == []
+
+
+def closure(wanted: list[str]) -> set[str]:
+    """The names of all packages that the requirements ``wanted`` bring along here, as far as they are installed."""
+    found: set[tuple[str, str]] = set()
+    left = [(Requirement(text), "") for text in wanted]
+    while left:
+        requirement, extra = left.pop()
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        for wish in {"", *requirement.extras}:
+            if (name, wish) not in found:
+                found.add((name, wish))
+                try:
+                    left += [(Requirement(text), wish) for text in requires(name) or []]
+                except PackageNotFoundError:
+                    continue
+    return {name for name, _ in found}
+
+
+def test_no_package_that_the_coordinators_side_installs_brings_torch() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    installed = closure([*project["dependencies"], *extras["coordinator"], *extras["postgres"], *extras["dev"]])
+    assert {"grpcio", "pytest", "scipy"} <= installed  # found through others too
+    assert not installed & {"torch", "pytorch-optimizer", "torchvision"}
+    assert "torch" in closure(extras["oracles"])
 
 
 def interpreter(folder: Path, name: str, version: str, body: str = "") -> None:

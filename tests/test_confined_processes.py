@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,26 +25,26 @@ import httpx
 import numpy as np
 import pytest
 
-from agent.deidentify.reasons import Refused
-from agent.deidentify.rules import Rules
-from agent.deidentify.tags import Deidentifier
-from agent.edges import home as agent_home
-from agent.edges import link as agent_link
-from agent.edges.association import Caller, ListenerSettings
-from agent.edges.listener import Listener
-from agent.edges.reader import Reader
-from agent.edges.room import Room, room_key
-from agent.edges.stow import Stow, StowSettings
-from agent.phantoms import scanners
-from coordinator.edges.conducting import Child
-from coordinator.edges.runframes import Order
-from coordinator.edges.sandbox import Limits, run_confined
-from coordinator.edges.strategy import Model, RoundPlan
-from policies.policy import preset
-from protos import quiet
-from protos.keyfile import write_private
+from agent.deidentify.admission_rules import Rules
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import FileRejectedError
+from agent.federation import supernode_process
+from agent.ingest.parser_process import ParserProcess
+from agent.pacs.dicomweb.stow_process import Stow, StowSettings
+from agent.pacs.dimse.config import Caller, ListenerSettings
+from agent.pacs.dimse.listener_process import Listener
+from agent.storage import site_directory
+from agent.storage.spool import Spool, room_key
+from coordinator.federation.run_messages import RunSpec
+from coordinator.federation.run_process import RunProcess
+from coordinator.federation.strategy import Model, RoundPlan
+from coordinator.sandbox.inspector_process import Limits, run_confined
+from deploy.phantoms import scanner_files
+from policies.review.policy import preset
+from protos.federation import flower_environment
+from protos.federation.messages import STUB_DIGEST
+from protos.identity.key_files import write_private
 from protos.operations.confinement import landlock_abi
-from protos.rounds import STUB_DIGEST
 from tests.support import inside
 
 SITE = 'site = "a"\ncoordinator = "localhost:1"\ninput = "in"\nmodalities = ["OT"]\n' + (
@@ -66,8 +68,8 @@ class Site:
     """A site's directory with its keys, and a room."""
 
     folder: Path
-    home: agent_home.Home
-    room: Room
+    home: site_directory.SiteDirectory
+    room: Spool
     victim: socket.socket  # of somebody else, bound to a path
 
     @property
@@ -106,7 +108,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     """A fresh one. Of ledger and vault only the names matter here."""
-    home = agent_home.create(tmp_path / "home", SITE, preset("internal"))
+    home = site_directory.create(tmp_path / "home", SITE, preset("internal"))
     for name in ("ledger.db", "vault.db", "agent.log"):
         (home.root / name).write_bytes(b"private")
     (tmp_path / "bystander").write_bytes(b"of somebody else")
@@ -114,7 +116,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as victim:
         victim.setblocking(False)
         victim.bind(str(tmp_path / "victim"))
-        yield Site(tmp_path, home, Room(tmp_path / "home" / "inbox", key), victim)
+        yield Site(tmp_path, home, Spool(tmp_path / "home" / "inbox", key), victim)
 
 
 class Report:
@@ -191,13 +193,56 @@ def test_unconfined_all_of_it_is_reached(site: Site, monkeypatch: pytest.MonkeyP
 
 def test_the_reader_of_dicom_holds_no_key_and_reaches_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = taken_over("reader", site, monkeypatch)
-    with Reader(Rules(frozenset({"CT"})), site.who) as reader:
-        with pytest.raises(Refused, match="undecodable"):
-            reader.read(scanners.sequence_bomb(1), "0" * 32)
+    with ParserProcess(Rules(frozenset({"CT"})), site.who) as reader:
+        with pytest.raises(FileRejectedError, match="undecodable"):
+            reader.read(scanner_files.sequence_bomb(1), "0" * 32)
         found = taken.found()
     closed(found, site)
     assert set(found["open"]) <= PIPES
     assert found["sockets"] == []
+
+
+def ended(process: int) -> bool:
+    """Is it gone, or dead and not yet buried?"""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+PARENT = """
+import signal, sys, threading, time
+from agent.deidentify.admission_rules import Rules
+from agent.deidentify.deidentifier import Deidentifier
+from agent.ingest.parser_process import ParserProcess
+
+reader = ParserProcess(Rules(frozenset({"CT"})), Deidentifier(bytes(32)))
+reader._start()
+print(reader.pid, flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_reader_that_looks_at_no_pipe_ends_with_an_agent_that_is_killed() -> None:
+    """It is in a session of its own. Stopped, it stands for one that is busy with a file and sees no pipe end."""
+    agent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    reader = int(agent.stdout.readline())
+    try:
+        os.kill(reader, signal.SIGSTOP)
+        assert not ended(reader)
+        agent.kill()
+        agent.wait()
+        until = time.monotonic() + 60
+        while not ended(reader) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert ended(reader)
+    finally:
+        agent.kill()
+        agent.wait()
+        agent.stdout.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(reader, signal.SIGKILL)
 
 
 def test_a_listeners_worker_holds_no_key_of_the_site_and_reaches_its_spool_alone(
@@ -249,9 +294,9 @@ def test_the_flower_link_holds_no_key_and_reaches_its_two_descriptors(
 ) -> None:
     """Its network is what the agent calls for it: one method at one port of one host. It has none of its own."""
     taken = taken_over("link", site, monkeypatch)
-    key = agent_link._NodeKey(site.home.keys / "node.key")
-    setup = agent_link.LinkSetup(key.public.decode(), STUB_DIGEST, "available")
-    with httpx.Client(base_url="http://coordinator") as client, agent_link._Child(setup, client, key):
+    key = supernode_process._NodeKey(site.home.keys / "node.key")
+    setup = supernode_process.LinkSetup(key.public.decode(), STUB_DIGEST, "available")
+    with httpx.Client(base_url="http://coordinator") as client, supernode_process._Child(setup, client, key):
         found = taken.found()
     closed(found, site)
     of_two_descriptors(found)
@@ -260,7 +305,7 @@ def test_the_flower_link_holds_no_key_and_reaches_its_two_descriptors(
 def test_the_process_of_a_run_holds_no_key_and_reaches_its_two_descriptors(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {**quiet.SETTINGS, "FLWR_HOME": str(site.folder / "flower")}.items():
+    for name, value in {**flower_environment.SETTINGS, "FLWR_HOME": str(site.folder / "flower")}.items():
         monkeypatch.setenv(name, value)
     taken = taken_over("run", site, monkeypatch)
     plan = RoundPlan(
@@ -275,8 +320,8 @@ def test_the_process_of_a_run_holds_no_key_and_reaches_its_two_descriptors(
         round_timeout_s=5.0,
         node_wait_s=1.0,
     )
-    with Child(plan) as child:
-        Order(plan, "token").send(child.pipe)
+    with RunProcess(plan) as child:
+        RunSpec(plan, "token").send(child.pipe)
         found = taken.found()
     closed(found, site)
     of_two_descriptors(found)

@@ -5,6 +5,7 @@ The model is ``model/budget.pml``. Each test compiles one variant of it and lets
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -206,3 +207,12 @@ def test_no_interleaving_of_a_larger_instance_overspends(tmp_path: Path, macros:
     found = search(tmp_path, macros, "-O2", ["-DCOLLAPSE"])
     assert sound(found), found.output
     assert found.states >= fewest, "a much smaller search is another model"
+
+
+def test_the_table_from_model_to_code_names_what_there_is() -> None:
+    """The README beside the model says which line is which code: each name resolves."""
+    table = [line for line in (MODEL.parent / "README.md").read_text().splitlines() if line.startswith("|")]
+    names = {name for line in table for name in re.findall(r"`((?:agent|policies|coordinator)\.[\w.]+)`", line)}
+    assert len(names) > 8
+    for name in names:
+        pkgutil.resolve_name(name)

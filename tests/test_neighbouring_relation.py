@@ -3,8 +3,9 @@
 Every epsilon that Lazaret prints is a statement about two cohorts that differ in one patient, present with all files
 or absent (P1). It holds only if the files of that one patient change nothing else. This is what that says, exactly:
 
-*Patient*: all files under one patient id of one issuer, folded as :meth:`agent.deidentify.tags.Deidentifier.person`
-says. Two ids are two patients, whatever their files have in common.
+*Patient*: all files under one patient id of one issuer, folded as
+:meth:`agent.deidentify.deidentifier.Deidentifier.person` says. Two ids are two patients, whatever their files have in
+common.
 
 *Contribution*: the list of images, with their labels, that one patient gives to a mechanism, before anything is
 clustered, sampled or clipped.
@@ -54,26 +55,29 @@ from PIL import ImageDraw, ImageFont
 from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
 
-from agent import foreseen, masked, participant, pipeline
-from agent.deidentify.rules import Rules
-from agent.deidentify.tags import Deidentifier
-from agent.edges import intake, reader
-from agent.edges.intake import Intake, Ports, sent
-from agent.edges.notes import Notes
-from agent.edges.quarantine import Quarantine
-from agent.edges.room import Arrival, Room
-from agent.edges.vault import Vault
-from agent.edges.waiting import in_room
-from agent.mechanisms import MECHANISMS, Federated, FederatedMasked, Synthesis
-from agent.mechanisms.centroids import Centroids
-from agent.mechanisms.distill import _counted, _stacked
-from agent.nouns import Cohort, Selection, Split
-from agent.stages.codebook import codebook_from, codec_digest, fitted
-from agent.stages.invert import fit_basis
-from policies.claims import Gaussian, KAnonymous, NoClaim
-from tests.support import courses
+from agent.deidentify.admission_rules import Rules
+from agent.deidentify.deidentifier import Deidentifier
+from agent.domain import Cohort, Selection, Split
+from agent.federation import participant, secure_aggregation
+from agent.ingest import parser_process
+from agent.ingest import pipeline as intake
+from agent.ingest.pending import in_room
+from agent.ingest.pipeline import IngestDependencies, IngestPipeline, sender_mark
+from agent.mechanisms.centroids.codebook import codebook_from, codec_digest, fitted
+from agent.mechanisms.centroids.mechanism import Centroids
+from agent.mechanisms.common.linear_codec import fit_basis
+from agent.mechanisms.distillation.mechanism import _counted, _stacked
+from agent.mechanisms.kanonymous import OPTIONS
+from agent.mechanisms.registry import MECHANISMS, Federated, FederatedMasked
+from agent.release import pipeline, preflight
+from agent.storage.quarantine import Quarantine
+from agent.storage.site_database import SiteDatabase
+from agent.storage.spool import ReceivedFile, Spool
+from agent.storage.vault import Vault
+from policies.accounting.claims import Gaussian, KAnonymous, NoClaim
+from tests.support import small_distillation as small
 from tests.support.entropy import UnsafeSeededEntropy
-from tests.support.private import tiny
+from tests.support.small_privimage import tiny
 
 KEY, OTHER = bytes(range(32)), bytes(range(32, 64))
 WHO = Deidentifier(KEY, "HOSPITAL", people=OTHER)
@@ -128,33 +132,45 @@ def dicom(file: File) -> bytes:
     return stream.getvalue()
 
 
+Told = tuple[dict[str, tuple[Any, ...]], dict[File, bool]]  # of each patient; of each file: was it sent
+
+
 class Hospital:
     """The way in, with one reader process for all cohorts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.known: dict[tuple[File, ...], Told] = {}  # what was seen: the same is not let in twice
         self._numbers = itertools.count()
         nothing = Quarantine(folder / "none", KEY)
-        self.intake = Intake(Ports(RULES, WHO, self._vault(folder / "first"), nothing), 1)
+        self.intake = IngestPipeline(IngestDependencies(RULES, WHO, self._vault(folder / "first"), nothing), 1)
 
     @staticmethod
     def _vault(folder: Path) -> Vault:
         folder.mkdir(parents=True)
-        return Vault(Notes(folder / "vault.db", KEY), folder / "main.db", OTHER)
+        return Vault(SiteDatabase(folder / "vault.db", KEY), folder / "main.db", OTHER)
 
     def let_in(self, files: Iterable[File]) -> Vault:
         """An empty vault, after these files came in this order, several at once."""
         folder = self.folder / str(next(self._numbers))
-        vault, inbox = self._vault(folder), Room(folder / "inbox", KEY, durable=False)
+        vault, inbox = self._vault(folder), Spool(folder / "inbox", KEY, durable=False)
         ports = replace(self.intake._ports, shelf=vault, quarantine=Quarantine(folder / "quarantine", KEY))
         self.intake._ports = ports
         waiting = []
         for file in files:
             before = {one.name for one in in_room(inbox)}
-            inbox.put(Arrival("dimse", file.sender, dicom(file), label=str(file.patient % 2), instance=file.uid))
+            inbox.put(ReceivedFile("dimse", file.sender, dicom(file), label=str(file.patient % 2), instance=file.uid))
             waiting += [one for one in in_room(inbox) if one.name not in before]
         self.intake.run(waiting)
         return vault
+
+    def told(self, files: Iterable[File]) -> Told:
+        """All that the vault says after these files, and of which of them an archive is not asked again."""
+        arrivals = tuple(files)
+        if arrivals not in self.known:
+            with closing(self.let_in(arrivals)) as vault:
+                self.known[arrivals] = told(vault), {file: vault.was_sent(mark_of(file)) for file in arrivals}
+        return self.known[arrivals]
 
 
 @pytest.fixture(scope="module")
@@ -209,21 +225,20 @@ def assert_neighbours(hospital: Hospital, arrivals: Sequence[File], newcomer: in
     with closing(hospital.let_in(arrivals)) as vault:
         having, cohort = told(vault), vault.cohort(Selection("CT", (SIDE, SIDE)))
         asked = {file: vault.was_sent(mark_of(file)) for file in arrivals}
-    with closing(hospital.let_in(file for file in arrivals if file.patient != newcomer)) as vault:
-        lacking = told(vault)
-        for file in (one for one in arrivals if one.patient != newcomer and (one.uid, one.sender) not in twice):
-            assert asked[file] == vault.was_sent(mark_of(file)), "what an archive is asked for has changed"
+    lacking, asked_lacking = hospital.told(file for file in arrivals if file.patient != newcomer)
+    for file in (one for one in arrivals if one.patient != newcomer and (one.uid, one.sender) not in twice):
+        assert asked[file] == asked_lacking[file], "what an archive is asked for has changed"
     having.pop(person(newcomer), None)
     assert having == lacking, "one patient more has changed another patient"
     for patient in {file.patient for file in arrivals} - {newcomer}:
-        with closing(hospital.let_in(file for file in arrivals if file.patient == patient)) as vault:
-            assert told(vault).get(person(patient)) == lacking.get(person(patient)), "a patient depends on others"
+        alone, _ = hospital.told(file for file in arrivals if file.patient == patient)
+        assert alone.get(person(patient)) == lacking.get(person(patient)), "a patient depends on others"
     return cohort
 
 
 def mark_of(file: File) -> str:
     """As a site notes that a sender has sent an instance, for which that sender is not asked again."""
-    return sent(WHO, file.uid, "dimse", file.sender)
+    return sender_mark(WHO, file.uid, "dimse", file.sender)
 
 
 # -- random cohorts
@@ -302,11 +317,13 @@ def test_the_border_is_one_uid_of_two_patients_at_one_sender(hospital: Hospital)
 
 def test_marks_that_hold_no_sender_are_seen_red(hospital: Hospital, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule broken on purpose: whoever sends a UID, no archive is asked for it any more."""
+    monkeypatch.setattr(hospital, "known", {})  # that was seen under the right rule
     arrivals = (replace(PLAIN[0], text=True), replace(ATTACKS["another's instance"], sender="EVIL"))
     assert _agree(hospital, arrivals)
-    right = sent
+    right = sender_mark
     for module in (intake, sys.modules[__name__]):
-        monkeypatch.setattr(module, "sent", lambda who, uid, road, _source: right(who, uid, road, "all"))
+        monkeypatch.setattr(module, "sender_mark", lambda who, uid, road, _source: right(who, uid, road, "all"))
+    hospital.known.clear()
     assert not _agree(hospital, arrivals)
 
 
@@ -329,7 +346,8 @@ def test_a_text_holds_the_study_of_its_own_patient_and_no_other(hospital: Hospit
 
 def test_names_that_hold_no_patient_are_seen_red(hospital: Hospital, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule broken on purpose: studies, series and instances looked up by their UIDs, as they once were."""
-    monkeypatch.setattr(reader, "own", lambda _person, name: name)
+    monkeypatch.setattr(hospital, "known", {})  # that was seen under the right rule
+    monkeypatch.setattr(parser_process, "keyed_name", lambda _person, name: name)
     red = {}
     for attack in ("another's series", "another's instance", "another's study, with a text"):
         for arrivals in ((*PLAIN[:2], ATTACKS[attack]), (ATTACKS[attack], *PLAIN[:2])):
@@ -429,7 +447,7 @@ TAKES: dict[str, tuple[Callable[[], Any], Callable[[Any, Cohort], list[bytes]]]]
     "federated-masked": (lambda: MASKED, lambda m, cohort: [_tensors(unit) for unit in m._units(cohort)]),
     "privimage": (tiny, lambda m, cohort: [_tensors(m._unit(patient)) for patient in m._counted(cohort)]),
     "distill-dp": (
-        courses.distill_dp,
+        small.distill_dp,
         lambda m, cohort: [b"|".join(x.tobytes() for x in _stacked(m, (p,))) for p in _counted(m, cohort)],
     ),
     "centroids": (centroids, _of_centroids),
@@ -470,19 +488,27 @@ def test_one_patient_more_adds_one_contribution_to_every_mechanism_of_level_a(
 
 def test_only_roads_of_k_ask_which_ids_may_be_one_patient() -> None:
     """Of level A nothing may ask: it would make one patient's part depend on another's pictures."""
-    tree = Path(pipeline.__file__).parent
+    tree = Path(pipeline.__file__).parents[1]
     asks = {
         path.relative_to(tree).as_posix()
         for path in tree.rglob("*.py")
         if any(word in path.read_text() for word in (".second_ids(", ".alike_ids(", "out_of_it("))
     }
-    told = {"console/queues.py"}  # how many groups wait for a person: on a page of the site
-    assert asks - told == {"edges/vault.py", "released.py", "pipeline.py", "searching.py", "foreseen.py"}
-    assert "isinstance(asked.mechanism, Synthesis)" in inspect.getsource(foreseen.beforehand), "a dry run, of k alone"
-    assert claiming(KAnonymous) == {kind.name for kind in get_args(Synthesis)}, "all of k go by one road"
+    told = {"console/quarantine.py"}  # how many groups wait for a person: on a page of the site
+    assert asks - told == {
+        "storage/vault.py",
+        "release/history.py",
+        "release/pipeline.py",
+        "release/k_search.py",
+        "release/preflight.py",
+    }
+    assert "isinstance(asked.mechanism.claim(), KAnonymous)" in inspect.getsource(preflight.preflight_review), (
+        "a dry run, of k alone"
+    )
+    assert claiming(KAnonymous) == set(OPTIONS), "all of k go by one road"
     of_k = pipeline.release_synthetic.__code__.co_names
     assert {"out_of_it", "kept_clusters"} <= set(of_k)
     for road in (pipeline.release_resumable, pipeline.release_heads):
         assert not {"out_of_it", "kept_clusters", "second_ids"} & set(road.__code__.co_names)
-    for module in (participant, masked):
+    for module in (participant, secure_aggregation):
         assert not {"out_of_it", "kept_clusters"} & set(vars(module))

@@ -53,7 +53,7 @@ def test_it_says_and_ends_as_one_that_a_user_starts(tmp_path: Path, how: str) ->
 
 
 def test_the_products_commands_are_the_same_by_either_way() -> None:
-    for words in (["-m", "agent", "--help"], ["-m", "coordinator", "nonsense"], ["-m", "policies.verify"]):
+    for words in (["-m", "agent", "--help"], ["-m", "coordinator", "nonsense"], ["-m", "policies.audit.verify"]):
         started, forked = (
             subprocess.run([executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
             for executable in (sys.executable, python())

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent.phantoms.retina import anatomy, photograph
-from agent.reproduce.datasets import real_pictures
-from agent.stages.fit import field, fit
+from agent.field_of_view import field, fit
+from deploy.phantoms.retina import anatomy, photograph
+from deploy.reproduction.datasets import real_images
 
 
 def _noise(h: int, w: int, *colours: int, seed: int = 0) -> np.ndarray:
@@ -98,7 +98,7 @@ def test_other_bright_things_on_black_are_no_retina() -> None:
     spot[45:55, 45:55] = 1
     for picture in (head, spot, np.zeros((100, 100), np.float32)):
         assert field(picture) == (0, 0, 100)
-    digit = np.kron(real_pictures().digits[0], np.ones((4, 4), np.float32))
+    digit = np.kron(real_images().digits[0], np.ones((4, 4), np.float32))
     assert field(digit) == (0, 0, 32)
 
 

@@ -6,18 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from agent.measures.intervals import (
-    Figure,
-    Interval,
-    Resampling,
-    Units,
-    centred,
-    percentile,
-    rate,
-    resampled,
-    table,
-    wilson,
-)
+from agent.intervals import Figure, Interval, Resampling, Units, centred, percentile, rate, resampled, table, wilson
 
 
 @pytest.mark.parametrize(

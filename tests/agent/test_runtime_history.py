@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from agent import doctor_command
-from agent.__main__ import main
-from agent.console.books import Lent
-from agent.desk import Desk, open_desk
-from agent.edges.home import BadSite, Home, origin
-from agent.edges.notes import Notes
-from policies import governance
-from policies.claims import SubsampledGaussian
-from policies.sqlite import open_sqlite
-from policies.store import LedgerTurnedBackError, Store
-from tests.support.books import Person
-from tests.support.federation import Federation, Site
+from agent.cli import doctor as doctor_command
+from agent.cli.main import main
+from agent.console.ledger_access import BorrowedLedger
+from agent.errors import SiteConfigError
+from agent.runtime import AgentRuntime, open_runtime
+from agent.storage.site_database import SiteDatabase
+from agent.storage.site_directory import SiteDirectory, origin
+from policies.accounting.claims import SubsampledGaussian
+from policies.governance import decisions
+from policies.ledger.backends.sqlite import open_sqlite
+from policies.ledger.store import LedgerTurnedBackError, Store
+from tests.support.federation_world import Federation, Site
+from tests.support.ledger_world import Person
 
 SMALL = SubsampledGaussian(0.01, 8.0, 1)
 FILES = ("ledger.db", "ledger.db-wal", "ledger.db-shm", "ledger.mark")
@@ -36,29 +38,29 @@ def site(tmp_path: Path) -> Iterator[Site]:
         yield made
 
 
-def desk(site: Site) -> contextlib.AbstractContextManager[Desk]:
-    return open_desk(site.home.root, lambda *_: None)
+def desk(site: Site) -> contextlib.AbstractContextManager[AgentRuntime]:
+    return open_runtime(site.home.root, lambda *_: None)
 
 
-def spend(opened: Desk, site: Site, name: str) -> None:
+def spend(opened: AgentRuntime, site: Site, name: str) -> None:
     said = site.hospital.reservation(name, SMALL, "federated", f"run-{name}")
     assert opened.site.books.reserve(f"reserve-{name}", said, opened.site.seal(said)).admitted
 
 
-def typed(home: Home, entries: int) -> int:
+def typed(home: SiteDirectory, entries: int) -> int:
     """Entries that an operator types without the vault, into whatever lies in the ledger's place."""
     with Store(open_sqlite(home.root / "ledger.db"), origin("site-a"), home.sign_key(), lambda: 0) as store:
         if not store.state.persons:
             for person in (COMPLIANCE, LOCAL):
-                governance.appoint(store, person.name, person.role, person.public)
+                decisions.appoint(store, person.name, person.role, person.public)
         for n in range(entries):
             word = COMPLIANCE.approval(f"pad-{n}", "limit", "site-a/rdp", "1.0", store.origin)
-            governance.approve(store, word)
+            decisions.approve(store, word)
         return store.state.size
 
 
-def notes(home: Home) -> contextlib.closing[Notes]:
-    return contextlib.closing(Notes(home.root / "vault.db", home.secret("vault")))
+def notes(home: SiteDirectory) -> contextlib.closing[SiteDatabase]:
+    return contextlib.closing(SiteDatabase(home.root / "vault.db", home.secret("vault")))
 
 
 def test_a_ledger_that_was_deleted_and_typed_full_again_opens_no_desk_however_long_it_is(site: Site) -> None:
@@ -67,14 +69,14 @@ def test_a_ledger_that_was_deleted_and_typed_full_again_opens_no_desk_however_lo
     for name in FILES:
         (site.home.root / name).unlink(missing_ok=True)
     assert typed(site.home, size + 3) > size
-    with pytest.raises(BadSite, match="another one than this vault knows"), desk(site):
+    with pytest.raises(SiteConfigError, match="another one than this vault knows"), desk(site):
         pass
 
 
 def test_in_place_of_a_ledger_that_is_gone_no_other_one_is_begun(site: Site) -> None:
     for name in FILES:
         (site.home.root / name).unlink(missing_ok=True)
-    with pytest.raises(BadSite, match="older than this vault, or missing"), desk(site):
+    with pytest.raises(SiteConfigError, match="older than this vault, or missing"), desk(site):
         pass
     with Store(open_sqlite(site.home.root / "ledger.db"), origin("site-a"), site.home.sign_key(), lambda: 0) as store:
         assert store.state.size == 0, "nothing was written before it was looked at"
@@ -91,7 +93,11 @@ def test_an_older_copy_beside_its_newer_mark_opens_nothing_and_doctor_says_so(si
             shutil.copy(tmp_path / "copy" / name, site.home.root / name)
     with pytest.raises(LedgerTurnedBackError, match="`restore`"), desk(site):
         pass
-    found = [f for f in doctor_command.books(site.home, lambda _done, _all: None) if f.state == "fail"]
+    found = [
+        f
+        for f in doctor_command.ledgers(site.home, dt.datetime.now(dt.UTC), lambda _done, _all: None)
+        if f.state == "fail"
+    ]
     assert [f.name for f in found] == [doctor_command._LEDGER]
     assert "high-water mark" in found[0].said
     assert (
@@ -110,7 +116,7 @@ def test_an_older_copy_that_went_another_way_since_opens_no_desk(site: Site, tmp
         if (tmp_path / "copy" / name).exists():
             shutil.copy(tmp_path / "copy" / name, site.home.root / name)
     assert typed(site.home, 5) > size
-    with pytest.raises(BadSite, match="another one"), desk(site):
+    with pytest.raises(SiteConfigError, match="another one"), desk(site):
         pass
 
 
@@ -131,7 +137,7 @@ def test_a_vault_of_before_that_knows_the_length_alone_learns_the_root_when_it_i
     for name in FILES:
         (site.home.root / name).unlink(missing_ok=True)
     typed(site.home, 20)
-    with pytest.raises(BadSite, match="another one"), desk(site):
+    with pytest.raises(SiteConfigError, match="another one"), desk(site):
         pass
 
 
@@ -139,7 +145,7 @@ def test_a_vault_of_before_still_refuses_a_shorter_ledger(site: Site) -> None:
     with notes(site.home) as kept:
         kept.write_note("ledger_head", None)
         kept.write_note("ledger", kept.note("ledger") + 1)
-    with pytest.raises(BadSite, match="older than this vault"), desk(site):
+    with pytest.raises(SiteConfigError, match="older than this vault"), desk(site):
         pass
 
 
@@ -154,7 +160,7 @@ def test_a_vault_that_was_lost_or_emptied_opens_no_desk_beside_a_ledger_with_gra
     if how == "empty":
         (site.home.root / "vault.db").touch(mode=0o600)
     for _ in range(2):  # the attempt makes an empty one, which is no better
-        with pytest.raises(BadSite, match=r"lost or emptied.*`restore`"), desk(site):
+        with pytest.raises(SiteConfigError, match=r"lost or emptied.*`restore`"), desk(site):
             pass
 
 
@@ -165,7 +171,7 @@ def test_a_desk_that_dies_after_its_first_grant_opens_again(tmp_path: Path) -> N
         with desk(made) as opened:
             spend(opened, made, "early")
             shutil.copytree(made.home.root, tmp_path / "killed")
-        with open_desk(tmp_path / "killed", lambda *_: None) as opened:
+        with open_runtime(tmp_path / "killed", lambda *_: None) as opened:
             assert "early" in opened.site.books.store.state.grants
 
 
@@ -177,7 +183,7 @@ def test_what_is_typed_or_clicked_without_the_vault_begins_no_other_ledger(
         (site.home.root / name).unlink(missing_ok=True)
     assert main(typed_in) == 1
     assert "older than this vault, or missing" in "".join(capsys.readouterr()).replace("\n", " ")
-    with pytest.raises(BadSite, match="older than this vault, or missing"), Lent(site.home).write():
+    with pytest.raises(SiteConfigError, match="older than this vault, or missing"), BorrowedLedger(site.home).write():
         pass
     with Store(open_sqlite(site.home.root / "ledger.db"), origin("site-a"), site.home.sign_key(), lambda: 0) as store:
         assert store.state.size == 0
@@ -188,7 +194,7 @@ def test_a_person_is_appointed_before_the_first_desk_and_after_it(site: Site, tm
         for home in (site.home, fed.join("site-a").home):
             words = ["ledger", "appoint", "dpo-1", "compliance", COMPLIANCE.public.hex()]
             assert main(["--home", str(home.root), *words]) == 0
-            with Lent(home).write() as store:
+            with BorrowedLedger(home).write() as store:
                 assert "dpo-1" in store.state.persons
-            with open_desk(home.root, lambda *_: None):
+            with open_runtime(home.root, lambda *_: None):
                 pass

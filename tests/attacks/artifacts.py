@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from protos.pngset import pack_png
+from protos.artifacts.png import pack_png
 
 PICTURE = pack_png(np.arange(64, dtype=np.uint8).reshape(8, 8))
 _RECORD = 10_240
 
 
 def shard(*members: tuple[str, bytes], kind: bytes = tarfile.REGTYPE, link: str = "") -> bytes:
-    """A USTAR archive with normalised headers, as :mod:`protos.shards` writes it; ``kind`` is of the first member."""
+    """A USTAR archive with normalised headers, as :mod:`protos.artifacts.shards` writes it; ``kind`` is of the first
+    member.
+    """
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for index, (name, body) in enumerate(members):

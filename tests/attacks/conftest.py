@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.attacks.ground import Ground
-from tests.support.federation import Federation, Site
+from tests.support.federation_world import Federation, Site
 
 
 @pytest.fixture

@@ -20,21 +20,21 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
-from agent.edges.credentials import Credentials
-from coordinator.edges.fleet import Fleet
-from coordinator.edges.home import operator_certificate
-from policies.sqlite import export_file
-from policies.statement import Release
-from policies.verify import verify
-from protos.chunks import manifest
-from protos.identity import CA, certify, leaf_of, number_of
-from protos.keyfile import pem
-from protos.v1 import gateway_pb2 as pb
+from agent.gateway.credentials import Credentials
+from coordinator.federation.fleet_proxy import Fleet
+from coordinator.storage.directory import operator_certificate
+from policies.audit.verify import verify
+from policies.ledger.backends.sqlite import export_file
+from policies.statements import Release
+from protos.artifacts.chunks import manifest
+from protos.identity.certificates import CA, certify, leaf_of, number_of
+from protos.identity.key_files import pem
+from protos.protocol_version import USER_AGENT
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
-from protos.versions import USER_AGENT
-from tests.support.federation import Federation, Site
+from tests.support.federation_world import Federation, Site
 
-SERVICE: Final = pb.DESCRIPTOR.services_by_name["Gateway"]
+SERVICE: Final = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"]
 Code = grpc.StatusCode
 
 
@@ -175,11 +175,13 @@ class Ground:
         verify(export_file(federation.home.ledger, "lazaret/coordinator", federation.home.ledger_key()))
         assert "Traceback" not in self.log()
 
-    def works(self, site: Site, seconds: float = 20.0) -> None:
-        """An honest call goes through, in time."""
-        began = time.monotonic()
-        assert site.door(patience_s=0.0).hello()
-        assert time.monotonic() - began < seconds
+    def works(self, site: Site) -> None:
+        """An honest call goes through at its first try, on a connection of its own.
+
+        How long it takes is the machine's: a test asserts that its attack still goes on when this returns.
+        """
+        with self.as_site(site) as channel:
+            assert call(channel, "Hello", gateway_pb2.HelloRequest(looks=True), timeout=200).policy
 
     def moment(self, site: Site) -> dt.timedelta:
         """A life that is short, and long enough for a first call on this machine, however busy it is."""
@@ -192,8 +194,8 @@ class Ground:
     ) -> Any:
         """Announce an artifact, with any list of chunks."""
         listed = chunks or manifest(artifact).chunks
-        sealed = pb.SealedRequest(key=key, envelope=site.seal(release))
-        return stub.Offer(pb.OfferRequest(sealed=sealed, chunks=listed), timeout=20)
+        sealed = gateway_pb2.SealedRequest(key=key, envelope=site.seal(release))
+        return stub.Offer(gateway_pb2.OfferRequest(sealed=sealed, chunks=listed), timeout=120)
 
 
 def refusal(act: Callable[[], Any]) -> grpc.RpcError:
@@ -206,10 +208,10 @@ def refusal(act: Callable[[], Any]) -> grpc.RpcError:
     raise AssertionError("the call went through")
 
 
-def call(channel: grpc.Channel, method: str, request: Any = None, timeout: float = 30.0) -> Any:
+def call(channel: grpc.Channel, method: str, request: Any = None, timeout: float = 120.0) -> Any:
     """One call of a method by its name, with an empty request unless it is given; streams are read to their end."""
     described = SERVICE.methods_by_name[method]
-    made = request if request is not None else getattr(pb, described.input_type.name)()
+    made = request if request is not None else getattr(gateway_pb2, described.input_type.name)()
     stub = getattr(GatewayStub(channel), method)
     reply = stub(iter([made]) if described.client_streaming else made, timeout=timeout)
     return list(reply) if described.server_streaming else reply

@@ -12,15 +12,25 @@ import grpc
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from agent.edges.credentials import Credentials
-from coordinator.edges.guard import AGENT, JOINING, OPERATING, ROLES
-from protos.identity import agent_name, certify, joining_name, leaf_of, make_intermediate, make_root, request
-from protos.keyfile import pem
-from protos.v1 import gateway_pb2 as pb
+from agent.gateway.credentials import Credentials
+from coordinator.gateway import notifications, service
+from coordinator.gateway.calls import AGENT, JOINING, OPERATING
+from coordinator.gateway.guard import ROLES
+from protos.identity.certificates import (
+    agent_name,
+    certify,
+    joining_name,
+    leaf_of,
+    make_intermediate,
+    make_root,
+    request,
+)
+from protos.identity.key_files import pem
+from protos.protocol_version import USER_AGENT
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
-from protos.versions import USER_AGENT
 from tests.attacks.ground import SERVICE, Code, Ground, Kind, Relay, call, forged_leaf, now, refusal, signer_of
-from tests.support.federation import Site, pictures
+from tests.support.federation_world import Site, pictures
 
 HOUR = dt.timedelta(hours=1)
 NAME = agent_name("site-a")
@@ -162,8 +172,10 @@ def test_tls_1_2_is_turned_away_on_every_call(ground: Ground, site: Site) -> Non
 
 
 def test_a_revocation_ends_open_streams_at_once_and_the_next_call_of_the_same_connection(
-    ground: Ground, site: Site, other: Site
+    ground: Ground, site: Site, other: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(service, "UPLOAD_S", 900.0)  # neither is ended for its silence,
+    monkeypatch.setattr(notifications, "BEAT_S", 900.0)  # and no beat asks whether the site is welcome
     site.reserved("grant-1")
     artifact, silence = pictures() + bytes(2 << 20), threading.Event()
     with ground.as_site(site) as channel, ground.as_operator() as operator:
@@ -171,21 +183,20 @@ def test_a_revocation_ends_open_streams_at_once_and_the_next_call_of_the_same_co
         offered = ground.offer(stub, site, site.release("grant-1", artifact), artifact)
         assert offered.upload
 
-        def parts() -> Iterator[pb.UploadPart]:
-            yield pb.UploadPart(upload=offered.upload)
-            yield pb.UploadPart(chunk=pb.Chunk(index=0, data=artifact[: 1 << 20]))
-            silence.wait(200)
+        def parts() -> Iterator[gateway_pb2.UploadPart]:
+            yield gateway_pb2.UploadPart(upload=offered.upload)
+            yield gateway_pb2.UploadPart(chunk=gateway_pb2.Chunk(index=0, data=artifact[: 1 << 20]))
+            silence.wait(900)
 
-        session = stub.Session(pb.SessionRequest(version="test"))
+        session = stub.Session(gateway_pb2.SessionRequest(version="test"), timeout=200)
         assert next(session).kind == "hello"
         upload = stub.Upload.future(parts())
         while ground.federation.service.guard.open_calls()["Upload"] == 0:
             time.sleep(0.01)
-        began = time.monotonic()
-        call(operator, "Revoke", pb.RevokeRequest(site="site-a", reason="stolen"))
-        assert refusal(lambda: list(session)).code() in (Code.CANCELLED, Code.PERMISSION_DENIED)
-        assert upload.exception(timeout=30) is not None
-        assert time.monotonic() - began < 30.0  # and not after the 120 s that a silent stream is given
+        call(operator, "Revoke", gateway_pb2.RevokeRequest(site="site-a", reason="stolen"))
+        assert refusal(lambda: list(session)).code() == Code.CANCELLED
+        assert refusal(lambda: upload.result(timeout=200)).code() == Code.CANCELLED
+        assert not silence.is_set()
         silence.set()
         before = len(ground.federation.findings())
         for method in ("Hello", "Offer", "Renew", "Session", "Fleet"):
@@ -201,7 +212,7 @@ def test_one_certificate_of_a_site_is_revoked_and_the_site_goes_on_with_another(
     with ground.channel(*stolen.pair) as channel, ground.as_operator() as operator:
         assert call(channel, "Hello").policy
         number = f"{stolen.leaf.serial_number:x}"
-        call(operator, "Revoke", pb.RevokeRequest(site="site-a", certificate=number, reason="lost"))
+        call(operator, "Revoke", gateway_pb2.RevokeRequest(site="site-a", certificate=number, reason="lost"))
         with ground.refused("revoked"):
             assert refusal(lambda: call(channel, "Hello")).code() == Code.PERMISSION_DENIED
     ground.works(site)
@@ -210,7 +221,7 @@ def test_one_certificate_of_a_site_is_revoked_and_the_site_goes_on_with_another(
 def test_a_certificate_of_before_a_new_enrolment_is_turned_away(ground: Ground, site: Site) -> None:
     old = Credentials(site.home.keys)
     with ground.as_operator() as operator:
-        call(operator, "Revoke", pb.RevokeRequest(site="site-a", reason="left"))
+        call(operator, "Revoke", gateway_pb2.RevokeRequest(site="site-a", reason="left"))
     site.home.root.rename(site.home.root.with_name("before"))
     again = ground.federation.join("site-a")
     ground.works(again)
@@ -230,7 +241,7 @@ def test_every_method_is_for_one_role_and_a_method_without_one_is_nobodys(ground
     assert set(ROLES) == {method.name for method in SERVICE.methods}
     with ground.as_site(site) as channel, ground.refused():
         for path in ("/lazaret.v1.Gateway/Nothing", "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"):
-            error = refusal(lambda path=path: channel.unary_unary(path)(b"", timeout=20))
+            error = refusal(lambda path=path: channel.unary_unary(path)(b"", timeout=120))
             assert error.code() == Code.UNIMPLEMENTED
 
 
@@ -265,7 +276,7 @@ def test_a_renewal_is_for_the_peers_own_name_and_a_fresh_key(ground: Ground, sit
     with ground.as_site(site) as channel, ground.refused("renew", "renew"):
         for words, name in requests.items():
             csr = request(signer_of((held.key(), held.chain())), name)
-            error = refusal(lambda csr=csr: call(channel, "Renew", pb.RenewRequest(csr=csr)))
+            error = refusal(lambda csr=csr: call(channel, "Renew", gateway_pb2.RenewRequest(csr=csr)))
             assert words in error.details()
 
 

@@ -7,19 +7,22 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from protos.chunks import CHUNK, bitmap, manifest, piece
-from protos.v1 import gateway_pb2 as pb
+from protos.artifacts.chunks import CHUNK, bitmap, manifest, piece
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.attacks.artifacts import sha256
 from tests.attacks.ground import Code, Ground, refusal
-from tests.support.federation import Site, pictures
+from tests.support.federation_world import Site, pictures
 
 NOISE = np.random.default_rng(5).integers(0, 256, 2 * CHUNK + 1000).astype(np.uint8).tobytes()  # three chunks
 
 
 def send(stub: object, upload: str, chunks: Iterable[tuple[int, bytes]]) -> object:
     """One stream of chunks under a name."""
-    parts = [pb.UploadPart(upload=upload), *(pb.UploadPart(chunk=pb.Chunk(index=i, data=d)) for i, d in chunks)]
+    parts = [
+        gateway_pb2.UploadPart(upload=upload),
+        *(gateway_pb2.UploadPart(chunk=gateway_pb2.Chunk(index=i, data=d)) for i, d in chunks),
+    ]
     return stub.Upload(iter(parts), timeout=20)  # type: ignore[attr-defined]
 
 
@@ -68,7 +71,7 @@ def test_order_and_repetition_do_not_matter_and_what_lacks_a_chunk_is_not_submit
         upload, _ = offered(ground, stub, site)
         twice = [(2, piece(NOISE, 2)), (0, piece(NOISE, 0)), (2, piece(NOISE, 2))]
         assert send(stub, upload, twice).accepted == 3  # type: ignore[attr-defined]
-        sealed = pb.SealedRequest(key="k", envelope=site.seal(site.release("grant-1", NOISE)))
+        sealed = gateway_pb2.SealedRequest(key="k", envelope=site.seal(site.release("grant-1", NOISE)))
         with ground.refused():  # passing: it may still come
             error = refusal(lambda: stub.Submit(sealed, timeout=20))
         assert (error.code(), error.details()) == (Code.FAILED_PRECONDITION, "1 of 3 pieces are missing")
@@ -85,7 +88,7 @@ def test_a_list_of_chunks_that_lies_is_found_by_the_digest_of_the_whole(ground: 
         stub = GatewayStub(channel)
         upload, _ = offered(ground, stub, site, tuple(sha256(body) for body in evil))
         assert send(stub, upload, list(enumerate(evil))).accepted == 3  # type: ignore[attr-defined]
-        sealed = pb.SealedRequest(key="k", envelope=site.seal(site.release("grant-1", NOISE)))
+        sealed = gateway_pb2.SealedRequest(key="k", envelope=site.seal(site.release("grant-1", NOISE)))
         with ground.refused("artifact_changed"):
             assert [f.rule for f in stub.Submit(sealed, timeout=20).findings] == ["artifact_changed"]
     assert not list((ground.federation.uploads.root).glob("*/*/*")), "nothing of it is kept"
@@ -123,8 +126,17 @@ def test_a_stream_that_does_not_begin_with_its_name_or_names_another_later_is_re
     with ground.as_site(site) as channel:
         stub = GatewayStub(channel)
         upload, _ = offered(ground, stub, site)
-        chunk, name = pb.UploadPart(chunk=pb.Chunk(index=0, data=piece(NOISE, 0))), pb.UploadPart(upload=upload)
-        for parts in ([], [chunk], [pb.UploadPart(), chunk], [name, name], [name, pb.UploadPart(), chunk]):
+        chunk, name = (
+            gateway_pb2.UploadPart(chunk=gateway_pb2.Chunk(index=0, data=piece(NOISE, 0))),
+            gateway_pb2.UploadPart(upload=upload),
+        )
+        for parts in (
+            [],
+            [chunk],
+            [gateway_pb2.UploadPart(), chunk],
+            [name, name],
+            [name, gateway_pb2.UploadPart(), chunk],
+        ):
             with ground.refused("bad_upload"):
                 error = refusal(lambda parts=parts: stub.Upload(iter(parts), timeout=20))
             assert error.code() == Code.INVALID_ARGUMENT

@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.edges.home import create
-from coordinator.edges.service import looked_into
-from policies.review import Finding
-from protos.artifact import pack_vector
-from protos.chunks import CHUNK
-from protos.hpke import fingerprint, make_reader, seal_to
-from protos.weights import Architecture, pack_weights
+from coordinator.gateway.service import inspect_artifact
+from coordinator.storage.directory import create
+from policies.review.rules import Finding
+from protos.artifacts.arrays import pack_vector
+from protos.artifacts.chunks import CHUNK
+from protos.artifacts.strict_safetensors import Architecture, pack_weights
+from protos.encryption.hpke import fingerprint, make_reader, seal_to
 from tests.attacks.artifacts import PICTURE, bomb_png, shard, weights
 from tests.attacks.ground import Ground, now
-from tests.support.books import DP, policy
-from tests.support.federation import Federation, Site
+from tests.support.federation_world import Federation, Site
+from tests.support.ledger_world import DP, policy
 
 LABEL = ("00000.txt", b"0")
 _COUNT = itertools.count()
@@ -230,7 +230,7 @@ def test_a_model_has_exactly_the_tensors_of_an_approved_architecture(site: Site,
     body = _packed(MODELS[what]) if what else pack_weights(LAYERS)
     path.write_bytes(body)
     release = site.release("grant-1", body, artifact_type="model")
-    rules = {finding.rule for finding in looked_into(path, release, known)}
+    rules = {finding.rule for finding in inspect_artifact(path, release, known)}
     assert rules == ({"artifact_malformed"} if what == "nan" else {"architecture"} if what else set())
     assert bool(rules) is bool(what)
 
@@ -282,7 +282,7 @@ CLAIMED = {
     "plain text": lambda _: PLAIN,
     "an image set in clear": lambda _: GOOD,
     "a head and too little behind it": lambda folder: _sealed(folder, b"")[:-16] + PLAIN[:15],
-    "sealed to another reader": lambda folder: _sealed(folder, GOOD, STRANGER),
+    "encrypted to another recipient": lambda folder: _sealed(folder, GOOD, STRANGER),
     "a byte too many": lambda folder: _sealed(folder, bytes(CHUNK)) + b"x",
     "cut within a tag": lambda folder: _sealed(folder, b"")[:-1],
 }

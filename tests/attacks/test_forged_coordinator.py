@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.desk import Desk, greet, open_desk
-from agent.mechanisms.federated import Federated
-from agent.nouns import Cohort, Forked, Update
-from agent.participant import Participant
-from agent.site import Refused
-from coordinator.intake import Intake
-from policies.entries import Refused as RefusedEntry
-from policies.review import Verdict
-from policies.sqlite import backup_file
-from policies.store import Draft
+from agent.domain import Cohort, Update
+from agent.errors import LedgerForkError, ReviewRejectedError
+from agent.federation.participant import Participant
+from agent.mechanisms.federated.mechanism import Federated
+from agent.runtime import AgentRuntime, open_runtime, sync_with_coordinator
+from coordinator.admission import AdmissionService
+from policies.ledger.backends.sqlite import backup_file
+from policies.ledger.entries import Refused as RefusedEntry
+from policies.ledger.store import AppendRequest
+from policies.review.rules import Verdict
 from tests.attacks.ground import Ground
-from tests.support.books import policy
-from tests.support.federation import Site
-from tests.support.turned_back import marked_as_it_is
+from tests.support.federation_world import Site
+from tests.support.ledger_world import policy
+from tests.support.rolled_back_ledgers import marked_as_it_is
 
 MECHANISM = Federated(
     sampling_rate=0.25,
@@ -46,16 +46,16 @@ MECHANISM = Federated(
 
 
 @contextmanager
-def working(site: Site) -> Iterator[Desk]:
+def working(site: Site) -> Iterator[AgentRuntime]:
     """The agent's own desk, as its commands open it, turned to where the coordinator listens now."""
     path = site.home.root / "site.toml"
     port = site.federation.port
     path.write_text(re.sub(r'coordinator = ".*"', f'coordinator = "127.0.0.1:{port}"', path.read_text()))
-    with open_desk(site.home.root, lambda *_: None) as opened:
+    with open_runtime(site.home.root, lambda *_: None) as opened:
         yield opened
 
 
-def participant(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> tuple[Participant, list[str]]:
+def participant(desk: AgentRuntime, monkeypatch: pytest.MonkeyPatch) -> tuple[Participant, list[str]]:
     """The agent's part in a run, and what of its images was asked for."""
     read: list[str] = []
 
@@ -89,7 +89,7 @@ def bring_back(site: Site, copy: Path) -> None:
 
 def grow(site: Site, text: str) -> None:
     entry = RefusedEntry("x", "site-a", "", "call", [text], b"")
-    site.federation.store.append(text, Draft((entry,)))
+    site.federation.store.append(text, AppendRequest((entry,)))
 
 
 @pytest.mark.parametrize("how", ["rewound", "forked"])
@@ -99,7 +99,7 @@ def test_a_ledger_that_was_rewound_or_forked_is_refused_for_good_and_nothing_is_
     backup_file(ground.federation.home.ledger, tmp_path / "copy.db")
     grow(site, "seen")
     with working(site) as desk:
-        greet(desk)
+        sync_with_coordinator(desk)
         bring_back(site, tmp_path / "copy.db")
         for i in range(3 if how == "forked" else 0):
             grow(site, f"another-past-{i}")
@@ -107,9 +107,9 @@ def test_a_ledger_that_was_rewound_or_forked_is_refused_for_good_and_nothing_is_
         part, read = participant(desk, monkeypatch)
         part.join("run-2", MECHANISM)
         for _ in range(2):
-            with pytest.raises(Forked):
+            with pytest.raises(LedgerForkError):
                 part.train("run-2", 1, start())
-        with pytest.raises(Forked):
+        with pytest.raises(LedgerForkError):
             desk.door.reserve("reserve-x", site.seal(site.hospital.reservation("x")))
         assert read == []
     kept = {path.name.split("-")[0] for path in (site.home.root / "watch").iterdir()}
@@ -120,10 +120,10 @@ def test_a_run_that_the_coordinators_ledger_never_granted_is_not_trained_for(
     ground: Ground, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with working(site) as desk:
-        greet(desk)
+        sync_with_coordinator(desk)
         part, read = participant(desk, monkeypatch)
         part.join("run-1", MECHANISM)
-        with ground.refused(), pytest.raises(Refused) as caught:
+        with ground.refused(), pytest.raises(ReviewRejectedError) as caught:
             part.train("run-1", 1, start())
         assert [f.rule for f in caught.value.verdict.findings] == ["not_granted"]
         assert (read, part.rounds_trained) == ([], 0)
@@ -134,17 +134,17 @@ def test_a_yes_without_an_entry_or_with_another_sites_entry_trains_nothing(
 ) -> None:
     """It answers yes; then it shows a real entry of its real ledger, about another site's reservation."""
     with working(other) as theirs:
-        greet(theirs)
+        sync_with_coordinator(theirs)
         envelope = Participant(theirs.site, "OT", _no_entropy).join("run-1", MECHANISM)  # type: ignore[arg-type]
     assert ground.federation.intake.reserve_run("run-1", {"site-b": envelope}, 1)["site-b"].admitted
     seq = ground.federation.store.state.size - 1
     with working(site) as desk:
-        greet(desk)
+        sync_with_coordinator(desk)
         part, read = participant(desk, monkeypatch)
         part.join("run-1", MECHANISM)
         for shown in (-1, 0, seq):
-            monkeypatch.setattr(Intake, "outcome", lambda *_, shown=shown: (Verdict(()), shown))
-            with pytest.raises(Forked, match="cannot show it"):
+            monkeypatch.setattr(AdmissionService, "outcome", lambda *_, shown=shown: (Verdict(()), shown))
+            with pytest.raises(LedgerForkError, match="cannot prove it"):
                 part.train("run-1", 1, start())
         assert (read, part.rounds_trained, part.granted) == ([], 0, False)
 
@@ -154,12 +154,12 @@ def test_a_coordinator_grants_nothing_beyond_the_sites_own_policy(
 ) -> None:
     """The coordinator would say yes; the site's ledger is the hard gate, and says no before anything is sent."""
     poor = ground.federation.join("site-p", policy(epsilon="0.5"))
-    monkeypatch.setattr(Intake, "reserve", lambda *_: Verdict(()))
+    monkeypatch.setattr(AdmissionService, "reserve", lambda *_: Verdict(()))
     with working(poor) as desk:
-        greet(desk)
+        sync_with_coordinator(desk)
         part, read = participant(desk, monkeypatch)
         before = len(ground.federation.recorder.messages)
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(ReviewRejectedError) as caught:
             part.join("run-1", MECHANISM)
         assert caught.value.where == "site"
         assert [f.rule for f in caught.value.verdict.findings] == ["budget"]
@@ -174,15 +174,15 @@ def test_rounds_of_another_run_beyond_the_grant_or_under_another_configuration_a
     ground: Ground, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with working(site) as desk:
-        greet(desk)
+        sync_with_coordinator(desk)
         part, read = participant(desk, monkeypatch)
         envelope = part.join("run-1", MECHANISM)
         assert ground.federation.intake.reserve_run("run-1", {"site-a": envelope}, 1)["site-a"].admitted
         for run, number in (("run-2", 1), ("run-1", 0), ("run-1", -1)):
-            with pytest.raises(Refused):
+            with pytest.raises(ReviewRejectedError):
                 part.train(run, number, start())
         dearer = Federated(**{**asdict(MECHANISM), "noise_multiplier": 0.4})
-        with pytest.raises(Refused):
+        with pytest.raises(ReviewRejectedError):
             part.join("run-1", dearer)
         assert read == []
     digest = hashlib.sha256(envelope).digest()

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from policies.claims import KAnonymous, SubsampledGaussian
-from policies.statement import PAYLOAD_TYPE, Approval, Settlement, encode, release_id
-from protos.envelope import seal
+from policies.accounting.claims import KAnonymous, SubsampledGaussian
+from policies.statements import PAYLOAD_TYPE, Approval, Settlement, encode, release_id
+from protos.common.dsse import seal
 from tests.attacks.ground import Ground
-from tests.support.books import DP, K5
-from tests.support.federation import Federation, Site, pictures, vector
+from tests.support.federation_world import Federation, Site, pictures, vector
+from tests.support.ledger_world import DP, K5
 
 _COUNT = itertools.count()
 SET, UPDATE = pictures(), vector()

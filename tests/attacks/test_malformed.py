@@ -20,15 +20,17 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.proto.fleet_pb2 import PushMessagesRequest
 
-from coordinator.edges import guard, port
-from coordinator.edges.guard import AGENT, JOINING, OPERATING, ROLES
-from protos.identity import agent_name, certify, joining_name
-from protos.rounds import FLEET_CALLS
-from protos.v1 import gateway_pb2 as pb
+from coordinator.gateway import guard, service
+from coordinator.gateway import server as port
+from coordinator.gateway.calls import AGENT, JOINING, OPERATING
+from coordinator.gateway.guard import ROLES
+from protos.federation.messages import FLEET_CALLS
+from protos.identity.certificates import agent_name, certify, joining_name
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.attacks.ground import SERVICE, Code, Ground, Pass, call, now, refusal
 from tests.benchmarks import network
-from tests.support.federation import Federation, Site
+from tests.support.federation_world import Federation, Site
 
 AT_ONCE = 60  # calls of one connection: below the 64 that it may have open
 GROWTH_MB = 20.0
@@ -44,7 +46,7 @@ STRANGE = {  # protobuf takes each of these for a message of any kind
     "unknown fields": b"\xf8\x07\x01" * 1000,
     "groups in groups, closed": b"\xfb\x07" * 90 + b"\xfc\x07" * 90,
     "numbers where texts are expected": b"\x08\x01\x10\x01\x18\x01\x20\x01",
-    "another method's": pb.UploadPart(chunk=pb.Chunk(index=1, data=b"abc")).SerializeToString(),
+    "another method's": gateway_pb2.UploadPart(chunk=gateway_pb2.Chunk(index=1, data=b"abc")).SerializeToString(),
 }
 
 
@@ -123,7 +125,7 @@ def test_what_protobuf_takes_for_a_message_gets_an_answer_and_breaks_nothing(
 def test_a_bad_message_in_the_middle_of_an_upload_is_not_its_end(
     ground: Ground, site: Site, channels: Mapping[str, grpc.Channel]
 ) -> None:
-    first = pb.UploadPart(upload="0" * 64).SerializeToString()
+    first = gateway_pb2.UploadPart(upload="0" * 64).SerializeToString()
     with ground.refused("bad_message"):
         assert send(channels[AGENT], "Upload", first, NOT_MESSAGES["noise"]) == Code.INVALID_ARGUMENT
     ground.works(site)
@@ -149,7 +151,9 @@ def test_a_fleet_call_whose_body_is_not_a_message_is_refused_and_written_down(
     ]
     with ground.refused(*["bad_message"] * len(bodies)):
         for path, body in bodies:
-            (answer,) = stub.Fleet(iter([pb.FleetPart(path=path), pb.FleetPart(data=body)]), timeout=60)
+            (answer,) = stub.Fleet(
+                iter([gateway_pb2.FleetPart(path=path), gateway_pb2.FleetPart(data=body)]), timeout=60
+            )
             assert answer.status == 400, path
     ground.works(site)
 
@@ -191,6 +195,66 @@ def test_silent_calls_of_a_revoked_certificate_hold_no_thread(
                 over.set()
 
 
+def unheard(over: threading.Event) -> Iterator[bytes]:
+    """A stream that is open, and in which nothing comes before the test is over."""
+    over.wait(300)
+    return
+    yield
+
+
+def test_a_call_whose_message_never_comes_is_ended_whatever_the_method(
+    ground: Ground, site: Site, channels: Mapping[str, grpc.Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a good certificate of each role; a slow line is no offence, so nothing is counted or written down."""
+    monkeypatch.setattr(guard, "FIRST_S", 0.1)
+    monkeypatch.setattr(service, "UPLOAD_S", 0.1)
+    monkeypatch.setattr(service, "FLEET_S", 0.1)
+    over = threading.Event()
+    single = {m.name for m in SERVICE.methods if not m.client_streaming}
+    assert set(ROLES) - single == {"Upload", "Fleet"}
+    with ground.refused():
+        calls = {
+            method: channels[role].stream_stream(f"/{SERVICE.full_name}/{method}")(unheard(over), timeout=120)
+            for method, role in ROLES.items()
+        }
+        try:
+            for method, made in calls.items():
+                assert made.code() == Code.CANCELLED, method
+        finally:
+            over.set()
+        until = time.monotonic() + 60
+        while ground.federation.service.guard.open_calls() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not ground.federation.service.guard.open_calls()
+    assert ground.log().count('"rule": "silent"') == len(single)
+    patience = ground.federation.service.guard._welcome_ones.strikes.kept.values()
+    assert {bucket.level for bucket in patience} == {guard.STRIKES}
+    ground.works(site)
+
+
+@pytest.mark.parametrize("role", [AGENT, JOINING])
+def test_silent_calls_of_a_good_certificate_hold_a_thread_for_a_while_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setattr(port, "THREADS", 4)
+    monkeypatch.setattr(guard, "FIRST_S", 0.1)
+    with Federation(tmp_path) as federation:
+        ground, site, other = Ground(federation), federation.join("site-a"), federation.join("site-b")
+        over, joining = threading.Event(), drawn(joining_name("site-n"), federation)
+        method = "Hello" if role == AGENT else "Join"
+        with (
+            ground.as_site(site) if role == AGENT else ground.channel(*joining.pair) as silent,
+            ground.as_site(other) as neighbour,
+        ):
+            one = silent.stream_unary(f"/{SERVICE.full_name}/{method}")
+            calls = [one.future(unheard(over), timeout=120) for _ in range(guard.AT_ONCE)]
+            try:
+                assert call(neighbour, "Hello", timeout=100).policy
+                assert {refusal(c.result).code() for c in calls} == {Code.CANCELLED}
+            finally:
+                over.set()
+
+
 class Flood:
     """One certificate, calls without end, a new connection for every few; and somebody honest beside it."""
 
@@ -217,11 +281,11 @@ class Flood:
         return self.served.megabytes() - before
 
     def _ask(self, over: threading.Event) -> int:
-        """Call until the flood is over; how often that was answered. One that is not raises."""
+        """Call until the flood is over; how often that was answered before. One that is not raises."""
         answered = 0
         while True:
             self.honest()
-            answered += 1
+            answered += not over.is_set()  # an answer that comes when all is over is none
             if over.wait(0.05):  # within an honest site's rate
                 return answered
 

@@ -15,24 +15,25 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
 
-from agent.edges import home as agent_home
-from agent.edges.enrol import Given, enrol, over_grpc
-from coordinator import intake
-from coordinator.edges.authority import Authority, JoinRefused
-from coordinator.edges.guard import AGENT, JOINING, OPERATING, ROLES
-from coordinator.edges.service import Service
-from coordinator.intake import Intake
-from policies.merkle import Checkpoint, cosign, sign_checkpoint
-from policies.policy import preset
-from policies.register import Register
-from policies.store import Store
-from protos.identity import certify, joining_name
-from protos.keyfile import pem, replace_private
-from protos.token import read_token, token_key
-from protos.v1 import gateway_pb2 as pb
+from agent.gateway.enrolment import Given, enrol, over_grpc
+from agent.storage import site_directory
+from coordinator import admission
+from coordinator.admission import AdmissionService
+from coordinator.enrolment.authority import Authority, JoinError
+from coordinator.gateway.calls import AGENT, JOINING, OPERATING
+from coordinator.gateway.guard import ROLES
+from coordinator.gateway.service import Service
+from policies.ledger.merkle import Checkpoint, cosign, sign_checkpoint
+from policies.ledger.store import Store
+from policies.ledger_service import LedgerService
+from policies.review.policy import preset
+from protos.identity.certificates import certify, joining_name
+from protos.identity.join_token import read_token, token_key
+from protos.identity.key_files import pem, replace_private
+from protos.v1 import gateway_pb2
 from tests.attacks.ground import SERVICE, Code, Ground, call, now, refusal
-from tests.support.books import Hospital
-from tests.support.federation import SETTINGS, Federation, Site, pictures
+from tests.support.federation_world import SETTINGS, Federation, Site, pictures
+from tests.support.ledger_world import Hospital
 
 
 def private_bytes(folder: Path) -> Iterator[bytes]:
@@ -51,11 +52,11 @@ def private_bytes(folder: Path) -> Iterator[bytes]:
 
 def test_no_token_and_no_private_key_is_in_a_message_or_a_log(ground: Ground) -> None:
     federation = ground.federation
-    home = agent_home.create(
+    home = site_directory.create(
         federation.root / "site-n", SETTINGS.format(site="site-n", listen=ground.target), preset("internal")
     )
     with ground.as_operator() as operator:
-        invited = call(operator, "Invite", pb.InviteRequest(site="site-n"))
+        invited = call(operator, "Invite", gateway_pb2.InviteRequest(site="site-n"))
         shown = len(federation.recorder.messages)  # the operator's own answer has the token: for the telephone
         assert invited.token.encode() in b"".join(federation.recorder.messages)
         enrol(home, Given(invited.invitation, invited.token, invited.fingerprint), over_grpc(), now())
@@ -87,13 +88,13 @@ def test_whatever_breaks_inside_a_peer_hears_a_number_and_nothing_else(
     def fault(*_: object) -> None:
         raise RuntimeError("patient MRN-ZEBRA, /srv/coordinator/keys/intermediate.key")
 
-    monkeypatch.setattr(Register, "reserve", fault)
-    monkeypatch.setattr(Intake, "release", fault)
-    monkeypatch.setattr(Intake, "outcome", fault)
+    monkeypatch.setattr(LedgerService, "reserve", fault)
+    monkeypatch.setattr(AdmissionService, "release", fault)
+    monkeypatch.setattr(AdmissionService, "outcome", fault)
     envelope = site.seal(site.hospital.reservation("g"))
-    sealed = pb.SealedRequest(key="k", envelope=envelope)
-    requests = {"Reserve": sealed, "Offer": pb.OfferRequest(sealed=sealed), "Submit": sealed}
-    requests["Outcome"] = pb.OutcomeRequest(key="k")
+    sealed = gateway_pb2.SealedRequest(key="k", envelope=envelope)
+    requests = {"Reserve": sealed, "Offer": gateway_pb2.OfferRequest(sealed=sealed), "Submit": sealed}
+    requests["Outcome"] = gateway_pb2.OutcomeRequest(key="k")
     with ground.as_site(site) as channel, ground.refused():
         for method, request in requests.items():
             error = refusal(lambda method=method, request=request: call(channel, method, request))
@@ -121,7 +122,7 @@ def test_only_errors_that_were_written_for_peers_are_told_in_words(
     ground: Ground, site: Site, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """A library's ValueError is no refusal: its text may quote anything."""
-    request = pb.RevokeRequest(site="site-n", reason="left") if method == "Revoke" else None
+    request = gateway_pb2.RevokeRequest(site="site-n", reason="left") if method == "Revoke" else None
     joining = ec.generate_private_key(ec.SECP256R1())
     waiting = certify(joining.public_key(), joining_name("site-n"), ground.federation.home.ca(), now())
     with (
@@ -133,7 +134,7 @@ def test_only_errors_that_were_written_for_peers_are_told_in_words(
         monkeypatch.setattr(Authority, MANAGED[method], raising(ValueError, "patient MRN-ZEBRA"))
         error = refusal(lambda: call(channel, method, request))
         assert (error.code(), error.details()[:9]) == (Code.INTERNAL, "incident ")
-        monkeypatch.setattr(Authority, MANAGED[method], raising(JoinRefused, "ask for a new invitation"))
+        monkeypatch.setattr(Authority, MANAGED[method], raising(JoinError, "ask for a new invitation"))
         error = refusal(lambda: call(channel, method, request))
         assert (error.code(), error.details()) == (Code.FAILED_PRECONDITION, "ask for a new invitation")
     assert "ZEBRA" not in ground.log()
@@ -157,9 +158,9 @@ def test_a_statement_that_breaks_its_reader_is_refused_without_the_readers_words
     ground: Ground, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     envelope = site.seal(site.hospital.reservation("g"))
-    monkeypatch.setattr(intake, "parse", raising(ValueError, "patient MRN-ZEBRA"))
+    monkeypatch.setattr(admission, "parse", raising(ValueError, "patient MRN-ZEBRA"))
     with ground.as_site(site) as own, ground.refused("bad_statement"):
-        reply = call(own, "Reserve", pb.SealedRequest(key="k", envelope=envelope))
+        reply = call(own, "Reserve", gateway_pb2.SealedRequest(key="k", envelope=envelope))
     assert [(f.rule, f.detail) for f in reply.findings] == [("bad_statement", "the statement cannot be read")]
     assert b"ZEBRA" not in b"".join(ground.federation.recorder.messages)
 
@@ -189,7 +190,7 @@ def test_after_a_rollback_stopped_the_ledger_every_peer_reads_a_fixed_text(
     waiting = certify(joining.public_key(), joining_name("site-n"), ground.federation.home.ca(), now())
     said: list[tuple[str, str]] = []
     with ground.as_site(site) as own, ground.as_site(other) as neighbour, ground.as_operator() as operator:
-        error = refusal(lambda: call(own, "Hello", pb.HelloRequest(cosigned=later(ground, site))))
+        error = refusal(lambda: call(own, "Hello", gateway_pb2.HelloRequest(cosigned=later(ground, site))))
         assert (error.code(), error.details()) == (Code.UNAVAILABLE, "the ledger is behind what this site has seen")
         assert ground.federation.store.stopped
         with ground.channel(pem(joining), waiting) as joiner:
@@ -239,7 +240,7 @@ def test_a_reply_that_cannot_be_written_and_a_stream_that_breaks_off_say_no_more
     ground: Ground, site: Site, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def broken(_service: Any, _request: Any, _call: Any) -> Iterator[Any]:
-        yield pb.Notice(kind="hello")
+        yield gateway_pb2.Notice(kind="hello")
         raise RuntimeError("patient MRN-ZEBRA")
 
     monkeypatch.setattr(Service, "Session", broken)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 _C, _J, _F, _P = (f"tests/attacks/test_{name}.py" for name in ("certificates", "joining", "flooding", "chunks"))
 _I, _L, _H, _S = (f"tests/attacks/test_{name}.py" for name in ("contents", "lies", "forged_coordinator", "secrets"))
 _M = "tests/attacks/test_malformed.py"
-_FLOWER, _WATCH = "tests/test_federation_contract.py", "tests/coordinator/test_watch.py"
+_FLOWER, _WATCH = "tests/test_federation_contract.py", "tests/coordinator/storage/test_witness_store.py"
 TABLE: dict[str, str] = {
     "a certificate of another CA": f"{_C}::test_a_certificate_of_another_root_is_shut_out",
     "a self-made intermediate": f"{_C}::test_a_self_made_intermediate_that_bears_the_real_ones_name_is_shut_out",

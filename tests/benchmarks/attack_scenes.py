@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 from torch import Tensor
 
-from agent.attacks.membership import Anonymise, Pool, Published
-from agent.attacks.recognition import vectors
-from agent.mechanisms.ksame import KSame
-from agent.nets.pictures import to_tensor
-from agent.nouns import Clusters, Cohort, Image, Latents, Patient
-from agent.phantoms.fundus import APTOS_SHARES, fundus_patients
-from agent.reproduce.datasets import RealPictures
-from agent.stages.average import pixel_average
-from agent.stages.cluster import partition
-from agent.stages.gallery import gallery_of
-from agent.stages.invert import Basis, fit_basis, invert
-from agent.stages.mix import Mixing, Setting, mix
+from agent.domain import Clusters, Cohort, Image, Latents, Patient
+from agent.mechanisms.anonfaces.gallery import gallery_of
+from agent.mechanisms.anonfaces.identity_mixing import Mixing, Setting, mix
+from agent.mechanisms.common.linear_codec import Basis, fit_basis, invert
+from agent.mechanisms.ksame.mechanism import KSame
+from agent.microaggregation.partition import partition
+from agent.models.image_tensors import to_tensor
+from deploy.phantoms.fundus import APTOS_SHARES, fundus_patients
+from deploy.reproduction.attacks.membership import Anonymise, Pool, Published
+from deploy.reproduction.attacks.recognition import vectors
+from deploy.reproduction.averaging_methods import pixel_average
+from deploy.reproduction.datasets import RealImages
 
 Pictures = NDArray[np.float32]
 CONTROL, PIXEL, PCA, MIX = "nothing done", "k-Same-Pixel", "k-Same-PCA", "AnonFACES' mix"
@@ -88,14 +88,14 @@ class Scene:
         }
 
 
-def digits(real: RealPictures) -> Scene:
+def digits(real: RealImages) -> Scene:
     """880 people of one digit each, 440 of the attacker's."""
     pictures, labels = real.digits, real.digit_labels
     parts = (pictures[:880], pictures[880:1320], pictures[1320:])
     return _scene("digits", 11, tuple((p, _noisy(p)) for p in parts), labels[:1320], 40)
 
 
-def faces(real: RealPictures) -> Scene:
+def faces(real: RealImages) -> Scene:
     """60 faces; the attacker's 40 are also those that basis and thresholds come from."""
     known = (real.faces[60:], _noisy(real.faces[60:]))
     people = (real.faces[:60], _noisy(real.faces[:60]))
@@ -183,7 +183,7 @@ def _pca(pool: Pool, k: int, basis: Basis, seeds: Iterator[int]) -> Published:
 
 
 def _mix(pool: Pool, scene: Scene, seeds: Iterator[int]) -> Published:
-    """As ``agent.mechanisms.anonfaces``, with the basis in the generator's place."""
+    """As ``agent.mechanisms.anonfaces.mechanism``, with the basis in the generator's place."""
     cohort, rng = cohort_of(pool), np.random.default_rng(next(seeds))
     latents = invert(cohort, scene.basis)
     seen = vectors(scene.judges[0], np.stack([patient.images[0].pixels for patient in cohort.patients]))

@@ -21,8 +21,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.attacks.collusion import Known, Shown, collusion, guessed
-from agent.attacks.disclosure import (
+from agent.domain import Latents
+from agent.intervals import Figure, Resampling
+from agent.mechanisms.anonfaces.identity_mixing import Mixing, secret_weights
+from agent.mechanisms.common.linear_codec import Basis
+from agent.microaggregation.aggregation import average
+from agent.microaggregation.partition import partition
+from agent.models.features.extractors import RandomFeatures
+from deploy.reproduction.attacks.collusion import Known, Shown, collusion, guessed
+from deploy.reproduction.attacks.disclosure import (
     Trials,
     cohort_order,
     differencing,
@@ -31,7 +38,7 @@ from agent.attacks.disclosure import (
     nearest_representative,
     order_leak,
 )
-from agent.attacks.membership import (
+from deploy.reproduction.attacks.membership import (
     Anonymise,
     Game,
     NearestFeatures,
@@ -43,17 +50,10 @@ from agent.attacks.membership import (
     game,
     train_attack,
 )
-from agent.attacks.recognition import naive, naive_open_set, parrot, rank_one, reverse
-from agent.measures.intervals import Figure, Resampling
-from agent.nets.features import RandomFeatures
-from agent.nouns import Latents
-from agent.reproduce.datasets import real_pictures
-from agent.stages.average import average
-from agent.stages.cluster import partition
-from agent.stages.invert import Basis
-from agent.stages.mix import Mixing, secret_weights
-from protos.shards import Png, pack_shard
-from tests.benchmarks import attack_scenes as scenes
+from deploy.reproduction.attacks.recognition import naive, naive_open_set, parrot, rank_one, reverse
+from deploy.reproduction.datasets import real_images
+from protos.artifacts.shards import Png, pack_shard
+from tests.benchmarks import attack_scenes
 from tests.benchmarks.attack_scenes import CONTROL, MIX, PCA, PIXEL, Scene
 from tests.benchmarks.report import Report, Row
 from tests.support.shipped import frozen, recomputed
@@ -145,7 +145,7 @@ def recognised(table: Found, scene: Scene, name: str, victim: Game, anonymise: A
     forward = naive(judge, scene.again, published, scene.k).figures
     back = reverse(judge, scene.again, published, scene.k).figures
     opened = naive_open_set(judge, scene.again, published, strangers, FPIR)
-    hidden = scenes.pixelated if name == CONTROL else scenes.replaced(anonymise, blank)
+    hidden = attack_scenes.pixelated if name == CONTROL else attack_scenes.replaced(anonymise, blank)
     seen = parrot(judge, scene.people, scene.again, hidden, scene.k).figures
     table.put(f"{where}, naive recognition", forward)
     table.put(f"{where}, naive recognition, open set", (opened,))
@@ -160,7 +160,7 @@ def recognised(table: Found, scene: Scene, name: str, victim: Game, anonymise: A
 def traces(table: Found, scene: Scene, name: str, published: Published) -> None:
     """Names and order of the files, and label counts."""
     m, where = len(published.members), f"{scene.name}, {name}"
-    members = [[scenes.pseudonym(p) for p in c] for c in published.members]
+    members = [[attack_scenes.pseudonym(p) for p in c] for c in published.members]
     names = _names(published)
     places = list(range(m))
     order = order_leak(places, cohort_order(published.members), np.random.default_rng(1), 400)
@@ -247,8 +247,8 @@ def main() -> Report:
     threads, table = torch.get_num_threads(), Found()
     torch.set_num_threads(1)
     try:
-        real = real_pictures(32)
-        first = scenes.digits(real)
+        real = real_images(32)
+        first = attack_scenes.digits(real)
         made_codes(table)
         differences(table, first.basis, Pool(first.people.images[:90], first.people.owners[:90]))
         for scene in _all(first):
@@ -264,8 +264,8 @@ def main() -> Report:
 
 def _all(first: Scene) -> Iterator[Scene]:
     yield first
-    yield scenes.faces(real_pictures(32))
-    yield scenes.fundus()
+    yield attack_scenes.faces(real_images(32))
+    yield attack_scenes.fundus()
 
 
 def _key(scene: Scene, name: str) -> str:

@@ -2,9 +2,9 @@
 
 ``ch2bet`` is the truth, its largest piece. Every method sees the head clean, under a bias field of 40 %, under Rician
 noise of a tenth of white matter, and at 2 mm. *Kept* is what no method of de-facing may touch and *estimate* what is
-called the brain: :class:`agent.heads.brain.Brain`. The two baselines are ours: a threshold, eroded by 4 mm, largest
-piece, grown again (the best Dice of 27 settings on the clean head); and the algorithm of dipy's ``median_otsu``
-(median radius 4, four passes), which was made for diffusion.
+called the brain: :class:`agent.defacing.brain_extraction.Brain`. The two baselines are ours: a threshold, eroded by 4
+mm, largest piece, grown again (the best Dice of 27 settings on the clean head); and the algorithm of dipy's
+``median_otsu`` (median radius 4, four passes), which was made for diffusion.
 
 Some two minutes of one processor.
 """
@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.edges.atlas import atlas, register
-from agent.heads.bet import bet
-from agent.heads.brain import Atlas, Brain, carried, dice, extract, grown
-from agent.heads.grid import spacing
-from agent.nouns import Volume
+from agent.defacing.bet import bet
+from agent.defacing.brain_extraction import Atlas, Brain, carried, dice, extract, grown
+from agent.defacing.template import atlas, register
+from agent.domain import Volume
+from agent.volumes.grid import spacing
 from tests.benchmarks.report import Report, Row
 from tests.support.heads import real_head
 

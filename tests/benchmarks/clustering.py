@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from scipy.spatial.distance import pdist, squareform
 from sklearn.datasets import load_digits
 
-from agent.nouns import Latents
-from agent.stages.baselines import BASELINES, greedy
-from agent.stages.cluster import partition
+from agent.domain import Latents
+from agent.microaggregation.partition import greedy, partition
+from deploy.reproduction.clustering_baselines import BASELINES
 from tests.benchmarks.report import Report, Row
 
 Codes = NDArray[np.float32]

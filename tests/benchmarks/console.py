@@ -28,27 +28,27 @@ from typing import Any
 import httpx
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from coordinator.admission import AdmissionService
 from coordinator.console.app import pages as console_pages
-from coordinator.console.desk import Desk
-from coordinator.edges import home as homes
-from coordinator.edges.authority import Authority
-from coordinator.edges.home import look_at_ledger
-from coordinator.edges.log import open_log
-from coordinator.edges.reports import make
-from coordinator.edges.runs import Runs
-from coordinator.edges.sessions import Sessions
-from coordinator.edges.shelf import Shelf
-from coordinator.intake import Intake
-from policies import governance
-from policies.follower import Follower
-from policies.policy import parse
-from policies.postgres import install, open_postgres
-from policies.search import BATCH, Index
-from policies.sqlite import open_sqlite
-from policies.statement import release_id
-from policies.store import Disk, Store
-from protos.web.logins import Logins
-from protos.web.serving import Serving
+from coordinator.console.context import CoordinatorConsoleContext
+from coordinator.enrolment.authority import Authority
+from coordinator.event_log import open_log
+from coordinator.federation.run_manager import RunManager
+from coordinator.gateway.notifications import Sessions
+from coordinator.reports.catalog import make
+from coordinator.storage import directory as homes
+from coordinator.storage.directory import look_at_ledger
+from coordinator.storage.release_store import ReleaseStore
+from policies.governance import decisions
+from policies.index.follower import IndexFollower
+from policies.index.search import BATCH, Index
+from policies.ledger.backends.postgres import install, open_postgres
+from policies.ledger.backends.sqlite import open_sqlite
+from policies.ledger.store import LedgerBackend, Store
+from policies.review.policy import parse
+from policies.statements import release_id
+from protos.web.client_certificates import PinnedCertificates
+from protos.web.server import ConsoleServer
 from protos.web.settings import ConsoleSettings
 from tests.benchmarks import site_console
 from tests.benchmarks.console_ledgers import (
@@ -65,8 +65,8 @@ from tests.benchmarks.console_ledgers import (
 )
 from tests.benchmarks.report import Report, Row
 from tests.benchmarks.stories import SITES, Site
-from tests.support.books import Hospital, policy
-from tests.support.grids import Grid, Host
+from tests.support.coordinator_runs import Grid, Host
+from tests.support.ledger_world import Hospital, policy
 from tests.support.postgres import OWNER, WRITER, binaries, throwaway
 
 ENTRIES = 1_000_000
@@ -75,17 +75,17 @@ LAX = policy(epsilon=100.0, max_releases_per_patient=1_000_000)
 SIGNED = "ksame-site-0-signed"  # a release whose statements are really signed and kept: a certificate is about it
 
 
-def build(home: homes.Home, disk: Disk, entries: int) -> int:
+def build(home: homes.CoordinatorDirectory, disk: LedgerBackend, entries: int) -> int:
     """Fill the ledger of a coordinator's directory; the time of its last entry."""
     clock = Clock()
     with Store(disk, homes.ORIGIN, home.ledger_key(), clock) as store:
-        intake, signed = Intake.over(store, parse(LAX, "policy")), Hospital("site-0", LAX)
+        intake, signed = AdmissionService.over(store, parse(LAX, "policy")), Hospital("site-0", LAX)
         sites = []
         for real in (signed, *(Hospital(f"site-{n}", LAX) for n in range(1, SITES))):
             intake.enrol(real.enrolment()[1])
             sites.append(accounts_of(store, real))
         for name, role in (("otto", "auditor"), ("dora", "compliance"), ("hugo", "hospital")):
-            governance.appoint(store, name, role, Ed25519PrivateKey.generate().public_key().public_bytes_raw())
+            decisions.appoint(store, name, role, Ed25519PrivateKey.generate().public_key().public_bytes_raw())
         certified = Site(signed, sites[0].accounts)
         for key, draft in (certified.reserve(SIGNED), *certified.release(SIGNED)):
             store.append(key, draft)
@@ -94,7 +94,9 @@ def build(home: homes.Home, disk: Disk, entries: int) -> int:
 
 
 @contextmanager
-def served(home: homes.Home, now: int, what: str, rows: list[Row]) -> Iterator[tuple[httpx.Client, Desk]]:
+def served(
+    home: homes.CoordinatorDirectory, now: int, what: str, rows: list[Row]
+) -> Iterator[tuple[httpx.Client, CoordinatorConsoleContext]]:
     """The whole console over that ledger, and an auditor who is logged in."""
     with ExitStack() as stack:
         start = time.perf_counter()
@@ -102,26 +104,26 @@ def served(home: homes.Home, now: int, what: str, rows: list[Row]) -> Iterator[t
         rows.append(Row(f"{what}: the ledger is opened: fold and tree", time.perf_counter() - start, "s"))
         index = Index(home.root / "search.db", lambda: look_at_ledger(home))
         stack.enter_context(indexed(index, BATCH, what, rows))  # in batches, as its thread does
-        stack.enter_context(Follower(index))
+        stack.enter_context(IndexFollower(index))
         log = open_log(home.root / "coordinator.log")
-        intake, host = Intake.over(store, home.policy()), Host(Grid({}))
-        shelf = Shelf(home.releases, store)
-        desk = Desk(
+        intake, host = AdmissionService.over(store, home.policy()), Host(Grid({}))
+        shelf = ReleaseStore(home.releases, store)
+        desk = CoordinatorConsoleContext(
             home=home,
             store=store,
             intake=intake,
-            runs=Runs(home.root / "runs", host, intake, shelf, log),  # type: ignore[arg-type]
+            runs=RunManager(home.root / "runs", host, intake, shelf, log),  # type: ignore[arg-type]
             shelf=shelf,
             sessions=Sessions(log),
             authority=Authority(home, intake, lambda: dt.datetime.now(dt.UTC)),
             index=index,
-            expel=lambda _site: None,
+            close_calls=lambda _site: None,
             log=log,
             now=lambda: dt.datetime.fromtimestamp(now, dt.UTC),
         )
-        settings, logins = ConsoleSettings(listen="127.0.0.1:0"), Logins(home.root / "logins")
+        settings, logins = ConsoleSettings(listen="127.0.0.1:0"), PinnedCertificates(home.root / "logins")
         app = console_pages(desk, settings, logins).guarded()
-        serving = stack.enter_context(Serving(app, settings, logins, home.root))
+        serving = stack.enter_context(ConsoleServer(app, settings, logins, home.root))
         yield stack.enter_context(entered(serving, home.root, logins)), desk
 
 
@@ -176,7 +178,7 @@ def coordinator(root: Path, entries: int, what: str, ledger: str = "") -> tuple[
     return rows, times
 
 
-def reports(home: homes.Home) -> list[Row]:
+def reports(home: homes.CoordinatorDirectory) -> list[Row]:
     """Processor seconds of the reports that need no statement but one: this ledger keeps no others.
 
     ``denied`` and ``burn-down`` list everything there is, so most of their time is the writing of it.
@@ -202,7 +204,7 @@ def over_postgres(root: Path, entries: int) -> tuple[list[Row], dict[str, float]
     with throwaway() as server:
         install(server.dsn(OWNER), WRITER)
         rows, times = coordinator(root, entries, "PostgreSQL", server.dsn(WRITER))
-        scanned = scan(look_at_ledger(homes.Home(root)), "site-3")
+        scanned = scan(look_at_ledger(homes.CoordinatorDirectory(root)), "site-3")
     return [*rows, Row("PostgreSQL: one reading of the whole ledger", scanned, "s")], ratios(
         "postgres_", times, scanned
     )
@@ -225,10 +227,10 @@ def main(entries: int = ENTRIES) -> Report:
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", "/var/tmp")) as name:
         root = Path(name) / "hub"
         rows, times = coordinator(root, entries, "SQLite")
-        scanned = scan(look_at_ledger(homes.Home(root)), "site-3")
+        scanned = scan(look_at_ledger(homes.CoordinatorDirectory(root)), "site-3")
         rows.append(Row("SQLite: one reading of the whole ledger", scanned, "s"))
         found = ratios("", times, scanned)
-        rows += reports(homes.Home(root))
+        rows += reports(homes.CoordinatorDirectory(root))
         for more, theirs in (
             site_console.measure(Path(name) / "site", entries),
             over_postgres(Path(name) / "database", entries),

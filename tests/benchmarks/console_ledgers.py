@@ -1,7 +1,7 @@
 """What the benchmarks of both consoles share: a ledger of a million entries, a person who asks, and a reading of all.
 
-The ledger is a real one: every entry went through :meth:`policies.store.Store.append` and its fold. Its statements
-are not signed, since no page of a list opens them, and a million signatures take a quarter of an hour.
+The ledger is a real one: every entry went through :meth:`policies.ledger.store.Store.append` and its fold. Its
+statements are not signed, since no page of a list opens them, and a million signatures take a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 
 import httpx
 
-from policies.entries import Refused, decode
-from policies.export import Unsound
-from policies.search import Index
-from policies.statement import Statement, encode
-from policies.store import Disk, Store
-from protos.keyfile import write_private
-from protos.web.logins import Logins, make
-from protos.web.serving import Serving
+from policies.index.search import Index
+from policies.ledger.entries import Refused, decode
+from policies.ledger.export import ExportError
+from policies.ledger.store import LedgerBackend, Store
+from policies.statements import Statement, encode
+from protos.identity.key_files import write_private
+from protos.web.client_certificates import PinnedCertificates, make
+from protos.web.server import ConsoleServer
 from tests.benchmarks.report import Row
 from tests.benchmarks.stories import Site, World
-from tests.support.books import Hospital
+from tests.support.ledger_world import Hospital
 
 STEP_S = 60  # between two calls: a million entries are a year and a half
 START = 1_700_000_000
@@ -85,7 +85,7 @@ def indexed(index: Index, most: int | None, what: str, rows: list[Row]) -> Itera
 
 
 @contextmanager
-def entered(serving: Serving, root: Path, logins: Logins) -> Iterator[httpx.Client]:
+def entered(serving: ConsoleServer, root: Path, logins: PinnedCertificates) -> Iterator[httpx.Client]:
     """The auditor ``otto``, with a certificate that is pinned, logged in."""
     key, crt, _ = make("otto", dt.datetime.now(dt.UTC), "a password")
     logins.trust("otto", crt)
@@ -120,11 +120,11 @@ def told(whose: str, times: dict[str, list[float]]) -> list[Row]:
     return rows
 
 
-def scan(disk: Disk, site: str) -> float:
+def scan(disk: LedgerBackend, site: str) -> float:
     """Seconds for one reading of everything, for a site's newest refusals: what a page without an index would do.
 
     Raises:
-        Unsound: there are none; the measurement is none either.
+        ExportError: there are none; the measurement is none either.
     """
     start, found = time.perf_counter(), []
     with contextlib.closing(disk):
@@ -133,5 +133,5 @@ def scan(disk: Disk, site: str) -> float:
             if isinstance(entry, Refused) and entry.site == site:
                 found.append(seq)
     if not found[-50:]:
-        raise Unsound("the ledger holds no refusal of that site")
+        raise ExportError("the ledger holds no refusal of that site")
     return time.perf_counter() - start

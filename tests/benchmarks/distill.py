@@ -31,26 +31,16 @@ from typing import Final
 import numpy as np
 import torch
 
-from agent.measures.utility import Recipe
-from agent.reproduce import distillation
-from agent.reproduce.distill_sources import CHEST32, phantoms
-from agent.reproduce.distillation import (
-    AUC,
-    D_DISTILL,
-    D_FILTERED,
-    D_REAL,
-    D_SYNTH,
-    OWN,
-    RE_ID,
-    S_ALIGN,
-    caught,
-)
-from agent.reproduce.distilling import DistillSettings, DistillWork, Lengths, opened, vetting
-from agent.reproduce.students import reference
-from agent.reproduce.tables import Table, as_text
-from agent.stages.distil import Sampling
-from agent.stages.vet import power
-from agent.training.loop import own_generator
+from agent.evaluation.utility import Recipe
+from agent.mechanisms.distillation.teacher_student import Sampling
+from agent.models.training_loop import torch_generator
+from agent.vetting.filter import power
+from deploy.reproduction import distillation
+from deploy.reproduction.distillation import AUC, D_DISTILL, D_FILTERED, D_REAL, D_SYNTH, OWN, RE_ID, S_ALIGN, caught
+from deploy.reproduction.distillation_experiment import DistillSettings, DistillWork, Lengths, opened, vetting
+from deploy.reproduction.distillation_models import reference
+from deploy.reproduction.distillation_sources import CHEST32, phantoms
+from deploy.reproduction.tables import Table, as_text
 from tests.benchmarks.report import Report, Row, as_table
 
 TIMES: Final = 60  # copies of the planted picture, beside three pictures of each of 36 patients
@@ -75,7 +65,7 @@ def planted(work: DistillWork, seed: int) -> dict[str, float]:
 
     def compute() -> dict[str, float]:
         stranger = caught(work, seed, TIMES)[1]
-        found = power(reference(work, seed), vetting(work), own_generator(seed))
+        found = power(reference(work, seed), vetting(work), torch_generator(seed))
         told = {f"planted {kind}": share.value for kind, share in found.kinds.items()}
         visits = {} if found.other_visits is None else {"other visits": found.other_visits.value}
         return {f"stranger {name}": value for name, value in stranger.items()} | told | visits

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 
-from agent.attacks.dp_audit import CANARIES, conformance, one_run_bound, toy_sensitivity
-from agent.attacks.dp_controls import CONTROLS, ENGINES, LARGE, proved
-from agent.attacks.dp_law import SURE
-from agent.stages.clipping import bookkept, looped
-from agent.stages.noise import SystemEntropy
+from agent.dp.clipping import bookkeeping_engine, loop_engine
+from agent.dp.noise import SystemEntropy
+from agent.privacy_audit.conformance import SURE
+from agent.privacy_audit.gate import CANARIES, conformance, one_run_bound, toy_sensitivity
+from agent.privacy_audit.negative_controls import CONTROLS, ENGINES, LARGE, proved
 from tests.benchmarks.report import Report, Row
 
 RUNS, SOUND, TRAININGS = 3, 20, 3
@@ -28,7 +28,7 @@ def main() -> Report:
     """Measure; two minutes."""
     torch.set_num_threads(1)
     entropy, rows, caught = SystemEntropy(), list[Row](), list[float]()
-    engine = bookkept(64)
+    engine = bookkeeping_engine(64)
     for control in CONTROLS:
         began = time.perf_counter()
         ps = [control.run(entropy, engine).p for _ in range(RUNS)]
@@ -42,7 +42,7 @@ def main() -> Report:
         caught.append(not moved.holds)
         rows.append(Row(f"{what}: one patient moves the sum by", moved.largest / moved.bound, "clips"))
     began = time.perf_counter()
-    alarms = [not conformance(entropy, looped).holds for _ in range(SOUND)]
+    alarms = [not conformance(entropy, loop_engine).holds for _ in range(SOUND)]
     seconds = (time.perf_counter() - began) / SOUND
     rows.append(Row(f"the shipped step: false alarms of {SOUND}", sum(alarms), "runs"))
     rows.append(Row(f"the shipped step, {CANARIES} canaries, looped", seconds, "s"))

@@ -4,8 +4,8 @@ MONAI's diffusion UNet of 1.71 M parameters at 32 x 32 x 3 with a denoising loss
 noise draws) and 64 patients of one, all of them in every step so that every mode does the same work. "plain" takes
 all rows in one batch, without clipping or noise. Opacus works per row: it is a peer for the cost, not for the unit.
 Times are processor seconds of one thread, modes interleaved; ratios are medians over rounds. Peak memory is that of
-a fresh process after one step. ``bookkept`` is the product's on a processor (``best_engine``); the comparison of the
-engines with ``looped`` in a model's first batches is over before the measurement.
+a fresh process after one step. ``bookkeeping_engine`` is the product's on a processor (``best_engine``); the
+comparison of the engines with ``loop_engine`` in a model's first batches is over before the measurement.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 
-from agent.stages.clipping import PROBES, ClippedSum, chunked, looped
-from agent.stages.finetune import PrivateSgd, Task, best_engine, train_privately
-from agent.stages.noise import SystemEntropy
+from agent.dp.clipping import PROBES, ClippedSum, loop_engine, vmap_engine
+from agent.dp.dpsgd import PrivateSgd, Task, best_engine, train_privately
+from agent.dp.noise import SystemEntropy
 from tests.benchmarks.report import Report, Row
 from tests.support.families import Family, monai_unet
 
 SHAPES = {"16x8": (16, 8), "64x1": (64, 1)}  # patients x rows of each
 ROUNDS = 3
 OWN: dict[str, Callable[[], ClippedSum]] = {
-    "loop": lambda: looped,
-    "vmap": lambda: chunked(16, most_rows=64),
+    "loop": lambda: loop_engine,
+    "vmap": lambda: vmap_engine(16, most_rows=64),
     "bookkept": lambda: best_engine("cpu"),
 }
 MODES = ("plain", *OWN, "opacus", "opacus_ghost")
@@ -125,7 +125,7 @@ def measured(shape: str) -> dict[str, list[float]]:
     """Processor seconds of a step, by mode, ``ROUNDS`` each."""
     steps = {mode: step_of(mode, shape) for mode in MODES}
     for mode, step in steps.items():
-        for _ in range(1 if mode not in OWN or OWN[mode]() is looped else PROBES):
+        for _ in range(1 if mode not in OWN or OWN[mode]() is loop_engine else PROBES):
             step()
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(ROUNDS):

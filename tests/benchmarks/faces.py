@@ -1,12 +1,12 @@
 """Faces in head MRI: who is still recognised, what tissues become, and what it costs.
 
-People are made up (``agent.phantoms.heads``): 60 who are tested, 30 whom the attacker learns from and 10 whose
+People are made up (``deploy.phantoms.heads``): 60 who are tested, 30 whom the attacker learns from and 10 whose
 heads are averaged, two visits each, at 4 mm; their brains are known, so that the figures are of the faces alone.
 ``remodel`` is the default of ``deface``: all that a rendering shows, drawn by the network of the tests (32
-voxels). Beside it the mean of public heads (``agent.heads.average``) draws, in both regions. Tissues are segmented
-at 2 mm, and the whole way of one head is timed at 1 mm in a process of its own, brain and registration included;
-what a network of 64 voxels takes is added, with weights as they are drawn. ``hull_speed_vs_rotations`` is that of
-``python -m tests.benchmarks hull``, where the ratio of the whole transform stands, too.
+voxels). Beside it the mean of public heads (``deploy.reproduction.average_head``) draws, in both regions. Tissues are
+segmented at 2 mm, and the whole way of one head is timed at 1 mm in a process of its own, brain and registration
+included; what a network of 64 voxels takes is added, with weights as they are drawn. ``hull_speed_vs_rotations`` is
+that of ``python -m tests.benchmarks hull``, where the ratio of the whole transform stands, too.
 
 Three attackers, all of whom learned on other people what the method leaves: one measures the whole surface in
 millimetres, one sees photographs, one has the face alone, without forehead, crown and neck, in millimetres.
@@ -32,20 +32,22 @@ from typing import Final
 import numpy as np
 import torch
 
-from agent.attacks.faces import Identification
-from agent.edges.atlas import atlas, register
-from agent.heads.average import average_of
-from agent.heads.brain import Brain
-from agent.heads.change import checked
-from agent.heads.gamma import transform
-from agent.heads.head import Head, examined
-from agent.heads.region import Region
-from agent.heads.skin import head_mask
-from agent.measures.tissue import PARTS
-from agent.nets.volume_gan import PRESETS, Generator, remodeller_from
-from agent.nets.volume_gan import drawn as drawn_by
-from agent.reproduce import deid
-from agent.reproduce.deid_heads import (
+from agent.defacing.brain_extraction import Brain
+from agent.defacing.change import checked
+from agent.defacing.deid_gan.network import PRESETS, Generator, remodeller_from
+from agent.defacing.deid_gan.network import drawn as drawn_by
+from agent.defacing.face_region import Region
+from agent.defacing.head import HeadScan
+from agent.defacing.head_mask import head_mask
+from agent.defacing.privacy_transform import transform
+from agent.defacing.quality import examined
+from agent.defacing.remodel import HeadGenerator, around_template, remodel
+from agent.defacing.template import atlas, register
+from deploy.demo.train_networks import kept_network
+from deploy.reproduction import deid_gan
+from deploy.reproduction.attacks.head_identification import Identification
+from deploy.reproduction.average_head import average_of
+from deploy.reproduction.deid_gan_heads import (
     BLURRED,
     BRAIN,
     HULL,
@@ -56,8 +58,7 @@ from agent.reproduce.deid_heads import (
     DeidWork,
     known_phantoms,
 )
-from agent.stages.remodel import Draws, around_template, remodel
-from deploy.demo.train_networks import kept_network
+from deploy.reproduction.measures.tissue_segmentation import PARTS
 from tests.benchmarks import hull
 from tests.benchmarks.report import Report, Row
 from tests.support.heads import phantoms
@@ -75,7 +76,7 @@ CUBE: Final = 32  # of those that are attacked: made of 4 mm voxels
 OWN: Final = "remodel, the network shown the patient's brain (the paper)"
 MEAN: Final = "remodel by the mean of public heads"
 FACE: Final = "remodel by the mean of public heads, region face"
-KINDS: Final = {"everything": "", "photographs": deid.PHOTOGRAPHS, "face only": "face"}
+KINDS: Final = {"everything": "", "photographs": deid_gan.PHOTOGRAPHS, "face only": "face"}
 KEEPS: Final = ("quickshear", "facemask", "deface")
 
 
@@ -126,7 +127,7 @@ def _ratios(found: dict[str, Attacks], tissues: dict[str, dict[str, float]]) -> 
     dice = {name: min(tissues[name][part] for part in parts) for name in tissues}
     kept = [tissues[REMODEL][p] - tissues[name][p] for name in KEEPS for p in parts]
     told = {
-        "brain_voxels_changed": max(t[deid.CHANGED] for t in tissues.values()),
+        "brain_voxels_changed": max(t[deid_gan.CHANGED] for t in tissues.values()),
         "tissue_dice": dice[REMODEL],
         "identification_5way": ours.rate,
         "identification_5way_low": ours.low,
@@ -151,7 +152,7 @@ def _ratios(found: dict[str, Attacks], tissues: dict[str, dict[str, float]]) -> 
 def _attacked(
     settings: DeidSettings,
     folder: Path,
-    remodeller: tuple[str, Draws] | None = None,
+    remodeller: tuple[str, HeadGenerator] | None = None,
     rows: tuple[str, ...] = (UNALTERED, BLURRED, *MADE, HULL, BRAIN),
 ) -> dict[str, Attacks]:
     """By method: what each attacker finds."""
@@ -161,7 +162,7 @@ def _attacked(
     found = {}
     for row in rows:
         kinds = KINDS if row in (UNALTERED, *MADE) else {"everything": ""}
-        found[row] = {name: deid.attack(work, 0, row, kind) for name, kind in kinds.items()}
+        found[row] = {name: deid_gan.attack(work, 0, row, kind) for name, kind in kinds.items()}
         print(row, {name: one.line() for name, one in found[row].items()}, file=sys.stderr, flush=True)
     return found
 
@@ -177,7 +178,7 @@ def _rows(name: str, attacks: Attacks) -> list[Row]:
 
 
 def _tissues(
-    settings: DeidSettings, folder: Path, remodeller: tuple[str, Draws] | None
+    settings: DeidSettings, folder: Path, remodeller: tuple[str, HeadGenerator] | None
 ) -> dict[str, dict[str, float]]:
     """By method: the mean Dice of each part, brain voxels changed and seconds, over a few people."""
     folder.mkdir()
@@ -209,7 +210,7 @@ def _one_head() -> dict[str, float]:
     public = []
     for person in range(200, 204):
         scan = made.scan(person, 0, 4.0)
-        public.append(Head(scan.volume, head_mask(scan.volume), Brain(scan.brain, 1.0, scan.to_template)))
+        public.append(HeadScan(scan.volume, head_mask(scan.volume), Brain(scan.brain, 1.0, scan.to_template)))
     draws = average_of(public, SIDE)
     volume = made.scan(0, 0, 1.0).volume
     begun = _seconds()

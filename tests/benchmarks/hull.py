@@ -12,13 +12,13 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.heads.brain import Brain
-from agent.heads.gamma import population_of, transform
-from agent.heads.head import Head
-from agent.heads.hull import exact_hull, sampled_hull, surface
-from agent.heads.skin import head_mask
+from agent.defacing.brain_extraction import Brain
+from agent.defacing.head import HeadScan
+from agent.defacing.head_mask import head_mask
+from agent.defacing.privacy_transform import population_of, transform
 from tests.benchmarks.report import Report, Row
 from tests.support.heads import real_head
+from tests.support.paper_hull import exact_hull, sampled_hull, surface
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def main() -> Report:
     exact, fast = _timed(lambda: exact_hull(skin, volume.affine))
     rng = np.random.default_rng(0)
     paper, slow = _timed(lambda: sampled_hull(surface(skin, TURNS, rng), rng))
-    head = Head(volume, skin, Brain(brain, 1.0, np.eye(4)))  # the head is in the template's space
+    head = HeadScan(volume, skin, Brain(brain, 1.0, np.eye(4)))  # the head is in the template's space
     population = population_of([head], SIDE)
     gamma, whole = _timed(lambda: transform(head, SIDE, population))
     if (skin & ~exact).any() or (gamma.brain & ~gamma.hull).any():

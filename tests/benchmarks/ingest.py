@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from agent.deidentify.rules import Rules
-from agent.deidentify.tags import Deidentifier
-from agent.edges.files import in_folder
-from agent.edges.intake import Intake, Ports
-from agent.edges.lists import Lists
-from agent.edges.notes import Notes
-from agent.edges.quarantine import Quarantine
-from agent.edges.vault import Vault
+from agent.deidentify.admission_rules import Rules
+from agent.deidentify.deidentifier import Deidentifier
+from agent.ingest.folders import in_folder
+from agent.ingest.patient_lists import Lists
+from agent.ingest.pipeline import IngestDependencies, IngestPipeline
+from agent.storage.quarantine import Quarantine
+from agent.storage.site_database import SiteDatabase
+from agent.storage.vault import Vault
 from tests.benchmarks import receive, wado
 from tests.benchmarks.report import Report, Row
 from tests.support.pacs import make_instances
@@ -42,11 +42,11 @@ def _read(folder: Path, work: Path, jobs: int, progress: Callable[[int], None] =
     """Seconds to read, de-identify and keep a folder's files in a new vault."""
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    vault = Vault(Notes(work / "vault.db", b"n" * 32), work / "main.db", b"v" * 32)
-    ports = Ports(RULES, Deidentifier(b"k" * 32), vault, Quarantine(work / "quarantine", b"q" * 32))
+    vault = Vault(SiteDatabase(work / "vault.db", b"n" * 32), work / "main.db", b"v" * 32)
+    ports = IngestDependencies(RULES, Deidentifier(b"k" * 32), vault, Quarantine(work / "quarantine", b"q" * 32))
     found = in_folder(folder, Lists(), (), RULES.max_bytes)
     try:
-        with Intake(ports, jobs) as intake:
+        with IngestPipeline(ports, jobs) as intake:
             intake.run(found[:jobs])  # the workers start, and import their parsers, outside of what is measured
             began = time.perf_counter()
             report = intake.run(found[jobs:], progress)

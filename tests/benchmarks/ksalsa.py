@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from agent.phantoms.fundus import APTOS_SHARES, fundus_patients
-from agent.reproduce import ksalsa
-from agent.reproduce.datasets import aptos
-from agent.reproduce.experiment import PRESETS, Settings
-from agent.reproduce.tables import Table, as_text
-from agent.stages.align import Alignment
+from agent.mechanisms.ksalsa.style_alignment import Alignment
+from deploy.phantoms.fundus import APTOS_SHARES, fundus_patients
+from deploy.reproduction import ksalsa
+from deploy.reproduction.datasets import aptos
+from deploy.reproduction.experiment import PRESETS, Settings
+from deploy.reproduction.tables import Table, as_text
 from tests.benchmarks.report import Report, Row, as_table
 
 TABLES: Final = ("ksalsa-table1", "ksalsa-table2", "ksalsa-table3", "ksalsa-table4")

@@ -35,20 +35,20 @@ from statistics import median, quantiles
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies.claims import Gaussian, GaussianQuery, SubsampledGaussian
-from policies.entries import Reserved, decode, kind_of
-from policies.export import Export
-from policies.ledger import Grant, State
-from policies.merkle import CompactRange, leaf_hash
-from policies.policy import parse
-from policies.rdp import cost
-from policies.review import Standing, review, review_reservation
-from policies.sqlite import export_file, look, open_sqlite
-from policies.store import Store
-from policies.verify import verify
+from policies.accounting.claims import Gaussian, GaussianQuery, SubsampledGaussian
+from policies.accounting.rdp import cost
+from policies.audit.verify import verify
+from policies.ledger.backends.sqlite import export_file, open_read_only, open_sqlite
+from policies.ledger.entries import Reserved, decode, kind_of
+from policies.ledger.export import Export
+from policies.ledger.merkle import CompactRange, leaf_hash
+from policies.ledger.state import Grant, State
+from policies.ledger.store import Store
+from policies.review.policy import parse
+from policies.review.rules import AccountContext, review, review_reservation
 from tests.benchmarks.report import Report, Row
 from tests.benchmarks.stories import ORIGIN, SITES, TRAINING, Named, fill, open_world
-from tests.support.books import K5, Clock
+from tests.support.ledger_world import K5, Clock
 
 PAIRS, BATCH, ROUNDS, CLAIMS = 400, 64, 9, 10_000
 
@@ -219,7 +219,7 @@ def reviews(folder: Path, times: int = 300) -> list[Row]:
         asked = site.reservation("grant", claim, run)[0]
         (entry,) = site.reserve("grant", claim, run)[1].entries
         assert isinstance(entry, Reserved)
-        free, held = Standing(account), Standing(account, Grant(entry))
+        free, held = AccountContext(account), AccountContext(account, Grant(entry))
         release = site.statement("grant", run, 3 if run else 0)
         if not (review_reservation(asked, free, law).admitted and review(release, held, law).admitted):
             raise AssertionError(f"the law does not admit {name}")
@@ -307,7 +307,7 @@ class Place:
 
     def audit(self) -> None:
         """The entries' part of an audit, read from the database."""
-        with contextlib.closing(look(self.path)) as disk:
+        with contextlib.closing(open_read_only(self.path)) as disk:
             head = disk.head()
             self.agree(head is not None and audit_entries(disk.bodies()) == head.root)
 

@@ -22,14 +22,14 @@ from typing import Any, Final
 
 import grpc
 
-from agent.edges.channel import open_channel
-from agent.edges.credentials import Credentials
-from coordinator.edges import home as coordinator_home
-from coordinator.edges.port import THREADS
-from coordinator.edges.service import MAX_PART
-from protos.v1 import gateway_pb2 as pb
-from tests.support.books import policy
-from tests.support.federation import Federation, Site
+from agent.gateway.channel import open_channel
+from agent.gateway.credentials import Credentials
+from coordinator.gateway.server import THREADS
+from coordinator.gateway.service import MAX_PART
+from coordinator.storage import directory as coordinator_home
+from protos.v1 import gateway_pb2
+from tests.support.federation_world import Federation, Site
+from tests.support.ledger_world import policy
 
 LISTEN: Final = 'listen = "127.0.0.1:0"\n'
 FLUSHING: Final = "flushing"
@@ -137,11 +137,13 @@ class Bare(grpc.GenericRpcHandler):  # type: ignore[misc]
         """The handler of a method."""
         if details.method == "/bare/Echo":
             return grpc.unary_unary_rpc_method_handler(
-                lambda request, _context: request, pb.SealedRequest.FromString, pb.SealedRequest.SerializeToString
+                lambda request, _context: request,
+                gateway_pb2.SealedRequest.FromString,
+                gateway_pb2.SealedRequest.SerializeToString,
             )
         if details.method == "/bare/Stream":
             return grpc.stream_unary_rpc_method_handler(
-                self._stream, pb.UploadPart.FromString, pb.UploadReply.SerializeToString
+                self._stream, gateway_pb2.UploadPart.FromString, gateway_pb2.UploadReply.SerializeToString
             )
         return None
 
@@ -157,23 +159,27 @@ class Bare(grpc.GenericRpcHandler):  # type: ignore[misc]
                     beside.submit(os.fdatasync, out.fileno())
             beside.shutdown()
             os.fsync(out.fileno())
-        return pb.UploadReply(accepted=accepted)
+        return gateway_pb2.UploadReply(accepted=accepted)
 
 
 def echo(channel: grpc.Channel) -> Any:
     """The bare echo, as a call."""
-    return channel.unary_unary("/bare/Echo", pb.SealedRequest.SerializeToString, pb.SealedRequest.FromString)
+    return channel.unary_unary(
+        "/bare/Echo", gateway_pb2.SealedRequest.SerializeToString, gateway_pb2.SealedRequest.FromString
+    )
 
 
 def stream(channel: grpc.Channel) -> Any:
     """The bare stream, as a call."""
-    return channel.stream_unary("/bare/Stream", pb.UploadPart.SerializeToString, pb.UploadReply.FromString)
+    return channel.stream_unary(
+        "/bare/Stream", gateway_pb2.UploadPart.SerializeToString, gateway_pb2.UploadReply.FromString
+    )
 
 
 def main() -> None:
     """Serve the bare peer until told to stop: the federation's directory is the argument."""
     root = Path(sys.argv[1])
-    home = coordinator_home.Home(root / "coordinator")
+    home = coordinator_home.CoordinatorDirectory(root / "coordinator")
     files = root / "bare"
     files.mkdir(exist_ok=True)
     key, chain = coordinator_home.own_certificate(home, dt.datetime.now(dt.UTC))

@@ -12,7 +12,8 @@ The tables, with what came out of the paper's orders and what did not, go to the
 ``LAZARET_BENCHMARK_QUICK=1``) takes minutes, shows that everything runs, and proves no order.
 
 Clip, rates, steps, draws and model were tuned on made-up writing of another hand as the private part (italic fonts
-bent otherwise, 1,400 pictures of digits; :mod:`agent.reproduce.sources` says what was tried), and not on the digits.
+bent otherwise, 1,400 pictures of digits; :mod:`deploy.reproduction.privimage_sources` says what was tried), and not
+on the digits.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from typing import Final
 
 import torch
 
-from agent.measures.classifiers import CNN
-from agent.measures.utility import Recipe
-from agent.reproduce import privimage
-from agent.reproduce.private import Job, PrivateSettings
-from agent.reproduce.privimage import DPDM, DPGAN, DPGAN_P, NONPRIV_D, NONPRIV_G, PDP, PRIVIMAGE_D, PRIVIMAGE_G
-from agent.reproduce.sources import DIGITS8, digits, fitted
-from agent.reproduce.tables import Table, as_text
+from agent.evaluation.classifiers import CNN
+from agent.evaluation.utility import Recipe
+from deploy.reproduction import privimage
+from deploy.reproduction.privimage import DPDM, DPGAN, DPGAN_P, NONPRIV_D, NONPRIV_G, PDP, PRIVIMAGE_D, PRIVIMAGE_G
+from deploy.reproduction.privimage_experiment import Job, PrivateSettings
+from deploy.reproduction.privimage_sources import DIGITS8, digits, fitted
+from deploy.reproduction.tables import Table, as_text
 from tests.benchmarks.report import Report, Row, as_table
 
 QUICK: Final = replace(

@@ -34,8 +34,8 @@ from pydicom.data import get_testdata_file
 from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 from pynetdicom import AE, AllStoragePresentationContexts, evt
 
-from agent.edges.association import Caller, ListenerSettings
-from agent.edges.listener import Listener
+from agent.pacs.dimse.config import Caller, ListenerSettings
+from agent.pacs.dimse.listener_process import Listener
 from tests.benchmarks.report import Report, Row
 
 FOLDERS, EACH, SIZE = 16, 25, 512  # 210 MB are sent by every sixteen senders

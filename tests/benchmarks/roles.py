@@ -1,9 +1,9 @@
 """The processes of the benchmark of rounds: ``python -m tests.benchmarks.roles ROLE HOME``.
 
-``governed`` is the product's agent without the pause before its answers (agent/edges/pace.py), ``paced`` with it.
-``trained``, ``flat`` and ``many`` are agents over the same link that train the same, or only add 1 to what they get,
-and neither price, seal nor write anything down. ``hub`` is the product's coordinator with a conductor that admits
-whatever arrives.
+``governed`` is the product's agent without the pause before its answers (agent/federation/service.py), ``paced`` with
+it. ``trained``, ``flat`` and ``many`` are agents over the same link that train the same, or only add 1 to what they
+get, and neither price, seal nor write anything down. ``hub`` is the product's coordinator with a conductor that
+admits whatever arrives.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from typing import Final
 import numpy as np
 import torch
 
-from protos import quiet
+from protos.federation import flower_environment
 
-quiet.hush(Path(sys.argv[2]) / "flower")
+flower_environment.configure_environment(Path(sys.argv[2]) / "flower")
 
-from agent import commands  # noqa: E402 - Flower reads its environment while it is imported
-from agent.edges import projects  # noqa: E402
-from agent.edges import rounds as agent_rounds  # noqa: E402
-from agent.edges.home import Home as AgentHome  # noqa: E402
-from agent.edges.link import Link, LinkConfig  # noqa: E402
-from agent.edges.tasks import Answer, Task  # noqa: E402
-from agent.mechanisms import federated  # noqa: E402
-from agent.nouns import Update  # noqa: E402
-from agent.stages.noise import SystemEntropy  # noqa: E402
-from coordinator.edges import runs, server  # noqa: E402
-from coordinator.edges.conductor import Conductor  # noqa: E402
-from coordinator.edges.federation import RoundPlan, conduct  # noqa: E402
-from coordinator.edges.feed import Event  # noqa: E402
-from coordinator.edges.home import Home  # noqa: E402
-from coordinator.edges.strategy import Model  # noqa: E402
+from agent.cli import serve  # noqa: E402 - Flower reads its environment while it is imported
+from agent.domain import Update  # noqa: E402
+from agent.dp.noise import SystemEntropy  # noqa: E402
+from agent.federation import service  # noqa: E402
+from agent.federation.supernode_process import Link, LinkConfig  # noqa: E402
+from agent.federation.tasks import Answer, Task  # noqa: E402
+from agent.mechanisms.federated import mechanism as federated  # noqa: E402
+from agent.storage import projects  # noqa: E402
+from agent.storage.site_directory import SiteDirectory as AgentHome  # noqa: E402
+from coordinator import daemon  # noqa: E402
+from coordinator.federation import run_manager  # noqa: E402
+from coordinator.federation.events import Event  # noqa: E402
+from coordinator.federation.run_controller import RunController  # noqa: E402
+from coordinator.federation.strategy import Model, Progress, RoundPlan  # noqa: E402
+from coordinator.federation.superlink import conduct  # noqa: E402
+from coordinator.storage.directory import CoordinatorDirectory  # noqa: E402
 
 MODALITY: Final = "OT"
 TENSORS: Final = 320
@@ -49,8 +50,8 @@ MOST_CLASSES: Final = 1 << 20  # the linear model has a million parameters only 
 def governed(home: Path, paced: bool) -> int:
     """``lazaret-agent serve``."""
     if not paced:
-        agent_rounds.rest = lambda _seconds: 0.0
-    return commands.serve(argparse.Namespace(home=home, modality=MODALITY))
+        service.response_delay = lambda _seconds: 0.0
+    return serve.serve(argparse.Namespace(home=home, modality=MODALITY))
 
 
 def bare(home: Path, answer: Callable[[AgentHome, Task], Answer]) -> int:
@@ -94,9 +95,9 @@ def many(_site: AgentHome, task: Task) -> Answer:
 class AdmitAll:
     """The gate of a coordinator that checks nothing and keeps nothing."""
 
-    def __init__(self, tell: Callable[[int, tuple[str, ...]], None]) -> None:
-        """``tell`` hears of each closed round."""
-        self._tell = tell
+    def __init__(self, tell: Callable[[int, tuple[str, ...]], None], progress: Callable[[Progress], None]) -> None:
+        """``tell`` hears of each closed round, ``progress`` of all else."""
+        self._tell, self.progress = tell, progress
 
     def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
         """Everybody takes part."""
@@ -114,7 +115,7 @@ class AdmitAll:
         self._tell(round_index + 1, used)
 
 
-class Ungoverned(Conductor):
+class Ungoverned(RunController):
     """Conducts a run without any of our checks: no books, no review, no checkpoint."""
 
     def run(self) -> None:
@@ -136,15 +137,17 @@ class Ungoverned(Conductor):
             round_timeout_s=60.0,
             node_wait_s=30.0,
         )
-        with self.runs.turn.take(self.feed.waiting):
-            conduct(self.runs.host, plan, AdmitAll(tell), self._progress)
+        with self.context.turn.take(self.feed.waiting):
+            conduct(self.context.host, plan, AdmitAll(tell, self.progress))
         self.feed.put(Event(job.run, job.rounds, "finished", job.sites))
 
 
 def hub(home: Path) -> int:
     """``lazaret-coordinator serve`` with that conductor."""
-    runs.Conductor = Ungoverned  # type: ignore[misc]
-    return server.serve(Home(home), lambda text: print(text, flush=True), lambda _parts: contextlib.nullcontext(()))
+    run_manager.RunController = Ungoverned  # type: ignore[misc]
+    return daemon.serve(
+        CoordinatorDirectory(home), lambda text: print(text, flush=True), lambda _parts: contextlib.nullcontext(())
+    )
 
 
 def main(role: str, home: Path) -> int:

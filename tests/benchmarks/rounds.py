@@ -33,15 +33,15 @@ import grpc
 import numpy as np
 
 from agent.deidentify.record import Record
-from agent.edges import projects
-from agent.mechanisms import federated
-from coordinator.edges.home import operator_certificate
-from protos.v1 import gateway_pb2 as pb
+from agent.mechanisms.federated import mechanism as federated
+from agent.storage import projects
+from coordinator.storage.directory import operator_certificate
+from protos.protocol_version import USER_AGENT
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
-from protos.versions import USER_AGENT
 from tests.benchmarks import network
 from tests.benchmarks.report import Report, Row
-from tests.support.federation import Federation, Site
+from tests.support.federation_world import Federation, Site
 from tests.support.ports import free_port
 
 SITES: Final = ("site-a", "site-b", "site-c")
@@ -93,7 +93,7 @@ class Camp:
     def rounds(self, rounds: int) -> list[float]:
         """Seconds of each round of a new run, the first left out."""
         self.runs += 1
-        request = pb.LaunchRequest(
+        request = gateway_pb2.LaunchRequest(
             run=f"run-{self.runs}",
             mechanism="federated",
             config=self.config,

@@ -17,25 +17,25 @@ from statistics import median
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent.console.app import INDEX, pages
-from agent.console.books import Lent
-from agent.console.desk import Desk
-from agent.edges import home as homes
-from agent.edges.log import open_log
-from policies import governance
-from policies.entries import Refused
-from policies.follower import Follower
-from policies.policy import parse
-from policies.register import Register
-from policies.search import Index
-from policies.sqlite import look, open_sqlite
-from policies.store import Draft, Store
-from protos.web.login_command import FOLDER
-from protos.web.logins import Logins
-from protos.web.serving import Serving
+from agent.console.context import SiteConsoleContext
+from agent.console.ledger_access import BorrowedLedger
+from agent.event_log import open_log
+from agent.storage import site_directory
+from policies.governance import decisions
+from policies.index.follower import IndexFollower
+from policies.index.search import Index
+from policies.ledger.backends.sqlite import open_read_only, open_sqlite
+from policies.ledger.entries import Refused
+from policies.ledger.store import AppendRequest, Store
+from policies.ledger_service import LedgerService
+from policies.review.policy import parse
+from protos.web.client_certificates import PinnedCertificates
+from protos.web.login_cli import FOLDER
+from protos.web.server import ConsoleServer
 from protos.web.settings import ConsoleSettings
 from tests.benchmarks.console_ledgers import Clock, Question, accounts_of, asked, entered, fill, scan, told
 from tests.benchmarks.report import Row
-from tests.support.books import Hospital, policy
+from tests.support.ledger_world import Hospital, policy
 
 SITE = "site-0"
 ASKED = 240  # pages
@@ -52,12 +52,12 @@ public_components = []
 def build(root: Path, entries: int) -> int:
     """A site's directory with a ledger of so many entries; the time of its last."""
     text, clock = policy(epsilon=100.0, max_releases_per_patient=1_000_000), Clock()
-    home, law = homes.create(root, SETTINGS, text), parse(text, "policy")
-    with Store(open_sqlite(root / "ledger.db"), homes.origin(SITE), home.sign_key(), clock) as store:
+    home, law = site_directory.create(root, SETTINGS, text), parse(text, "policy")
+    with Store(open_sqlite(root / "ledger.db"), site_directory.origin(SITE), home.sign_key(), clock) as store:
         real = Hospital(SITE, text, home.sign_key())
-        Register(store, lambda _site: law).enrol(*real.enrolment(), law)
+        LedgerService(store, lambda _site: law).enrol(*real.enrolment(), law)
         for name, role in (("otto", "auditor"), ("dora", "compliance"), ("hugo", "hospital")):
-            governance.appoint(store, name, role, Ed25519PrivateKey.generate().public_key().public_bytes_raw())
+            decisions.appoint(store, name, role, Ed25519PrivateKey.generate().public_key().public_bytes_raw())
         fill(store, [accounts_of(store, real)], entries)
     return clock.now
 
@@ -94,15 +94,15 @@ def measure(root: Path, entries: int) -> tuple[list[Row], dict[str, float]]:
 
 def serve(root: Path, last: int, rows: list[Row]) -> tuple[list[Row], dict[str, float]]:
     """Pages over a ledger that is there."""
-    home, logins = homes.Home(root), Logins(root / FOLDER)
+    home, logins = site_directory.SiteDirectory(root), PinnedCertificates(root / FOLDER)
     with ExitStack() as stack:
-        books = Lent(home)
+        books = BorrowedLedger(home)
         index, begun = stack.enter_context(Index(root / INDEX, books.disk)), time.perf_counter()
-        stack.enter_context(Follower(index))  # as beside every console
+        stack.enter_context(IndexFollower(index))  # as beside every console
         log = open_log(root / "agent.log")
-        desk = Desk(home, books, log, lambda: dt.datetime.fromtimestamp(last, dt.UTC), index=index)
+        desk = SiteConsoleContext(home, books, log, lambda: dt.datetime.fromtimestamp(last, dt.UTC), index=index)
         settings = ConsoleSettings(listen="127.0.0.1:0")
-        serving = stack.enter_context(Serving(pages(desk, settings, logins).guarded(), settings, logins, root))
+        serving = stack.enter_context(ConsoleServer(pages(desk, settings, logins).guarded(), settings, logins, root))
         start = time.perf_counter()
         client = stack.enter_context(entered(serving, root, logins))
         rows.append(Row("site: somebody logs in, first of all: the fold", time.perf_counter() - start, "s"))
@@ -116,10 +116,10 @@ def serve(root: Path, last: int, rows: list[Row]) -> tuple[list[Row], dict[str, 
         rows += told("site", times)
         with books.write() as store:  # as another process does
             late = Refused("late", SITE, "ksame", "reservation", ["min_k"], b"\0" * 32)
-            store.append("late", Draft((late,)))
+            store.append("late", AppendRequest((late,)))
         (taken,) = asked(client, [("", "/ledger", {})]).values()
         rows.append(Row("site: the first page after another process wrote", taken[0] / 1000, "s"))
-    scanned = scan(look(root / "ledger.db"), SITE)
+    scanned = scan(open_read_only(root / "ledger.db"), SITE)
     rows.append(Row("site: one reading of the whole ledger", scanned, "s"))
     page = median(times["ledger, filtered"])
     slowest = max(median(taken) for what, taken in times.items() if what != "overview")

@@ -1,7 +1,8 @@
 """A site's own ledger as the benchmarks fill it: releases, runs of three rounds, lost grants, refusals.
 
-The entries are those that :class:`policies.register.Register` writes, made without its reviews so that a million of
-them take minutes; ``lazaret-verify`` reviews them again and finds them sound. Every statement is really signed.
+The entries are those that :class:`policies.ledger_service.LedgerService` writes, made without its reviews so that a
+million of them take minutes; ``lazaret-verify`` reviews them again and finds them sound. Every statement is really
+signed.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies.claims import Claim, KAnonymous, SubsampledGaussian
-from policies.entries import Admitted, Expired, Refused, Reserved, Sent, Spent
-from policies.ledger import Account
-from policies.policy import parse
-from policies.rdp import epsilon_nano
-from policies.register import Register, digest
-from policies.review import level_of, price
-from policies.sqlite import open_sqlite
-from policies.statement import Release, Reservation, Settlement, canonical, claim_json
-from policies.store import Draft, Store
-from tests.support.books import COMPONENTS, K5, Clock, Hospital, policy
+from policies.accounting.claims import Claim, KAnonymous, SubsampledGaussian
+from policies.accounting.rdp import epsilon_nano
+from policies.ledger.backends.sqlite import open_sqlite
+from policies.ledger.entries import Admitted, Expired, Refused, Reserved, Sent, Spent
+from policies.ledger.state import Account
+from policies.ledger.store import AppendRequest, Store
+from policies.ledger_service import LedgerService, digest
+from policies.review.policy import parse
+from policies.review.rules import level_of, price
+from policies.statements import Release, Reservation, Settlement, claim_json
+from protos.common.canonical_json import canonical
+from tests.support.ledger_world import COMPONENTS, K5, Clock, Hospital, policy
 
 ORIGIN = "lazaret/benchmark"
 SITES = 8
@@ -31,7 +33,7 @@ TRAINING = SubsampledGaussian(sampling_rate=0.01, noise_multiplier=8.0, steps=60
 STEPS = 15  # of each round: three of the four that were reserved
 GREEDY = SubsampledGaussian(sampling_rate=0.5, noise_multiplier=0.6, steps=50_000)
 THIN = KAnonymous(k=2, l_diversity=1, releases_per_patient=1)
-Named = tuple[str, Draft]
+Named = tuple[str, AppendRequest]
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Site:
         return asked, self.hospital.seal(asked)
 
     def reserve(self, grant: str, claim: Claim = K5, run: str = "") -> Named:
-        """The grant of a reservation, as :meth:`policies.register.Register.reserve` writes it."""
+        """The grant of a reservation, as :meth:`policies.ledger_service.LedgerService.reserve` writes it."""
         asked, envelope = self.reservation(grant, claim, run)
         account = self.accounts["rdp" if run else "k"]
         entry = Reserved(
@@ -60,13 +62,13 @@ class Site:
             claim=canonical(claim_json(claim)),
             envelope=digest(envelope),
         )
-        return f"reserve-{grant}", Draft((entry,), (envelope,))
+        return f"reserve-{grant}", AppendRequest((entry,), (envelope,))
 
     def refuse(self, grant: str, claim: Claim, run: str, *rules: str) -> Named:
         """A refused reservation."""
         asked, envelope = self.reservation(grant, claim, run)
         entry = Refused(grant, asked.site, asked.mechanism, "reservation", list(rules), digest(envelope))
-        return f"reserve-{grant}", Draft((entry,), (envelope,))
+        return f"reserve-{grant}", AppendRequest((entry,), (envelope,))
 
     def statement(self, grant: str, run: str = "", round_index: int = 0) -> Release:
         """What the site says of a release; a run's claim grows with its rounds."""
@@ -98,16 +100,16 @@ class Site:
         }
         same |= {"mechanism": r.mechanism, "artifact": bytes.fromhex(r.artifact_sha256), "envelope": digest(envelope)}
         admitted = Admitted(**same, level=level_of(r), claim=canonical(claim_json(r.claim)), reader=r.reader)
-        yield f"send-{r.release}", Draft((Sent(**same),), (envelope,))
+        yield f"send-{r.release}", AppendRequest((Sent(**same),), (envelope,))
         end = () if run else (Spent(grant=grant, used=used, why="released", envelope=b""),)
-        yield f"submit-{r.release}", Draft((admitted, *end), (envelope,))
+        yield f"submit-{r.release}", AppendRequest((admitted, *end), (envelope,))
 
     def finish(self, grant: str, run: str, rounds: int) -> Named:
         """A run that ended before its grant did: the rest is given back on the site's signed word."""
         used = price(replace(TRAINING, steps=STEPS * rounds), self.accounts["rdp"])
         said = Settlement(grant, self.hospital.name, run, "federated", "finished", "rounds", used)
         envelope = self.hospital.seal(said)
-        return f"finish-{grant}", Draft((Spent(grant, used, "finished", digest(envelope)),), (envelope,))
+        return f"finish-{grant}", AppendRequest((Spent(grant, used, "finished", digest(envelope)),), (envelope,))
 
     def story(self, n: int) -> Iterator[Named]:
         """Sixteen entries: a release, a run of three rounds, a lost grant, two refusals."""
@@ -120,7 +122,7 @@ class Site:
             yield from self.release(part, run, round_index)
         yield self.finish(part, run, 3)
         yield self.reserve(lost)
-        yield f"close-{lost}", Draft((Expired(lost, "restart"),))
+        yield f"close-{lost}", AppendRequest((Expired(lost, "restart"),))
         yield self.refuse(f"thin-{site}-{n:07d}", THIN, "", "min_k", "l_diversity")
         yield self.refuse(f"greedy-{site}-{n:07d}", GREEDY, run, "budget")
 
@@ -146,7 +148,7 @@ def open_world(path: Path, key: Ed25519PrivateKey) -> World:
     sites = tuple(Site(Hospital(f"site-{i}", text)) for i in range(SITES))
     store = Store(open_sqlite(path), ORIGIN, key, Clock())
     law = parse(text, "policy")
-    register = Register(store, lambda _site: law)
+    register = LedgerService(store, lambda _site: law)
     for site in sites:
         register.enrol(*site.hospital.enrolment(), law)
         site.accounts = {kind: store.state.accounts[f"{site.hospital.name}/{kind}"] for kind in ("rdp", "k")}

@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import conv2d, conv_transpose2d, cosine_similarity, leaky_relu
 
-from agent.nets.blur import doubled, smoothed
-from agent.nets.features import RandomFeatures
-from agent.nets.restyle import Encoder, architecture_for, invert_images
-from agent.nets.stylegan import PRESETS, Generator
-from agent.nets.vgg import Vgg19
-from agent.nets.weights import Origin
-from agent.stages.align import PUBLISHED, Aligned, Alignment, Networks, align
-from agent.training.loop import seeded
+from agent.mechanisms.ksalsa.style_alignment import PUBLISHED, Aligned, Alignment, Networks, align
+from agent.models.features.extractors import RandomFeatures
+from agent.models.features.vgg import Vgg19
+from agent.models.stylegan.network import PRESETS, Generator
+from agent.models.stylegan.resampling import doubled, smoothed
+from agent.models.stylegan.restyle import Encoder, architecture_for, invert_images
+from agent.models.training_loop import seeded
+from agent.models.weights import Origin
 from tests.benchmarks.report import Report, Row, as_table
 
 PAPER: Final = 19.0  # s per cluster, k = 5, 512 px, 100 steps, one RTX 3090 (supplement C)

@@ -10,8 +10,8 @@ the same requests, 8 calls in flight. The guard lets a site call 100 times a sec
 so many sites that none comes near the 400.
 
 ``upload_vs_stream``: seconds of a bare stream of the same bytes in 1 MiB messages into a file, with an fsync at the
-end, over seconds of :func:`agent.edges.upload.send`: digests of the pieces, Offer, Upload, the whole's digest at the
-coordinator, review, ledger, shelf. The bytes are sealed to a reader, so no sandbox looks into them;
+end, over seconds of :func:`agent.gateway.upload.send`: digests of the pieces, Offer, Upload, the whole's digest at
+the coordinator, review, ledger, shelf. The bytes are sealed to a reader, so no sandbox looks into them;
 the whole's digest at the site is not either: the statement has it, and was sealed before (a row). Our coordinator
 writes behind while it reads, which the plain peer does not: ``upload_vs_flushing_stream`` is against one that does.
 ``sealed_upload_vs_stream`` adds sealing the artifact to its reader (HPKE) and the statement's digest over it.
@@ -36,15 +36,15 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Final
 
-from agent.edges.upload import Patience, send
-from protos import hpke
-from protos.chunks import CHUNK, piece
-from protos.v1 import gateway_pb2 as pb
+from agent.gateway.upload import Patience, send
+from protos.artifacts.chunks import CHUNK, piece
+from protos.encryption import hpke
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.benchmarks import network
 from tests.benchmarks.network import Served
 from tests.benchmarks.report import Report, Row
-from tests.support.federation import Site
+from tests.support.federation_world import Site
 
 IN_FLIGHT, SITES, CALLS, ROUNDS = 8, 16, 32, 9  # a site makes ROUNDS * CALLS reservations, below the guard's burst
 MEGABYTES, REPEATS = 128, 7
@@ -53,12 +53,12 @@ LARGE, STREAMS = 1 << 30, 3
 # in it, and what gRPC reads ahead (its flow control lets a sender go 4 MiB beyond what was taken).
 WINDOW_MB: Final = 3 + 4.0
 
-Call = Callable[[pb.SealedRequest], object]
+Call = Callable[[gateway_pb2.SealedRequest], object]
 
 
-def fleet(act: Sequence[Call], requests: Sequence[tuple[int, pb.SealedRequest]]) -> float:
+def fleet(act: Sequence[Call], requests: Sequence[tuple[int, gateway_pb2.SealedRequest]]) -> float:
     """Calls per second with :data:`IN_FLIGHT` at once; each request goes with its site's number."""
-    todo: queue.SimpleQueue[tuple[int, pb.SealedRequest]] = queue.SimpleQueue()
+    todo: queue.SimpleQueue[tuple[int, gateway_pb2.SealedRequest]] = queue.SimpleQueue()
     for request in requests:
         todo.put(request)
 
@@ -85,7 +85,7 @@ class Caller:
     seen: int = 0
     reply_bytes: int = 0
 
-    def reserve(self, request: pb.SealedRequest) -> None:
+    def reserve(self, request: gateway_pb2.SealedRequest) -> None:
         """One reservation, and a yes with a place in the ledger."""
         request.seen = self.seen
         reply = self.stub.Reserve(request, timeout=20)
@@ -94,8 +94,8 @@ class Caller:
         self.seen, self.reply_bytes = max(self.seen, reply.seq + 1), reply.ByteSize()
 
 
-def _asked(site: Site, name: str) -> pb.SealedRequest:
-    return pb.SealedRequest(key=f"reserve-{name}", envelope=site.seal(site.hospital.reservation(name)))
+def _asked(site: Site, name: str) -> gateway_pb2.SealedRequest:
+    return gateway_pb2.SealedRequest(key=f"reserve-{name}", envelope=site.seal(site.hospital.reservation(name)))
 
 
 def reserves(sites: Sequence[Site], ours: Served, peer: Served) -> tuple[list[Row], dict[str, float]]:
@@ -140,19 +140,19 @@ class Sender:
 
     site: Site
     stub: GatewayStub
-    stream: Callable[[Iterator[pb.UploadPart]], object]
+    stream: Callable[[Iterator[gateway_pb2.UploadPart]], object]
     reader: bytes
     names: Iterator[int] = field(default_factory=count)
 
-    def statement(self, digest: str, size: int) -> pb.SealedRequest:
+    def statement(self, digest: str, size: int) -> gateway_pb2.SealedRequest:
         """A release that has a grant, sealed, to the reader."""
         grant = f"release-{self.site.hospital.name}-{next(self.names)}"
         self.site.reserved(grant)
         reader = hpke.fingerprint(self.reader)
         release = self.site.hospital.release(grant, artifact_sha256=digest, artifact_bytes=size, reader=reader)
-        return pb.SealedRequest(key=f"submit-{grant}", envelope=self.site.seal(release))
+        return gateway_pb2.SealedRequest(key=f"submit-{grant}", envelope=self.site.seal(release))
 
-    def ours(self, path: Path, sealed: pb.SealedRequest, digest: str) -> None:
+    def ours(self, path: Path, sealed: gateway_pb2.SealedRequest, digest: str) -> None:
         """The product's way, to the verdict."""
         verdict = send(self.stub, sealed, path, Patience(), sha256=digest)
         if not verdict.admitted:
@@ -162,10 +162,10 @@ class Sender:
         """The peer's way, to the file being durable."""
         pieces = -(-path.stat().st_size // CHUNK)
 
-        def parts() -> Iterator[pb.UploadPart]:
-            yield pb.UploadPart(upload=name)
+        def parts() -> Iterator[gateway_pb2.UploadPart]:
+            yield gateway_pb2.UploadPart(upload=name)
             for index in range(pieces):
-                yield pb.UploadPart(chunk=pb.Chunk(index=index, data=piece(path, index)))
+                yield gateway_pb2.UploadPart(chunk=gateway_pb2.Chunk(index=index, data=piece(path, index)))
 
         self.stream(parts())
 

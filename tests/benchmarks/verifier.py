@@ -3,7 +3,7 @@
 It learns half of 1,200 people with four visits each; a quarter gives the tail, a quarter the judgement in its file.
 Everything printed is of 400 others. The false matches are counted as they happen: every one of their pictures against
 galleries of 1,000 pictures of other people, and the tail's interval stands beside. Near-duplicates are those of
-:mod:`agent.stages.plant`, at the threshold at which one of a hundred innocent pictures is matched.
+:mod:`agent.vetting.planted_copies`, at the threshold at which one of a hundred innocent pictures is matched.
 
 Some five minutes of one processor for each seed, which ``LAZARET_BENCHMARK_STEPS`` makes less.
 """
@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.nets.verifier import FALSE_MATCHES, GALLERY, Verifier, verifier_from
-from agent.stages.plant import KINDS
-from agent.training.loop import own_generator
-from agent.training.verification import all_logits, fit_verifier, judge, suited
+from agent.models.recognition.verifier import FALSE_MATCHES, GALLERY, Verifier, verifier_from
+from agent.models.recognition.verifier_training import all_logits, fit_verifier, judge, suited
+from agent.models.training_loop import torch_generator
+from agent.vetting.planted_copies import KINDS
 from tests.benchmarks.report import Report, Row
 from tests.support.verifiers import chests
 
@@ -69,7 +69,7 @@ def _trained(seed: int, steps: int) -> Verifier:
 def _caught(verifier: Verifier, pictures: torch.Tensor, whose: NDArray[np.int64]) -> dict[str, float]:
     """Of one picture of everybody, the share of each kind's near-duplicates that reach the threshold."""
     some = pictures[np.unique(whose, return_index=True)[1]]
-    threshold, generator = verifier.tail.threshold(GALLERY, FALSE_MATCHES), own_generator(7)
+    threshold, generator = verifier.tail.threshold(GALLERY, FALSE_MATCHES), torch_generator(7)
     with torch.no_grad():
         real = verifier.look(some).features
         logits = {

@@ -30,14 +30,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, normalize
 
-from agent.nets.tail import Tail, fit_tail
-from agent.nets.verifier import Fusion
-from agent.nets.weights import Origin
-from agent.stages.copies import FINE, GRID, PATCH, SIDE, Copies, Thumbs
-from agent.stages.moved import Moved
-from agent.stages.nearest import Search, candidates, searches, verified
-from agent.stages.reference import Sight, pair_logits
-from agent.training.loop import own_generator, seeded
+from agent.models.recognition.score_tail import Tail, fit_tail
+from agent.models.recognition.verifier import Fusion
+from agent.models.training_loop import seeded, torch_generator
+from agent.models.weights import Origin
+from agent.vetting.copy_detection import FINE, GRID, PATCH, SIDE, Copies, Thumbnails
+from agent.vetting.nearest_neighbours import Search, candidates, searches, verified
+from agent.vetting.reference import VerifierView, pair_logits
+from agent.vetting.shifted_copies import ShiftedCopies
 from tests.benchmarks.report import Report, Row
 
 PRIVATE: Final = 50_000
@@ -49,7 +49,7 @@ CALIBRATED: Final = 500  # people of the tail
 TOP: Final = 10
 FALSE_MATCHES: Final = 0.005
 POINT: Final = 32
-FEATURES, HIDDEN, EMBEDDING = 64, 32, 64  # of agent.nets.verifier.VerifierArchitecture
+FEATURES, HIDDEN, EMBEDDING = 64, 32, 64  # of agent.models.recognition.verifier.VerifierArchitecture
 
 
 class Seen(NamedTuple):
@@ -117,7 +117,9 @@ def drawn(generator: torch.Generator) -> tuple[Tensor, NDArray[np.int64], Tensor
     return private, owners, torch.cat([near(copied, generator, 0.1), near(others, generator)])
 
 
-def recall(head: Head, sights: tuple[Sight, Sight], owners: NDArray[np.int64], delta: float) -> tuple[float, int]:
+def recall(
+    head: Head, sights: tuple[VerifierView, VerifierView], owners: NDArray[np.int64], delta: float
+) -> tuple[float, int]:
     """Of the pairs (made, patient) matched among all, the share that the search brings too; and how many."""
     made, real = sights
     rows = torch.arange(PLANTED + SAMPLE)
@@ -142,7 +144,7 @@ def recall(head: Head, sights: tuple[Sight, Sight], owners: NDArray[np.int64], d
     return found / of, of
 
 
-def all_pairs_seconds(head: Head, made: Sight, real: Sight) -> float:
+def all_pairs_seconds(head: Head, made: VerifierView, real: VerifierView) -> float:
     """Of the head on all pairs, from a sample of the made pictures."""
     began = time.process_time()
     for own in made.features[PLANTED : PLANTED + SAMPLE]:
@@ -154,10 +156,10 @@ def all_pairs_seconds(head: Head, made: Sight, real: Sight) -> float:
 def copies_seconds(generator: torch.Generator) -> float:
     """Of copies and copied parts on all pairs, from five hundred rows; what the pictures show does not matter."""
 
-    def small(n: int) -> Thumbs:
+    def small(n: int) -> Thumbnails:
         whole = torch.randn(n, SIDE, SIDE, generator=generator)
         patches = torch.randn(n, GRID, GRID, PATCH, PATCH, generator=generator)
-        return Thumbs(whole / SIDE, patches / PATCH, torch.zeros(n, 1, 1))
+        return Thumbnails(whole / SIDE, patches / PATCH, torch.zeros(n, 1, 1))
 
     reference, made = Copies.of(small(PRIVATE)), small(500)
     began = time.process_time()
@@ -168,8 +170,8 @@ def copies_seconds(generator: torch.Generator) -> float:
 def moved_seconds(listed: Tensor, generator: torch.Generator) -> float:
     """Of the check for moved copies with the candidates listed (m, k), from two hundred rows."""
     pictures = torch.randn(PRIVATE, SIDE * SIDE, generator=generator)
-    few = Moved.of(torch.randn(64, FINE, FINE, generator=generator))
-    reference = Moved(pictures, few.mean, few.scales[torch.arange(PRIVATE) % 64])
+    few = ShiftedCopies.of(torch.randn(64, FINE, FINE, generator=generator))
+    reference = ShiftedCopies(pictures, few.mean, few.scales[torch.arange(PRIVATE) % 64], few.views)
     made = torch.randn(200, FINE, FINE, generator=generator)
     began = time.process_time()
     reference.best(made, listed[torch.arange(0, MADE, MADE // 200)])
@@ -184,10 +186,10 @@ def peak() -> float:
 def main() -> Report:
     """Draw, search, verify; then all pairs."""
     torch.set_num_threads(1)
-    generator = own_generator(0)
+    generator = torch_generator(0)
     head = Head(generator)
     points, owners, asked = drawn(generator)
-    real, made = (Sight(*head.look(some)) for some in (points, asked))
+    real, made = (VerifierView(*head.look(some)) for some in (points, asked))
     delta = head.tail.threshold(PRIVATE, FALSE_MATCHES)
     Search(real.embeddings, owners, TOP).nearest(made.embeddings[:8], torch.full((8,), -1))  # imports what it needs
     before = peak()

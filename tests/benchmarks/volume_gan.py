@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent.heads.gamma import Gamma
-from agent.heads.grid import Cube
-from agent.nets.volume_blocks import pyramid
-from agent.nets.volume_gan import PRESETS, VolumeGanConfig, drawn
-from agent.training.loop import own_generator
-from agent.training.volume_gan import Example, VolumeGanTrainer, VolumeGanTraining
+from agent.defacing.deid_gan.layers import pyramid
+from agent.defacing.deid_gan.network import PRESETS, VolumeGanConfig, drawn
+from agent.defacing.deid_gan.training import Example, VolumeGanTrainer, VolumeGanTraining
+from agent.defacing.privacy_transform import Gamma
+from agent.models.training_loop import torch_generator
+from agent.volumes.grid import Cube
 from tests.benchmarks.report import Report, Row
 
 OF_SIDE: Final = {32: "small32", 64: "base64", 128: "full128"}
@@ -70,7 +70,7 @@ def _step(
 ) -> tuple[float, float]:
     """Seconds of one step, and bytes."""
     how = VolumeGanTraining(config, 100, precision=precision, sparing=sparing, devices=devices)
-    trainer, draw, on_gpu = VolumeGanTrainer(heads, how), own_generator(0), devices[0] != "cpu"
+    trainer, draw, on_gpu = VolumeGanTrainer(heads, how), torch_generator(0), devices[0] != "cpu"
     trainer.step(draw)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -87,7 +87,7 @@ def _kept(trainer: VolumeGanTrainer, heads: list[Example]) -> float:
         kept += tensor.numel() * tensor.element_size()
         return tensor
 
-    draw, config = own_generator(0), trainer.config.gan
+    draw, config = torch_generator(0), trainer.config.gan
     gammas = pyramid(torch.from_numpy(np.stack([e.gamma.stack() for e in heads[:2]])), config.sides, draw)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         trainer.generator(gammas, torch.randn((2, *config.noise), generator=draw))
@@ -97,8 +97,8 @@ def _kept(trainer: VolumeGanTrainer, heads: list[Example]) -> float:
 def _inference(head: Example, config: VolumeGanConfig, on: str) -> float:
     net = VolumeGanTrainer([head, head], VolumeGanTraining(config, 1)).averaged().to(on)
     gamma = torch.from_numpy(head.gamma.stack())[None]
-    drawn(net, gamma, own_generator(0))
-    return _timed(lambda: drawn(net, gamma, own_generator(0)), STEPS, on != "cpu")
+    drawn(net, gamma, torch_generator(0))
+    return _timed(lambda: drawn(net, gamma, torch_generator(0)), STEPS, on != "cpu")
 
 
 def _timed(what: Callable[[], Any], times: int, on_gpu: bool) -> float:

@@ -17,10 +17,10 @@ from typing import Final
 import requests
 from dicomweb_client.web import DICOMwebClient
 
-from agent.edges.dicomweb import Finder, Series, Session, Web
-from agent.edges.remote import Query
-from agent.edges.room import Room
-from agent.edges.wado import Puller, Sink
+from agent.pacs.archive import Query
+from agent.pacs.dicomweb.qido import DicomWebArchive, QidoClient, Series, Session
+from agent.pacs.dicomweb.wado import Sink, WadoRetriever
+from agent.storage.spool import Spool
 from tests.benchmarks.report import Report, Row
 from tests.support.pacs import Pacs, make_instances, orthanc, uid_of
 
@@ -50,7 +50,7 @@ def _measure(pacs: Pacs, folder: Path) -> Report:
     client = DICOMwebClient(pacs.dicomweb_url, session=session)
     web = _web(pacs, folder)
     with Session(web) as own:
-        found = list(Finder(web, own, time.sleep).series(Query()))
+        found = list(QidoClient(web, own, time.sleep).series(Query()))
     peers: dict[str, Callable[[], object]] = {
         "curl to disk": lambda: _curl(pacs, url, folder / "curl"),
         "curl to nothing": lambda: _curl(pacs, url, Path("/dev/null")),
@@ -83,16 +83,16 @@ def _curl(pacs: Pacs, url: str, out: Path) -> None:
     subprocess.run(command, check=True, timeout=300)
 
 
-def _web(pacs: Pacs, folder: Path) -> Web:
+def _web(pacs: Pacs, folder: Path) -> DicomWebArchive:
     password = folder / "password"
     password.touch(mode=0o600)
     password.write_text(pacs.password)
-    return Web("bench", pacs.dicomweb_url, user=pacs.user, password_file=password, least_free_bytes=0)
+    return DicomWebArchive("bench", pacs.dicomweb_url, user=pacs.user, password_file=password, least_free_bytes=0)
 
 
-def _pull(web: Web, folder: Path, found: list[Series] | None = None, *, durable: bool = False) -> None:
+def _pull(web: DicomWebArchive, folder: Path, found: list[Series] | None = None, *, durable: bool = False) -> None:
     """One file each, sealed."""
-    room = Room(folder / "inbox", bytes(32), durable=durable)
-    puller = Puller(web, Sink(room, lambda _uid: False))
+    room = Spool(folder / "inbox", bytes(32), durable=durable)
+    puller = WadoRetriever(web, Sink(room, lambda _uid: False))
     done = puller.bring(found) if found else puller.run(Query())
     assert done.brought == INSTANCES == len(room.names())

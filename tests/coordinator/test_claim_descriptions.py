@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.promises import BRAIN, NOTHING, UNKNOWN, UNTESTED, evidence, promise
-from coordinator.wording import MECHANISMS
-from policies.claims import KINDS, Composed, DistributedGaussian, KAnonymous, NoClaim, SubsampledGaussian
-from policies.review import TERMS
-from policies.statement import claim_json
-from tests.support.books import BOTH, HISTOGRAM
+from coordinator.claim_descriptions import BRAIN, NOTHING, UNKNOWN, UNTESTED, describe_claim, evidence
+from coordinator.explanations import MECHANISMS
+from policies.accounting.claims import KINDS, Composed, DistributedGaussian, KAnonymous, NoClaim, SubsampledGaussian
+from policies.review.rules import TERMS
+from policies.statements import claim_json
+from tests.support.ledger_world import BOTH, HISTOGRAM
 
 TRAINING = BOTH.parts[1]
 SHARED = DistributedGaussian(0.25, 1.8, 10, sites=3, honest=2)
@@ -21,10 +21,10 @@ SHARED = DistributedGaussian(0.25, 1.8, 10, sites=3, honest=2)
 def test_every_kind_of_claim_but_none_at_all_has_a_sentence_of_its_own() -> None:
     claims = [KAnonymous(11, 2, 1), TRAINING, SHARED, HISTOGRAM, BOTH]
     assert {type(claim) for claim in claims} == set(KINDS.values()) - {NoClaim}
-    told = [promise(claim_json(claim)) for claim in claims]
+    told = [describe_claim(claim_json(claim)) for claim in claims]
     assert len({*told, UNKNOWN}) == len(claims) + 1
-    assert promise(claim_json(NoClaim())) == NOTHING
-    assert promise({"kind": "no-claim", "more": 1}) == UNKNOWN
+    assert describe_claim(claim_json(NoClaim())) == NOTHING
+    assert describe_claim({"kind": "no-claim", "more": 1}) == UNKNOWN
 
 
 def test_every_mechanism_of_the_law_has_its_words() -> None:
@@ -44,7 +44,7 @@ def test_a_remodelled_head_is_never_told_without_its_brain() -> None:
 
 
 def test_an_officer_is_told_every_part_of_a_composed_claim_and_that_they_are_paid_for_together() -> None:
-    told = promise(claim_json(BOTH))
+    told = describe_claim(claim_json(BOTH))
     assert told == (
         "2 uses of the same patients, paid for together: "
         "(1) one set of counts, each with Gaussian noise of 60.0 votes; a patient counts as at most 1 image(s), and "
@@ -52,14 +52,14 @@ def test_an_officer_is_told_every_part_of_a_composed_claim_and_that_they_are_pai
         "(2) 50 steps, each with Gaussian noise of 3.0 times the bound on one patient's part; a patient is in a step "
         "with probability 0.1"
     )
-    assert all(promise(claim_json(part)) in told for part in BOTH.parts)
-    sums = promise(claim_json(Composed((HISTOGRAM, SubsampledGaussian(1.0, 2.0, 1)))))
+    assert all(describe_claim(claim_json(part)) in told for part in BOTH.parts)
+    sums = describe_claim(claim_json(Composed((HISTOGRAM, SubsampledGaussian(1.0, 2.0, 1)))))
     assert "(2) 1 step, each" in sums
 
 
 def test_a_sum_says_on_whose_noise_it_stands() -> None:
-    assert "at least 2 of the 3 sites" in promise(claim_json(SHARED))
-    assert "every site adds the whole noise" in promise(claim_json(replace(SHARED, honest=1)))
+    assert "at least 2 of the 3 sites" in describe_claim(claim_json(SHARED))
+    assert "every site adds the whole noise" in describe_claim(claim_json(replace(SHARED, honest=1)))
 
 
 FORM: Any = claim_json(BOTH)
@@ -76,4 +76,4 @@ FORM: Any = claim_json(BOTH)
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_promises_nothing(claim: object) -> None:
-    assert UNKNOWN in promise(claim)
+    assert UNKNOWN in describe_claim(claim)

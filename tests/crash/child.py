@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import apsw
 
-from policies.sqlite import Sqlite, lock_file, mark_of, open_sqlite, prepare
-from policies.store import Batch, Disk, LedgerStopped, LedgerUnsound, Store
+from policies.ledger.backends.sqlite import Sqlite, lock_file, mark_of, open_sqlite, prepare
+from policies.ledger.store import Batch, LedgerBackend, LedgerStoppedError, LedgerUnsoundError, Store
 from tests.crash.faults import Fault, FaultyVfs
 from tests.crash.workload import KEY, ORIGIN, Clock, drive, hurry, plan
 
@@ -34,7 +34,7 @@ CLOSING: Final = -2
 class UnsafeAcknowledgesFirst:
     """A disk that answers before it writes, one commit late: what the harness must find out. Never use it."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: LedgerBackend) -> None:
         self._disk = disk
         self._late: list[Batch] = []
 
@@ -67,16 +67,16 @@ class UnsafeAcknowledgesFirst:
             self._disk.commit(self._late.pop())
 
 
-def session(disk: Disk, seed: int, stop: int, told: Callable[[int], object]) -> int:
+def session(disk: LedgerBackend, seed: int, stop: int, told: Callable[[int], object]) -> int:
     """Drive the plan's first ``stop`` steps, telling the size after each and when it closes; the exit code."""
     clock, planned = Clock(), plan(seed)
     try:
         store = Store(disk, ORIGIN, KEY, clock)
-    except (apsw.Error, LedgerUnsound):
+    except (apsw.Error, LedgerUnsoundError):
         return REFUSED
     try:
         drive(store, clock, planned, range(stop), told)
-    except LedgerStopped:
+    except LedgerStoppedError:
         return STOPPED if _stays_stopped(store, seed) else WENT_ON
     told(CLOSING)
     try:
@@ -92,7 +92,7 @@ def _stays_stopped(store: Store, seed: int) -> bool:
     for attempt in (lambda: store.append(append.key, append.draft), store.checkpoint):
         try:
             attempt()
-        except LedgerStopped:
+        except LedgerStoppedError:
             continue
         return False
     return store.stopped
@@ -105,8 +105,8 @@ def live(path: Path, seed: int, told: Callable[[int], object], hasty: bool = Fal
     for stop in (Random(seed).randint(1, steps), steps):
         told(OPENING)
         try:
-            disk: Disk = open_sqlite(path)
-        except (LedgerUnsound, OSError):
+            disk: LedgerBackend = open_sqlite(path)
+        except (LedgerUnsoundError, OSError):
             return REFUSED
         if code := session(UnsafeAcknowledgesFirst(disk) if hasty else disk, seed, stop, told):
             return code

@@ -25,8 +25,8 @@ from typing import Any, Final
 
 import apsw
 
-from policies.sqlite import open_sqlite
-from policies.store import LedgerUnsound, Store
+from policies.ledger.backends.sqlite import open_sqlite
+from policies.ledger.store import LedgerUnsoundError, Store
 from tests.crash import child
 from tests.crash.faults import Fault
 from tests.crash.workload import KEY, ORIGIN, Clock, drive, finished, judge, plan
@@ -127,7 +127,7 @@ def recovered(path: Path, seed: int, acknowledged: int) -> str:
                 return wrong
         with contextlib.closing(apsw.Connection(str(path))) as connection:
             sound = [row[0] for row in connection.execute("PRAGMA integrity_check")]
-    except (apsw.Error, LedgerUnsound, AssertionError) as error:
+    except (apsw.Error, LedgerUnsoundError, AssertionError) as error:
         return str(error) if isinstance(error, AssertionError) else f"refused: {type(error).__name__}"
     return "" if sound == ["ok"] else "integrity_check failed"
 

@@ -18,8 +18,8 @@ from typing import Final
 
 import apsw
 
-from policies.sqlite import Sqlite, prepare
-from policies.store import LedgerStopped, LedgerUnsound, Store
+from policies.ledger.backends.sqlite import Sqlite, prepare
+from policies.ledger.store import LedgerStoppedError, LedgerUnsoundError, Store
 from tests.crash.disk import Disk, Loss, PowerCut
 from tests.crash.vfs import LEDGER, NAME, PowerLossVfs
 from tests.crash.workload import KEY, ORIGIN, Clock, Plan, drive, finished, hurry, judge, plan
@@ -82,7 +82,7 @@ class _Life:
         _SIMULATED.disk, _SIMULATED.syncs_names = disk, self.setting.syncs_names
         try:
             return self._session(range(stop)) or self._session(range(len(self.plan.steps)))
-        except (apsw.Error, LedgerStopped, LedgerUnsound, PowerCut, AssertionError) as error:
+        except (apsw.Error, LedgerStoppedError, LedgerUnsoundError, PowerCut, AssertionError) as error:
             if disk.off:
                 raise PowerCut from None
             return str(error) if isinstance(error, AssertionError) else f"refused: {type(error).__name__}"

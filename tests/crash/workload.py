@@ -17,14 +17,14 @@ from typing import Final
 import apsw
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies import sqlite
-from policies.entries import (
+from policies.ledger.backends import sqlite
+from policies.ledger.entries import (
     Admitted,
     Enrolled,
     Entry,
     Expired,
     Freed,
-    InvalidEntry,
+    InvalidEntryError,
     Issued,
     Opened,
     Record,
@@ -35,9 +35,9 @@ from policies.entries import (
     Spent,
     encode,
 )
-from policies.ledger import KeyReused
-from policies.merkle import CompactRange, leaf_hash
-from policies.store import Disk, Draft, Store
+from policies.ledger.merkle import CompactRange, leaf_hash
+from policies.ledger.state import KeyReusedError
+from policies.ledger.store import AppendRequest, LedgerBackend, Store
 
 ORIGIN: Final = "lazaret/crash"
 KEY: Final = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -63,7 +63,7 @@ class Append:
     """One draft under its key, and where its first entry must stand; None if the books must refuse it."""
 
     key: str
-    draft: Draft
+    draft: AppendRequest
     first: int | None
 
 
@@ -120,7 +120,7 @@ class _Planner:
         first = len(self.bodies)
         for i, entry in enumerate(entries):
             self.bodies.append(encode(Record(self.at, f"{key}+{i}" if i else key, entry)))
-        return Append(key, Draft(tuple(entries), envelopes), first)
+        return Append(key, AppendRequest(tuple(entries), envelopes), first)
 
     def enrol(self, site: str) -> Append:
         envelope = self.envelope()
@@ -198,7 +198,7 @@ class _Planner:
         key = self.name("over")
         sound = Refused(key, "a", "m", "reservation", ["budget"], bytes(32))
         unpaid = Reserved(key, "a", "", "m", "a/rdp", LIMIT + 1, b"{}", bytes(32))
-        return Append(key, Draft((sound, unpaid)), None)
+        return Append(key, AppendRequest((sound, unpaid)), None)
 
     def step(self) -> tuple[Append, ...]:
         """One commit of one to three drafts."""
@@ -238,7 +238,7 @@ def drive(store: Store, clock: Clock, plan: Plan, steps: range, acknowledged: Ca
 
     Raises:
         AssertionError: an answer is not the plan's, or an overspending draft was taken.
-        LedgerStopped: the disk failed.
+        LedgerStoppedError: the disk failed.
     """
     for i in steps:
         clock.step = i
@@ -251,7 +251,7 @@ def drive(store: Store, clock: Clock, plan: Plan, steps: range, acknowledged: Ca
 def _ask(store: Store, append: Append) -> None:
     try:
         lines = store.append(append.key, append.draft)
-    except InvalidEntry:
+    except InvalidEntryError:
         assert append.first is None, "a sound draft was refused"
         return
     assert append.first is not None, "an overspending draft was taken"
@@ -260,7 +260,7 @@ def _ask(store: Store, append: Append) -> None:
     assert [line.record.entry for line in lines] == list(append.draft.entries), "another entry was answered"
 
 
-def judge(plan: Plan, store: Store, disk: Disk, acknowledged: int) -> str:
+def judge(plan: Plan, store: Store, disk: LedgerBackend, acknowledged: int) -> str:
     """What is wrong with a ledger that was found after a crash; empty if nothing is.
 
     Args:
@@ -287,13 +287,13 @@ def judge(plan: Plan, store: Store, disk: Disk, acknowledged: int) -> str:
     return ""
 
 
-def finished(plan: Plan, store: Store, disk: Disk) -> str:
+def finished(plan: Plan, store: Store, disk: LedgerBackend) -> str:
     """What is wrong with a ledger on which the whole plan was driven; empty if it is what the plan comes to."""
     head = disk.head()
     if head is None or (head.size, head.root) != (len(plan.bodies), plan.root):
         return "another final root"
     try:
-        store.append(plan.steps[0][0].key, Draft((Expired("x", "restart"),)))
-    except KeyReused:
+        store.append(plan.steps[0][0].key, AppendRequest((Expired("x", "restart"),)))
+    except KeyReusedError:
         return judge(plan, store, disk, len(plan.bodies))
     return "a key was taken for other content"

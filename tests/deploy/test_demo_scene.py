@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from agent.mechanisms import MECHANISMS
-from deploy.demo import heads
+from agent.mechanisms.registry import MECHANISMS
+from deploy.demo import chests, heads
 from deploy.demo.own_policies import amended, policies
-from deploy.demo.scene import BASE, MAIN, DemoFailed, Scale, Scene, full, main_job
-from policies.policy import PolicyError, parse, preset
+from deploy.demo.scale import BASE, MAIN, Scale, full, main_job
+from deploy.demo.scene import DemoError, Scene
+from deploy.phantoms.heads import isotropic
+from policies.review.policy import PolicyError, parse, preset
+from protos.artifacts.shards import Nifti, plain_bytes
 
 SAYS = "import sys; print({answer!r}); print('every cluster is at risk', file=sys.stderr); sys.exit({status})"
 
@@ -27,7 +31,7 @@ def scene(tmp_path: Path) -> Scene:
 
 def test_a_verdict_that_refuses_is_part_of_the_story(scene: Scene) -> None:
     assert scene.run(command('{"admitted": false}', 1), may_refuse=True) == '{"admitted": false}\n'
-    with pytest.raises(DemoFailed, match="exit 1"):
+    with pytest.raises(DemoError, match="exit 1"):
         scene.run(command('{"admitted": false}', 1))
 
 
@@ -35,7 +39,7 @@ def test_a_verdict_that_refuses_is_part_of_the_story(scene: Scene) -> None:
 def test_a_release_that_never_came_to_a_verdict_ends_the_demo_with_its_reason(
     scene: Scene, answer: str, status: int
 ) -> None:
-    with pytest.raises(DemoFailed, match="every cluster is at risk"):
+    with pytest.raises(DemoError, match="every cluster is at risk"):
         scene.run(command(answer, status), may_refuse=True)
 
 
@@ -58,6 +62,36 @@ def test_what_no_preset_admits_is_admitted_only_if_it_is_shown(name: str) -> Non
         assert ("private" in law.components) is ("C" in law.levels)
         assert (law.max_reid_rate > internal.max_reid_rate) is (name == "remodel")
         assert (law.mechanisms != internal.mechanisms) is (name == "remodel")
+
+
+def test_the_policies_let_as_many_bytes_leave_as_the_clinics_heads_may_take() -> None:
+    """Before one is read, nobody knows whether NIfTI heads are of whole numbers: four bytes a voxel."""
+    grid = Nifti((heads.CLINIC_MM, 0, 0, 0, 0, heads.CLINIC_MM, 0, 0, 0, 0, heads.CLINIC_MM, 0))
+    most = plain_bytes(heads.PATIENTS, isotropic(heads.CLINIC_MM).shape, grid, np.float32)
+    for text in policies((*MAIN, "remodel")).values():
+        assert most <= parse(text, "demo").max_artifact_bytes
+
+
+@pytest.mark.parametrize("mechanism", chests.SITES)
+def test_the_reviewers_sheet_is_beside_the_hospitals_and_not_where_results_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mechanism: str
+) -> None:
+    """Results are what the demo leaves in its folder, and of them the coordinator's releases."""
+    typed: list[list[str]] = []
+
+    def run(_: Scene, command: list[str], may_refuse: bool = False) -> str:
+        typed.append(command)
+        return '{"admitted": true, "level": "C"}'
+
+    monkeypatch.setattr(Scene, "run", run)
+    scene = Scene(tmp_path / "out", tmp_path / "work", Scale(5, 1, (mechanism,)))
+    (scene.work / "networks").mkdir(parents=True)
+    scene.networks = dict.fromkeys(chests.STEPS, "0" * 64)
+    scene.distilled(lambda _: None)
+    (command,) = typed
+    sheet = Path(command[command.index("--sheet") + 1])
+    assert sheet.parent == scene.work
+    assert sheet.name.startswith(chests.SITES[mechanism])
 
 
 def test_a_policys_key_that_there_is_not_is_not_amended() -> None:

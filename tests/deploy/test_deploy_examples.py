@@ -17,12 +17,12 @@ import yaml
 from pynetdicom import AE
 from pynetdicom.sop_class import Verification
 
-from agent.edges.home import parse_settings
-from agent.edges.ingestion import parse_ingestion
+from agent.ingest.config import parse_ingestion
+from agent.storage.site_directory import parse_settings
 from deploy.validate import HERE
-from policies.policy import parse, preset
-from protos.doctor import as_json, failed, noted, passed
+from policies.review.policy import parse, preset
 from protos.operations import confinement
+from protos.operations.checks import as_json, failed, note, passed
 from protos.operations.confinement import landlock_abi
 from protos.web.settings import read
 from tests.support.pacs import ENVIRONMENT
@@ -190,8 +190,9 @@ from protos.operations import confinement as c
 c.confine(c.Allowed(getattr(c, "{calls}"), c.interpreter(), "{spool}"), "required")
 """
 INSPECTING = """
+import os
 from protos.operations.confinement import confine_to_descriptors
-confine_to_descriptors(1 << 30, 60)
+confine_to_descriptors(1 << 30, 60, os.getppid())
 """
 
 
@@ -284,7 +285,7 @@ def test_the_pacs_team_is_told_what_leaves_as_the_presets_have_it() -> None:
     assert "`internal` and `controlled` ask for no person's approval, `public` for the compliance officer's" in text
     assert not any("remodel" in policy.mechanisms for policy in presets.values())
     assert "with other faces; no preset admits it" in text
-    assert "wait as they came, encrypted, in a first room" in text
+    assert "wait unchanged, encrypted, in a spool" in text
     assert "two approvals" not in text
 
 
@@ -295,7 +296,7 @@ def test_the_firewall_sheet_names_every_way_out_of_the_agent() -> None:
 
 def test_the_sizing_page_says_first_what_nobody_has_measured() -> None:
     opening = (DOCS / "sizing.md").read_text().partition("## The agent")[0]
-    assert "nobody has measured it" in opening
+    assert "estimated, not measured" in opening
     assert opening.count("estimates") == 3
 
 
@@ -304,6 +305,6 @@ def test_the_monitoring_page_shows_what_a_doctor_writes_for_a_script() -> None:
     found = [
         passed("site.toml"),
         failed("C-ECHO to main", "nobody answers", "..."),
-        noted("GPU and driver", "none"),
+        note("GPU and driver", "none"),
     ]
     assert shown == json.loads(as_json(found))

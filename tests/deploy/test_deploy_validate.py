@@ -142,7 +142,7 @@ def test_what_a_pod_does_first_makes_its_home_once_and_brings_settings(
 ) -> None:
     values = yaml.safe_load((HERE / "helm" / f"{side}.example.yaml").read_text())
     values["coordinator" if side == "coordinator" else "agent"]["policy"] = (
-        HERE.parent / "policies" / "presets" / "internal.toml"
+        HERE.parent / "policies" / "review" / "presets" / "internal.toml"
     ).read_text()
     values.get("coordinator", {}).update({"ledger": "", "databaseSecret": ""})
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))

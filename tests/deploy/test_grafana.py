@@ -15,18 +15,18 @@ import httpx
 import pytest
 import yaml
 
-from agent.edges import home as agent_home
-from agent.edges import metrics as agents
-from agent.edges.ingestion import parse_ingestion
-from coordinator.edges import home as coordinator_home
-from coordinator.edges import metrics as coordinators
-from coordinator.edges.sessions import Sessions
-from policies.policy import preset
-from protos.metrics import BUILD, FAULTS
-from protos.tally import Tally
-from protos.watching import watched_over
+from agent.ingest.config import parse_ingestion
+from agent.operations import metrics as agents
+from agent.storage import site_directory
+from coordinator.gateway.notifications import Sessions
+from coordinator.operations import metrics as coordinators
+from coordinator.storage import directory as coordinator_home
+from policies.review.policy import preset
+from protos.operations.event_counters import EventCounters
+from protos.operations.metrics import BUILD, FAULTS
+from protos.web.health import watched_over
 from protos.web.settings import ConsoleSettings
-from tests.support.books import DP, K5, Hospital, open_register
+from tests.support.ledger_world import DP, K5, Hospital, open_register
 from tests.support.peers import need
 from tests.support.ports import free_port
 from tests.support.promtool import promtool
@@ -137,7 +137,7 @@ def both(tmp_path: Path) -> Iterator[list[int]]:
     """Both sides' real pages on real ports."""
     settings = 'site = "site-a"\ncoordinator = "127.0.0.1:1"\ninput = "../input"\nmodalities = ["OT"]\n'
     settings += "secondary_capture_modalities = []\npublic_components = []\n"
-    site = agent_home.create(tmp_path / "site", settings, preset("internal"))
+    site = site_directory.create(tmp_path / "site", settings, preset("internal"))
     hub = coordinator_home.create(tmp_path / "hub", 'listen = "127.0.0.1:1"\n', preset("internal"), NOW)
     hospital = Hospital("site-a")
     mine, theirs = open_register(site.root / "ledger.db", hospital), open_register(hub.ledger, hospital)
@@ -147,9 +147,15 @@ def both(tmp_path: Path) -> Iterator[list[int]]:
                 asked = hospital.reservation(f"grant-{number}", claim, mechanism, run)
                 assert register.reserve(f"reserve-{number}", asked, hospital.seal(asked)).admitted
         ingestion = parse_ingestion(site.root, site.settings(), "")
-        here = agents.Watched(site, ingestion, lambda: NOW, mine.store, tally=Tally())
-        there = coordinators.Watched(
-            hub, theirs.store, Sessions(Quiet()), hub.root / "runs", hub.root / "uploads", lambda: NOW, Tally()
+        here = agents.MonitoredState(site, ingestion, lambda: NOW, mine.store, tally=EventCounters())
+        there = coordinators.MonitoredState(
+            hub,
+            theirs.store,
+            Sessions(Quiet()),
+            hub.root / "runs",
+            hub.root / "uploads",
+            lambda: NOW,
+            EventCounters(),
         )
         plain = ConsoleSettings(metrics="127.0.0.1:0")
         with (

@@ -12,16 +12,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from agent.nets.alignment import aligner_from
-from agent.nets.autoencoder import autoencoder_from
-from agent.nets.restyle import encoder_from
-from agent.nets.semantics import semantics_from
-from agent.nets.siamese import recogniser_from
-from agent.nets.stylegan import generator_from
-from agent.nets.verifier import verifier_from
-from agent.nets.volume_gan import remodeller_from
-from agent.nets.weights import pack
-from deploy.demo import heads, train_networks
+from agent.defacing.deid_gan.network import remodeller_from
+from agent.models.diffusion.aligner import aligner_from
+from agent.models.diffusion.autoencoder import autoencoder_from
+from agent.models.recognition.recogniser import recogniser_from
+from agent.models.recognition.verifier import verifier_from
+from agent.models.semantics.classifier import semantics_from
+from agent.models.stylegan.network import generator_from
+from agent.models.stylegan.restyle import encoder_from
+from agent.models.weights import pack
+from deploy.demo import train_networks
 from deploy.demo.kept_networks import (
     FOLDER,
     TOLERANCE,
@@ -35,6 +35,7 @@ from deploy.demo.kept_networks import (
     rounded,
 )
 from deploy.demo.train_networks import NUMBERS, RECIPES, train
+from tests.support.peers import HEAD, need
 
 RECIPE = Recipe("toy", {"command": ["toy", "--steps", "3"], "public": ["none", {"seed": 1}]})
 
@@ -143,8 +144,8 @@ def test_a_name_that_is_no_network_is_said(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_recipe_still_trains_the_kept_network(name: str, tmp_path: Path) -> None:
     """Minutes each. On one machine the weights are the same bit for bit; other processors add in another order."""
-    if name == "remodeller" and not heads.there():
-        pytest.skip("the real head is not installed: apt-get install mricron-data")
+    if name == "remodeller":
+        need(HEAD)
     raw = train(name, tmp_path, lambda text: print(text, file=sys.stderr))
     apart = distance(raw, kept(RECIPES[name]))
     told = (

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.faults.kills import Trials
-from tests.faults.stage import build
+from tests.support.process_world import enrol_all
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say(f"seed {seed}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes of the stage end too
     try:
-        trials = Trials(build(folder / "template"), folder, random.Random(seed), say)
+        trials = Trials(enrol_all(folder / "template"), folder, random.Random(seed), say)
         trials.run(arguments.kills)
     finally:
         if arguments.keep is None:

@@ -13,9 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.demo.scene import SITES
-from policies.entries import Admitted, Entry, Expired, Freed, Refused, Reserved, RoundClosed, Sent, Spent, decode
-from policies.export import Export
-from policies.verify import verify
+from policies.audit.verify import verify
+from policies.ledger.entries import (
+    Admitted,
+    Entry,
+    Expired,
+    Freed,
+    Refused,
+    Reserved,
+    RoundClosed,
+    Sent,
+    Spent,
+    decode,
+)
+from policies.ledger.export import Export
 from tests.faults.stage import COORDINATOR, ROUNDS, Stage
 
 

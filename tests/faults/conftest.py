@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from tests.support.process_world import enrolled
 
-import pytest
-
-from tests.faults.stage import build
-
-
-@pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Enrolled sites with cohorts; nothing runs."""
-    return build(tmp_path_factory.mktemp("faults") / "template")
+__all__ = ["enrolled"]  # a fixture

@@ -48,7 +48,7 @@ class Trial:
 class Trials:
     """Trials on copies of one federation."""
 
-    template: Path
+    enrolled: Path
     folder: Path
     rng: random.Random
     say: Say
@@ -59,7 +59,7 @@ class Trials:
     def run(self, kills: int) -> list[Trial]:
         """So many trials."""
         while len(self.done) < kills:
-            with Stage.copied(self.template, self.folder / f"stage-{len(self.done)}") as stage:
+            with Stage.copied(self.enrolled, self.folder / f"stage-{len(self.done)}") as stage:
                 stage.start_all()
                 self._on(stage, min(kills, len(self.done) + PER_STAGE))
         return self.done

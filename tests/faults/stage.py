@@ -1,8 +1,8 @@
 """A federation of real processes, started as users start them, that can be copied, killed and restarted.
 
-:func:`build` makes the directories once, by the demo's own steps: keys, enrolment by token, cohorts in the vaults. A
-:class:`Stage` is a copy of them on a port of its own, with one coordinator and three agents that a supervisor (the
-stage) starts again after a kill.
+:func:`tests.support.process_world.enrol_all` makes the directories once, by the demo's own steps: keys, enrolment by
+token, cohorts in the vaults. A :class:`Stage` is a copy of them on a port of its own, with one coordinator and three
+agents that a supervisor (the stage) starts again after a kill.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from typing import Any, Self
 
 import pytest
 
-from agent import __main__ as agent_commands
-from coordinator import __main__ as coordinator_commands
-from deploy.demo.scene import SITES, Scale
-from tests.support.forked_scene import ForkedScene
+from agent.cli import main as agent_commands
+from coordinator.cli import main as coordinator_commands
+from deploy.demo.jobs import federated_job
+from deploy.demo.scene import SITES
+from deploy.phantoms import digits
 from tests.support.ports import free_port
+from tests.support.process_world import PATIENTS, dial, write_setting
 from tests.support.tcp_proxy import wait_until
 
-PATIENTS, ROUNDS, MIN_SITES = 12, 2, 2
+ROUNDS, MIN_SITES = 2, 2
 COORDINATOR, CHILD, OPERATOR = "coordinator", "child", "operator"
-_CHILDREN = (b"agent.edges.linked", b"coordinator.edges.running")
+_CHILDREN = (b"agent.federation.supernode_main", b"coordinator.federation.run_main")
 RESTART_S = 90.0  # a process that does not serve by then has not come back
 RUN_S = 420.0  # a run that has no end by then hangs
 CLOSE_S = 60.0  # for the sites' books, once a run is over
@@ -40,28 +42,6 @@ CLOSE_S = 60.0  # for the sites' books, once a run is over
 
 class Hangs(AssertionError):
     """Something did not come to an end in time."""
-
-
-def build(folder: Path) -> Path:
-    """Three enrolled sites with their cohorts, and a coordinator; nothing runs. Takes about half a minute."""
-    (folder / "out").mkdir(parents=True)
-    (folder / "work").mkdir()
-    with ForkedScene(folder / "out", folder / "work", Scale(PATIENTS, ROUNDS)) as scene:
-        for step in (scene.folders, scene.found, scene.enrol, scene.ingest):
-            step(lambda _text: None)
-        # Little noise is needed of a job whose accuracy nobody looks at: three steps a round, so that many runs fit.
-        cheap = replace(scene.mechanism, noise_multiplier=8.0, steps_per_round=2, rounds=ROUNDS)
-        job = {
-            "mechanism": "federated",
-            "parameters": int(cheap.initial().vector.size),
-            "sites": list(SITES),
-            "rounds": ROUNDS,
-            "min_sites": MIN_SITES,
-            "config": json.loads(cheap.to_json()),
-        }
-        (scene.work / "job.json").write_text(json.dumps(job, indent=2))
-    shutil.rmtree(folder / "work" / "pacs")
-    return folder / "work"
 
 
 @dataclass(slots=True, eq=False)
@@ -75,18 +55,28 @@ class Stage:
     _starts: int = 0
 
     @classmethod
-    def copied(cls, template: Path, to: Path) -> Self:
+    def copied(cls, enrolled: Path, to: Path) -> Self:
         """A fresh copy, on a port of its own."""
-        shutil.copytree(template, to, dirs_exist_ok=True)
+        shutil.copytree(enrolled, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns("pacs"))
         stage = cls(to)
-        _set(to / COORDINATOR / "coordinator.toml", "listen", f"127.0.0.1:{stage.port}")
-        for site in SITES:
-            stage.dial(site, f"127.0.0.1:{stage.port}")
+        dial(to, f"127.0.0.1:{stage.port}")
+        # Little noise is needed of a job whose accuracy nobody looks at: few steps a round, so that many runs fit.
+        job = federated_job(digits.split(len(SITES), PATIENTS, 2).public, ROUNDS)
+        cheap = replace(job, noise_multiplier=8.0, steps_per_round=2)
+        text = {
+            "mechanism": "federated",
+            "parameters": int(cheap.initial().vector.size),
+            "sites": list(SITES),
+            "rounds": ROUNDS,
+            "min_sites": MIN_SITES,
+            "config": json.loads(cheap.to_json()),
+        }
+        (to / "job.json").write_text(json.dumps(text, indent=2))
         return stage
 
     def dial(self, site: str, address: str, proxy: str = "") -> None:
         """Which way a site's agent takes, from its next start on."""
-        _set(self.work / site / "site.toml", "coordinator", address)
+        write_setting(self.work / site / "site.toml", "coordinator", address)
         if proxy:
             path = self.work / site / "site.toml"
             path.write_text(path.read_text() + f"proxy = {json.dumps(proxy)}\n")
@@ -309,13 +299,6 @@ def eventually(true: Callable[[], bool], what: str, seconds: float = CLOSE_S) ->
     """
     if not wait_until(true, seconds):
         raise Hangs(what)
-
-
-def _set(path: Path, key: str, value: str) -> None:
-    lines = path.read_text().splitlines()
-    found = [f"{key} = {json.dumps(value)}" if line.startswith(f"{key} = ") else line for line in lines]
-    assert found != lines or f"{key} = {json.dumps(value)}" in lines, f"{path.name} has no {key}"
-    path.write_text("\n".join(found) + "\n")
 
 
 def _children(pid: int) -> Iterator[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.demo.scene import SITES
-from policies.entries import Admitted, Entry, Expired, Freed, Reserved, RoundClosed, Sent, Spent
+from policies.ledger.entries import Admitted, Entry, Expired, Freed, Reserved, RoundClosed, Sent, Spent
 from tests.faults.audit import Ledgers
 from tests.faults.stage import COORDINATOR
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from policies.entries import Admitted
+from policies.ledger.entries import Admitted
 from tests.faults.audit import Auditor
 from tests.faults.kills import after
 from tests.faults.stage import (
@@ -32,9 +32,9 @@ ROOMY_KIB = 1_500 * 1024  # of which next to nothing is used: uploads leave the 
 
 
 @pytest.fixture(scope="module")
-def stage(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def stage(enrolled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("disk") / "stage"
-    with small_disk(folder / COORDINATOR, ROOMY_KIB), Stage.copied(template, folder) as made:
+    with small_disk(folder / COORDINATOR, ROOMY_KIB), Stage.copied(enrolled, folder) as made:
         made.start_all()
         yield made
 

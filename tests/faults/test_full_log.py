@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from agent.edges import log as agent_log
-from coordinator.edges import log as coordinator_log
+from agent import event_log as agent_log
+from coordinator import event_log as coordinator_log
 from tests.faults.stage import resized, small_disk
 
 OPENED = [agent_log.open_log, coordinator_log.open_log]

@@ -16,11 +16,11 @@ from tests.support.tcp_proxy import wait_until
 
 @pytest.mark.slow
 def test_a_run_in_which_one_process_of_each_kind_is_killed_finishes_and_its_books_balance(
-    template: Path, tmp_path: Path
+    enrolled: Path, tmp_path: Path
 ) -> None:
     """The short form for CI: four kills in one run, a second or two apart."""
     rng, auditor = random.Random(7), Auditor()
-    with Stage.copied(template, tmp_path / "stage") as stage:
+    with Stage.copied(enrolled, tmp_path / "stage") as stage:
         stage.start_all()
         auditor.look(stage)
         launched = stage.launch("run")
@@ -37,9 +37,9 @@ def test_a_run_in_which_one_process_of_each_kind_is_killed_finishes_and_its_book
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_fifty_kills_lose_and_double_nothing(template: Path, tmp_path: Path) -> None:
+def test_fifty_kills_lose_and_double_nothing(enrolled: Path, tmp_path: Path) -> None:
     """As ``python -m tests.faults --kills 50``."""
-    trials = Trials(template, tmp_path, random.Random(2026), print)
+    trials = Trials(enrolled, tmp_path, random.Random(2026), print)
     trials.run(50)
     assert not [trial.line() for trial in trials.done if trial.faults]
     assert sum(trial.hit for trial in trials.done) >= 40, "most kills came after the end of a run"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from deploy.demo.scene import SITES
-from policies.entries import Admitted, Sent
+from policies.ledger.entries import Admitted, Sent
 from tests.faults.audit import Auditor, Ledgers
 from tests.faults.kills import after
 from tests.faults.stage import COORDINATOR, Stage, environment, eventually, signal_both
@@ -29,8 +29,8 @@ Lines = dict[str, TcpProxy]
 
 
 @pytest.fixture(scope="module")
-def stage(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with Stage.copied(template, tmp_path_factory.mktemp("lines") / "stage") as made:
+def stage(enrolled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with Stage.copied(enrolled, tmp_path_factory.mktemp("lines") / "stage") as made:
         yield made
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.books import DP
-from tests.support.federation import Federation, Site
+from tests.support.federation_world import Federation, Site
+from tests.support.ledger_world import DP
 
 
 def heard(site: Site) -> list[tuple[str, str]]:

@@ -25,7 +25,15 @@ from typing import Any, Final
 
 import atheris  # type: ignore[import-untyped]  # not a dependency: see above
 
-_FUZZED: Final = ["policies", "protos.envelope", "tomllib", "agent.deidentify", "agent.edges"]
+_FUZZED: Final = [
+    "policies",
+    "protos.common.dsse",
+    "tomllib",
+    "agent.deidentify",
+    "agent.ingest",
+    "agent.pacs",
+    "agent.volumes",
+]
 with atheris.instrument_imports(include=_FUZZED):
     from tests.fuzz.mutate import mutated
     from tests.fuzz.seeds import made
@@ -141,7 +149,7 @@ def reached(target: Target, data: bytes) -> set[tuple[str, int, int]]:
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
         path = frame.f_code.co_filename
-        if Path(path).parent.name not in ("policies", "protos", "tomllib", "deidentify", "edges"):
+        if not {"policies", "protos", "tomllib", "deidentify", "ingest", "pacs", "volumes"} & set(Path(path).parts):
             return None
         jumps.add((path, last.get(frame, 0), frame.f_lineno))
         last[frame] = frame.f_lineno

@@ -19,9 +19,11 @@ from typing import Any, Final
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies.accounting import order_for
-from policies.claims import DistributedGaussian
-from policies.entries import (
+from policies.accounting.accountant import order_for
+from policies.accounting.claims import DistributedGaussian
+from policies.accounting.rdp import allowance, cost, epsilon_nano
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger.entries import (
     Amended,
     Appointed,
     Approved,
@@ -36,13 +38,12 @@ from policies.entries import (
     decode,
     proposal,
 )
-from policies.export import Export
-from policies.ledger import State
-from policies.merkle import Checkpoint, CompactRange, cosign, leaf_hash, open_checkpoint, sign_checkpoint
-from policies.rdp import allowance, cost, epsilon_nano
-from policies.register import Facts
-from policies.sqlite import export_file
-from policies.statement import (
+from policies.ledger.export import Export
+from policies.ledger.merkle import Checkpoint, CompactRange, cosign, leaf_hash, open_checkpoint, sign_checkpoint
+from policies.ledger.state import State
+from policies.ledger.store import AppendRequest, Store
+from policies.ledger_service import ArtifactFindings
+from policies.statements import (
     PAYLOAD_TYPE,
     Amendment,
     Approval,
@@ -51,14 +52,13 @@ from policies.statement import (
     Request,
     Settlement,
     Statement,
-    canonical,
     claim_json,
     encode,
 )
-from policies.store import Draft, Store
-from protos.envelope import seal
-from protos.identity import node_public
-from tests.support.books import DP, Hospital, open_register
+from protos.common.canonical_json import canonical
+from protos.common.dsse import seal
+from protos.identity.certificates import node_public
+from tests.support.ledger_world import DP, Hospital, open_register
 
 ORIGIN: Final = "lazaret/test"
 LOG_KEY: Final = Ed25519PrivateKey.from_private_bytes(b"the log's key, known to anybody.")
@@ -144,9 +144,9 @@ def _masked(a: Hospital) -> Release:
 def _members(store: Store, a: Hospital) -> None:
     """Certificates come and go; the site is revoked, and two persons admit it again."""
     for number in ("1f", "2a"):
-        store.append(f"issue-{number}", Draft((Issued("site-a", number, b"c" * 32, 1_800_000_000),)))
-    store.append("revoke-1f", Draft((Revoked("site-a", "1f", "lost"),)))
-    store.append("bar", Draft((Revoked("site-a", "", "left"),)))
+        store.append(f"issue-{number}", AppendRequest((Issued("site-a", number, b"c" * 32, 1_800_000_000),)))
+    store.append("revoke-1f", AppendRequest((Revoked("site-a", "1f", "lost"),)))
+    store.append("bar", AppendRequest((Revoked("site-a", "", "left"),)))
     statement = replace(a.enrolment()[0], csr="another csr")
     envelope = a.seal(statement)
     request = hashlib.sha256(envelope).digest()
@@ -154,11 +154,11 @@ def _members(store: Store, a: Hospital) -> None:
         words = ("s-3", "enrol", "site-a", request.hex())
         approval = sealed(encode(Approval(f"p-{role}", ORIGIN, *words)))
         entry = Approved(f"p-{role}", "s-3", proposal(*words), hashlib.sha256(approval).digest())
-        store.append(f"approve-s-3-{role}", Draft((entry,), (approval,)))
+        store.append(f"approve-s-3-{role}", AppendRequest((entry,), (approval,)))
     policy = hashlib.sha256(statement.policy.encode()).digest()
     again = Enrolled("site-a", public(SITE_KEY), policy, request, "s-3")
-    store.append("enrol-again", Draft((again,), (envelope,)))
-    store.append("issue-3b", Draft((Issued("site-a", "3b", b"d" * 32, 1_900_000_000),)))
+    store.append("enrol-again", AppendRequest((again,), (envelope,)))
+    store.append("issue-3b", AppendRequest((Issued("site-a", "3b", b"d" * 32, 1_900_000_000),)))
 
 
 def _persons_and_limits(store: Store) -> None:
@@ -166,7 +166,7 @@ def _persons_and_limits(store: Store) -> None:
     appointed = [
         Appointed(f"p-{role}", role, public(key), "") for role, key in zip(ROLES, PERSON_KEYS.values(), strict=True)
     ]
-    store.append("appoint", Draft(tuple(appointed)))
+    store.append("appoint", AppendRequest(tuple(appointed)))
     account = store.state.accounts["site-a/rdp"]
     lower = allowance(7.0, 4e-6, account.opened.order)
     for serial, limit, epsilon, persons in (("s-1", lower, "7.0", 1), ("s-2", account.limit, "8.0", 2)):
@@ -175,23 +175,23 @@ def _persons_and_limits(store: Store) -> None:
             envelope = sealed(encode(Approval(f"p-{role}", ORIGIN, serial, "limit", "site-a/rdp", value)))
             digest = proposal(serial, "limit", "site-a/rdp", value)
             entry = Approved(f"p-{role}", serial, digest, hashlib.sha256(envelope).digest())
-            store.append(f"approve-{serial}-{role}", Draft((entry,), (envelope,)))
-        store.append(serial, Draft((LimitSet("site-a/rdp", limit, epsilon, serial),)))
+            store.append(f"approve-{serial}-{role}", AppendRequest((entry,), (envelope,)))
+        store.append(serial, AppendRequest((LimitSet("site-a/rdp", limit, epsilon, serial),)))
 
 
 def _restored(store: Store, a: Hospital, root: bytes) -> None:
     """After a backup: the site shows a grant that the backup had lost, and that it has no more."""
     state = store.state
-    store.append("restore", Draft((Restored(2, state.size, root, "nonce-1"),)))
+    store.append("restore", AppendRequest((Restored(2, state.size, root, "nonce-1"),)))
     lost = a.reservation("grant-9", replace(DP, steps=1), "federated", "run-9")
     envelope, claim = a.seal(lost), canonical(claim_json(lost.claim))
     amount = cost(lost.claim, state.accounts["site-a/rdp"].opened.order)
     names = ("grant-9", "site-a", "run-9", "federated", "site-a/rdp")
     recovered = Recovered(*names, amount, claim, hashlib.sha256(envelope).digest())
-    store.append("recover", Draft((recovered,), (envelope,)))
+    store.append("recover", AppendRequest((recovered,), (envelope,)))
     envelope = sealed(encode(Receipts("site-a", ORIGIN, "nonce-1", 1)))
     presented = Presented("site-a", "nonce-1", 1, hashlib.sha256(envelope).digest())
-    store.append("present", Draft((presented,), (envelope,)))
+    store.append("present", AppendRequest((presented,), (envelope,)))
 
 
 @cache
@@ -205,17 +205,17 @@ def sound() -> Book:
         small = a.reservation("grant-4", replace(DP, steps=1), "federated", "run-4")
         for reservation in (a.reservation("grant-1"), a.reservation("grant-2", DP, "federated", "run-1"), small):
             register.reserve(f"k-{reservation.grant}", reservation, a.seal(reservation))
-        store.append("expire", Draft((Expired("grant-4", "restart"),)))
+        store.append("expire", AppendRequest((Expired("grant-4", "restart"),)))
         release, late, update = a.release("grant-1"), a.reservation("grant-3"), _update(a)
         register.send(release, a.seal(release))
-        register.admit("k-admit", release, a.seal(release), Facts())
+        register.admit("k-admit", release, a.seal(release), ArtifactFindings())
         register.reserve("k-late", late, a.seal(late))
-        register.admit("k-update", update, a.seal(update), Facts())
+        register.admit("k-update", update, a.seal(update), ArtifactFindings())
         register.close_round("run-1", 1, ["site-a"], b"m" * 32)
         amended = Amendment("site-a", 1, a.policy_text + "\n# amended")
         envelope = sealed(encode(amended))
         digests = [hashlib.sha256(raw).digest() for raw in (amended.policy.encode(), envelope)]
-        store.append("amend", Draft((Amended("site-a", 1, *digests),), (envelope,)))
+        store.append("amend", AppendRequest((Amended("site-a", 1, *digests),), (envelope,)))
         _persons_and_limits(store)
         _members(store, a)
         seen = store.checkpoint()
@@ -232,7 +232,7 @@ def fold(entries: tuple[bytes, ...]) -> State:
     """The state after these records.
 
     Raises:
-        InvalidEntry: they do not fold.
+        InvalidEntryError: they do not fold.
     """
     state = State()
     for raw in entries:

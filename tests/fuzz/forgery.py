@@ -8,11 +8,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from policies import cbor
-from policies.cbor import MalformedEntry
-from policies.entries import proposal
-from policies.export import Export
-from policies.merkle import CompactRange, cosign, leaf_hash
+from policies.ledger import cbor
+from policies.ledger.cbor import EntryEncodingError
+from policies.ledger.entries import proposal
+from policies.ledger.export import Export
+from policies.ledger.merkle import CompactRange, cosign, leaf_hash
 from tests.fuzz.books import LOG_KEY, SITE_KEY, note, public, redressed, sealed
 
 
@@ -39,7 +39,7 @@ def forge(data: bytes) -> Forgery | None:
     """
     try:
         document = cbor.decode(data)
-    except MalformedEntry:
+    except EntryEncodingError:
         return None
     if not isinstance(document, dict):
         return None

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from policies import cbor
-from policies.cbor import MalformedEntry
+from policies.ledger import cbor
+from policies.ledger.cbor import EntryEncodingError
 from tests.fuzz.books import redressed
 
 Dice = random.Random
@@ -185,7 +185,7 @@ def in_statement(data: bytes, dice: Dice) -> bytes:
 
 def in_cbor(data: bytes, dice: Dice) -> bytes:
     """One change in the value that CBOR holds, encoded again; JSON inside byte strings is changed as JSON."""
-    with contextlib.suppress(MalformedEntry, UnicodeEncodeError):
+    with contextlib.suppress(EntryEncodingError, UnicodeEncodeError):
         value = cbor.decode(data)
         if isinstance(value, dict) and isinstance(texts := value.get("payloads"), list) and dice.random() < 0.5:
             at = dice.randrange(len(texts) or 1)

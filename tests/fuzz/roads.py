@@ -22,15 +22,17 @@ import pydicom
 from pydicom import config
 
 from agent.deidentify import nifti
+from agent.deidentify.admission_rules import Rules
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import REASONS, FileRejectedError
 from agent.deidentify.prescan import read_meta, scan, undeflate
-from agent.deidentify.reasons import REASONS, Refused
 from agent.deidentify.record import Record
-from agent.deidentify.rules import Rules
-from agent.deidentify.tags import Deidentifier
-from agent.edges import reader
-from agent.edges.association import DATA, STORAGE, VERIFICATION, Accepted, Caller, Ended, ListenerSettings, negotiate
-from agent.edges.dimse_message import data_values, read_command, response
-from agent.edges.multipart import Limits, MultipartError, Part, Splitter, media_type
+from agent.ingest import parser_main, parser_process
+from agent.pacs.dicomweb.multipart import Limits, MultipartError, Part, Splitter, media_type
+from agent.pacs.dimse.acceptor import STORAGE, VERIFICATION, Accepted, negotiate
+from agent.pacs.dimse.config import Caller, ListenerSettings
+from agent.pacs.dimse.messages import data_values, read_command, response
+from agent.pacs.dimse.pdu import DATA, AssociationEnded
 
 WHO: Final = Deidentifier(b"\7" * 32, "FUZZ")
 RULES: Final = Rules(
@@ -72,10 +74,10 @@ def as_in_the_worker() -> Iterator[None]:
 
 def _answered(data: bytes, patient: str | None) -> Record | None:
     """What the agent would keep, None when the file is refused."""
-    names = reader._FileNames(WHO, RULES.max_bytes)
+    names = parser_process._FileNames(WHO, RULES.max_bytes)
     asking = Deidentifier(b"", WHO.issuer, WHO.profile, names=lambda *asked: names.answer(*asked[:2], [*asked[2]]))
     with as_in_the_worker():
-        head, parts = reader._answer(data, {"patient_id": patient, "issuer": ""}, RULES, asking)
+        head, parts = parser_main._answer(data, {"patient_id": patient, "issuer": ""}, RULES, asking)
     if "code" in head:
         _promise(head["code"] in REASONS, "a refusal with a code that nobody knows")
         return None
@@ -83,16 +85,18 @@ def _answered(data: bytes, patient: str | None) -> Record | None:
     try:
         is_nifti = nifti.looks_like_nifti(data)
         whose = names.of_nifti(bytes(parts[1]), "", patient or "") if is_nifti else names.of_dicom()
-    except Refused:
+    except FileRejectedError:
         return None
-    return reader._record(told, [bytes(part) for part in parts], "0" * 32, whose)
+    return parser_process._record(told, [bytes(part) for part in parts], "0" * 32, whose)
 
 
 def dicom_file(data: bytes) -> bool:
     """The whole way of a file through the worker; what comes out is anonymous by its own account."""
     if nifti.looks_like_nifti(data):
         return False
-    with contextlib.suppress(Refused):  # and nothing else: these run before any parser's errors are expected
+    with contextlib.suppress(
+        FileRejectedError
+    ):  # and nothing else: these run before any parser's errors are expected
         meta = read_meta(data)
         if meta.transfer_syntax == _DEFLATED:
             data, meta = undeflate(data, meta, RULES.max_bytes)
@@ -112,7 +116,7 @@ def volume(data: bytes) -> bool:
     """``nifti.inflate`` (Refused only) and the whole way of a volume; nothing but grid and voxels comes out."""
     if not nifti.looks_like_nifti(data):
         return False
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(FileRejectedError):
         _promise(len(nifti.inflate(data, RULES.max_bytes)) <= RULES.max_bytes, "inflated beyond the limit")
     record = _answered(data, "PX84629173")
     if record is None:
@@ -130,7 +134,7 @@ def association(data: bytes) -> bool:
     """``negotiate``: Ended only; who is not named is not accepted, and no context beyond storage and verification."""
     try:
         found = negotiate(data, "127.0.0.1", SETTINGS)
-    except Ended:
+    except AssociationEnded:
         return False
     if not isinstance(found, Accepted):
         return False
@@ -152,7 +156,7 @@ def message(data: bytes) -> bool:
         else:
             unit = response(1, read_command(data), 0)
             _promise(len(list(data_values(memoryview(unit)))) == 1, "an answer that cannot be read")
-    except Ended:
+    except AssociationEnded:
         return False
     return True
 

@@ -10,14 +10,15 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
-from policies import cbor
-from policies.claims import MAX_PARTS, Claim, Composed, KAnonymous, NoClaim, SubsampledGaussian
-from policies.export import Export
-from policies.policy import preset
-from policies.statement import canonical, claim_json, encode
+from policies.accounting.claims import MAX_PARTS, Claim, Composed, KAnonymous, NoClaim, SubsampledGaussian
+from policies.ledger import cbor
+from policies.ledger.export import Export
+from policies.review.policy import preset
+from policies.statements import claim_json, encode
+from protos.common.canonical_json import canonical
 from tests.fuzz import images
 from tests.fuzz.books import LOG_KEY, SHARED, note, public, sealed, sound, statements
-from tests.support.books import BOTH, HISTOGRAM
+from tests.support.ledger_world import BOTH, HISTOGRAM
 
 
 def _claims() -> list[bytes]:

@@ -18,30 +18,30 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
-from policies import cbor
-from policies.audit import open_envelope
-from policies.cbor import MalformedEntry
-from policies.claims import UnsupportedClaim
-from policies.entries import InvalidEntry, LimitSet, Opened, Record, Recovered, Reserved, decode, encode
-from policies.export import Export, Unsound
-from policies.ledger import State
-from policies.merkle import BadCheckpoint, Checkpoint, open_checkpoint, sign_checkpoint
-from policies.policy import Policy, PolicyError, parse, preset, strictest
-from policies.review import Standing, Verdict, review, review_reservation
-from policies.statement import (
+from policies.accounting.claims import UnsupportedClaimError
+from policies.audit.auditor import open_envelope
+from policies.audit.verify import verify
+from policies.ledger import cbor
+from policies.ledger.cbor import EntryEncodingError
+from policies.ledger.entries import InvalidEntryError, LimitSet, Opened, Record, Recovered, Reserved, decode, encode
+from policies.ledger.export import Export, ExportError
+from policies.ledger.merkle import Checkpoint, LedgerCheckpointError, open_checkpoint, sign_checkpoint
+from policies.ledger.state import State
+from policies.review.policy import Policy, PolicyError, parse, preset, strictest
+from policies.review.rules import AccountContext, Verdict, review, review_reservation
+from policies.statements import (
     PAYLOAD_TYPE,
-    MalformedStatement,
     Release,
     Reservation,
-    canonical,
+    StatementError,
     claim_from,
     claim_json,
     load_json,
 )
-from policies.statement import encode as encode_statement
-from policies.statement import parse as parse_statement
-from policies.verify import verify
-from protos.envelope import BadEnvelope, open_sealed, seal
+from policies.statements import encode as encode_statement
+from policies.statements import parse as parse_statement
+from protos.common.canonical_json import canonical
+from protos.common.dsse import EnvelopeError, open_sealed, seal
 from tests.fuzz.books import KEYS, LOG_KEY, ORIGIN, dressed, fold, note, public, sealed, sound
 from tests.fuzz.forgery import forge
 from tests.fuzz.roads import CHECKS, KINDS, Broken
@@ -71,24 +71,24 @@ def policy_toml(data: bytes) -> bool:
 
 
 def strict_json(data: bytes) -> bool:
-    """``statement.load_json``: MalformedStatement only; nothing that plain JSON reads as something else."""
+    """``statement.load_json``: StatementError only; nothing that plain JSON reads as something else."""
     try:
         value = load_json(data)
-    except MalformedStatement:
+    except StatementError:
         return False
     _promise(value == json.loads(data), "strict and plain JSON read different values")
     return True
 
 
 def claim(data: bytes) -> bool:
-    """``statement.claim_from`` on any JSON value: UnsupportedClaim only; a claim is written as it was read."""
+    """``statement.claim_from`` on any JSON value: UnsupportedClaimError only; a claim is written as it was read."""
     try:
         value = load_json(data)
-    except MalformedStatement:
+    except StatementError:
         return False
     try:
         found = claim_from(value)
-    except UnsupportedClaim:
+    except UnsupportedClaimError:
         return False
     _promise(canonical(claim_json(found)) == canonical(value), "a claim is written otherwise than it was read")
     return True
@@ -98,7 +98,7 @@ def statement(data: bytes) -> bool:
     """``statement.parse``: its two errors only; what is accepted encodes to the same bytes, and can be reviewed."""
     try:
         found = parse_statement(data)
-    except (MalformedStatement, UnsupportedClaim):
+    except (StatementError, UnsupportedClaimError):
         return False
     _promise(encode_statement(found) == data, "a statement is encoded otherwise than it was read")
     if isinstance(found, Release | Reservation):
@@ -113,17 +113,17 @@ def _policies() -> tuple[Policy, ...]:
 
 
 @cache
-def _standings() -> tuple[Standing, ...]:
+def _standings() -> tuple[AccountContext, ...]:
     """No books at all, and those of the seed ledger after each of its records."""
-    found = [Standing(None)]
+    found = [AccountContext(None)]
     for state in _states():
         for account in state.accounts.values():
-            found += [Standing(account), *(Standing(account, g) for g in state.grants.values())]
+            found += [AccountContext(account), *(AccountContext(account, g) for g in state.grants.values())]
     found.append(dataclasses.replace(found[-1], revoked=True))
     return tuple({repr(s): s for s in found}.values())
 
 
-def _judge(found: Release | Reservation, standing: Standing) -> None:
+def _judge(found: Release | Reservation, standing: AccountContext) -> None:
     """Any review ends in a verdict, and an admission never takes more than there is."""
     for policy in _policies():
         if isinstance(found, Reservation):
@@ -151,7 +151,7 @@ def reviewed(data: bytes) -> bool:
             return False
         account, grant = document.pop("account", {}), document.pop("grant", {})
         found = parse_statement(dressed({"_type": "https://in-toto.io/Statement/v1", **document}))
-    except (MalformedStatement, UnsupportedClaim):
+    except (StatementError, UnsupportedClaimError):
         return False
     if not isinstance(found, Release | Reservation):
         return False
@@ -160,7 +160,7 @@ def reviewed(data: bytes) -> bool:
     return True
 
 
-def _altered(account: object, grant: object) -> Iterator[Standing]:
+def _altered(account: object, grant: object) -> Iterator[AccountContext]:
     """The seed ledger's accounts and grants with these fields changed, where the books take them."""
     entries = sound().export.entries
     for last in [n for n, raw in enumerate(entries) if isinstance(decode(raw).entry, Reserved)]:
@@ -170,20 +170,20 @@ def _altered(account: object, grant: object) -> Iterator[Standing]:
                 record = decode(raw)
                 changes = {Opened: account, Reserved: grant}.get(type(record.entry))
                 state.apply(decode(_with(raw, changes)) if isinstance(changes, dict) and changes else record)
-        except (InvalidEntry, MalformedEntry):
+        except (InvalidEntryError, EntryEncodingError):
             continue
         for known in state.accounts.values():
-            yield Standing(known)
+            yield AccountContext(known)
             for held in state.grants.values():
                 for used in {0, 1, held.reserved.amount}:
-                    yield Standing(known, dataclasses.replace(held, used=used))
+                    yield AccountContext(known, dataclasses.replace(held, used=used))
 
 
 def _with(raw: bytes, changes: Mapping[str, Any]) -> bytes:
     """A record's bytes with other values in its body; text stands for bytes where the field holds bytes.
 
     Raises:
-        MalformedEntry: a value has no place in an entry.
+        EntryEncodingError: a value has no place in an entry.
     """
     outer: Any = cbor.decode(raw)
     for name, value in changes.items():
@@ -199,14 +199,14 @@ def _encoded(value: Any) -> bytes:
     try:
         return cbor.encode(value)
     except UnicodeEncodeError:
-        raise MalformedEntry("text is not UTF-8") from None
+        raise EntryEncodingError("text is not UTF-8") from None
 
 
 def cbor_value(data: bytes) -> bool:
-    """``cbor.decode``: MalformedEntry only; what is accepted has one encoding."""
+    """``cbor.decode``: EntryEncodingError only; what is accepted has one encoding."""
     try:
         value = cbor.decode(data)
-    except MalformedEntry:
+    except EntryEncodingError:
         return False
     _promise(cbor.encode(value) == data, "CBOR is encoded otherwise than it was read")
     return True
@@ -216,7 +216,7 @@ def entry(data: bytes) -> bool:
     """``entries.decode``: its two errors only, and one encoding; the fold takes a record, or refuses it untouched."""
     try:
         record = decode(data)
-    except (MalformedEntry, InvalidEntry):
+    except (EntryEncodingError, InvalidEntryError):
         return False
     _promise(encode(record) == data, "a record is encoded otherwise than it was read")
     _promise(cbor.encode(cbor.decode(data)) == data, "a record is no deterministic CBOR")
@@ -230,7 +230,7 @@ def _applied(record: Record, before: State, n: int) -> None:
     state = _books()[n]
     try:
         state.apply(record)
-    except InvalidEntry:
+    except InvalidEntryError:
         _promise(state == before, "a refused record left something in the books")
         return
     finally:
@@ -277,13 +277,13 @@ def _signed(body: str) -> str:
 def _opened(text: str) -> bool:
     try:
         head = open_checkpoint(text, LOG)
-    except BadCheckpoint:
+    except LedgerCheckpointError:
         return False
     _promise(sign_checkpoint(head, LOG_KEY) == text, "a checkpoint has two forms")
     _promise(head.size >= 0 and len(head.root) == 32, "a checkpoint of no tree")
     try:
         verify(sound().raw, text)
-    except Unsound:
+    except ExportError:
         return True
     _promise(head in _heads(), "the ledger is said to extend a head that it never had")
     return True
@@ -299,7 +299,7 @@ def export(data: bytes) -> bool:
     """``Export.parse``: Unsound only; what is accepted encodes to the same bytes."""
     try:
         found = Export.parse(data)
-    except Unsound:
+    except ExportError:
         return False
     _promise(found.encode() == data, "an export is encoded otherwise than it was read")
     return True
@@ -312,7 +312,7 @@ def verified(data: bytes) -> bool:
     """
     try:
         verify(data, None)
-    except Unsound:
+    except ExportError:
         return False
     found, seed = Export.parse(data), sound().export
     _promise(dataclasses.replace(found, witnessed=seed.witnessed) == seed, "a changed export is called sound")
@@ -328,7 +328,7 @@ def audit(data: bytes) -> bool:
     raw, old = forgery.encode(), sound().export
     try:
         found = verify(raw, None)
-    except Unsound:
+    except ExportError:
         return False
     _promise(found.origin == ORIGIN and found.size == len(forgery.entries), "the findings are another ledger's")
     beyond = any(isinstance(decode(e).entry, _BEYOND) for e in forgery.entries)
@@ -338,7 +338,7 @@ def audit(data: bytes) -> bool:
         _promise(gone <= account["limit"] or beyond, "an overspent account is called sound")
     try:
         verify(raw, old.checkpoint)
-    except Unsound:
+    except ExportError:
         return True
     _promise(forgery.entries[: len(old.entries)] == old.entries, "a rewritten history is called an extension")
     return True
@@ -357,16 +357,16 @@ def envelope(data: bytes) -> bool:
         taken = refused_by_door = refused_by_auditor = None
         try:
             taken = open_sealed(data, PAYLOAD_TYPE, {name: public_key}).payload
-        except BadEnvelope as error:
+        except EnvelopeError as error:
             refused_by_door = error
         try:
             _promise(open_envelope(data, public_key) == taken, "an auditor opens it to something else than the door")
-        except Unsound as error:
+        except ExportError as error:
             refused_by_auditor = error
         _promise(bool(refused_by_door) == bool(refused_by_auditor), "one reader refuses what the other one takes")
     try:
         opened = open_sealed(data, PAYLOAD_TYPE, _TRUSTED)
-    except BadEnvelope:
+    except EnvelopeError:
         return False
     again = seal(opened.payload, PAYLOAD_TYPE, KEYS[opened.signer])
     _promise(data == again, "an envelope holds more than was signed")

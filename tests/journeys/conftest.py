@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.demo.scene import Scale, Scene
-from tests.support.forked_scene import ForkedScene
+from deploy.demo.scene import Scene
+from tests.support.process_world import ProcessWorld, enrolled
+
+__all__ = ["enrolled"]  # a fixture
 
 PATIENTS, ROUNDS = 60, 2
 NONET = Path(__file__).parent.parent / "support" / "nonet"
@@ -59,12 +61,8 @@ def demo(request: pytest.FixtureRequest) -> Demo:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def scene(enrolled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """Three enrolled sites with their cohorts in the vault, and a coordinator that serves."""
-    root = tmp_path_factory.mktemp("scene")
-    for name in ("out", "work"):
-        (root / name).mkdir()
-    with ForkedScene(root / "out", root / "work", Scale(30, 4)) as made:
-        for step in (made.folders, made.found, made.enrol, made.ingest):
-            step(lambda _text: None)
+    with ProcessWorld.copied(enrolled, tmp_path_factory.mktemp("scene"), 4) as made:
+        made.serve()
         yield made

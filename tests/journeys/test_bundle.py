@@ -23,8 +23,8 @@ import pytest
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.__main__ import main as coordinator_main
-from deploy.bundle.closure import BadBundle, closure, pins
+from coordinator.cli.main import main as coordinator_main
+from deploy.bundle.closure import BundleError, closure, pins
 from deploy.bundle.writing import (
     PACKAGES,
     ROOT,
@@ -38,8 +38,8 @@ from deploy.bundle.writing import (
     write,
 )
 from tests.support.bundles import BARE, Bundle, borrowing, bundle, install
+from tests.support.network_namespace import isolation, needs_namespace
 from tests.support.ports import free_port
-from tests.test_no_network import isolation, needs_namespace
 
 pytestmark = pytest.mark.timeout(1500)  # what is built and installed here, on a machine that may be busy
 SYSTEMCTL = ROOT / "tests" / "support" / "systemctl.py"
@@ -70,7 +70,7 @@ def sha256(path: Path) -> str:
 
 
 def test_the_wheel_holds_every_package_and_every_file_that_they_read(wheel: Path) -> None:
-    """agent.heads was missing once: everything ran from a checkout, and nothing where it was installed."""
+    """agent.defacing was missing once: everything ran from a checkout, and nothing where it was installed."""
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     there = {
         path.relative_to(ROOT).as_posix()
@@ -82,6 +82,8 @@ def test_the_wheel_holds_every_package_and_every_file_that_they_read(wheel: Path
     spoken_of = {name for name in there if name.endswith(("/README.md", ".proto"))}
     assert sorted(there - packed - spoken_of) == []
     assert sorted(packed - there) == []
+    # researchers have a checkout
+    assert not [name for name in packed if "reproduction" in name or "phantoms" in name]
 
 
 def test_the_closure_is_what_both_sides_need_at_the_pinned_versions() -> None:
@@ -98,11 +100,11 @@ def test_a_package_that_is_not_the_pinned_one_makes_no_bundle(tmp_path: Path) ->
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     text = (ROOT / "constraints.txt").read_text()
     (tmp_path / "constraints.txt").write_text(text.replace("numpy==", "numpy==0."))
-    with pytest.raises(BadBundle, match=r"numpy \S+ is installed, and constraints.txt says 0\."):
+    with pytest.raises(BundleError, match=r"numpy \S+ is installed, and constraints.txt says 0\."):
         closure(tmp_path, "coordinator")
-    with pytest.raises(BadBundle, match="each package stands there once"):
+    with pytest.raises(BundleError, match="each package stands there once"):
         pins("a==1\nA==2\n")
-    with pytest.raises(BadBundle, match="each package stands there once"):
+    with pytest.raises(BundleError, match="each package stands there once"):
         pins("a>=1\n")
 
 
@@ -130,9 +132,17 @@ def test_everything_is_signed_and_nothing_of_the_machine_that_made_it_is_told(th
     with pytest.raises(InvalidSignature):
         thin.key.public_key().verify(signature, sums + b"\n")
     assert len(sums.splitlines()) == len(files(thin.folder))
-    written = b"".join(p.read_bytes() for p in files(thin.folder) if p.suffix in (".json", ".txt", ".sh", ".service"))
+    texts = (".json", ".txt", ".sh", ".service", ".html", ".js")
+    written = b"".join(p.read_bytes() for p in files(thin.folder) if p.suffix in texts)
     assert str(ROOT).encode() not in written
     assert os.uname().nodename.encode() not in written
+
+
+def test_the_site_is_in_it_with_every_page(thin: Bundle) -> None:
+    pages = {path.stem for path in (ROOT / "deploy" / "docs").glob("*.md")}
+    assert pages <= {path.stem for path in (thin.folder / "docs" / "site").glob("*.html")}
+    assert pages <= {path.stem for path in (thin.folder / "docs").glob("*.md")}
+    assert not [p.name for p in (thin.folder / "docs").rglob("*.py")]
 
 
 # what is refused before anything is installed
@@ -226,7 +236,7 @@ def test_no_bundle_is_made_with_a_name_that_no_installation_would_take(thin: Bun
     odd = tmp_path / "more file-1.0-py3-none-any.whl"
     shutil.copy(next(w for w in wheels if w.name.startswith("borrowed")), odd)
     ours = next(w for w in wheels if w.name.startswith("lazaret"))
-    with pytest.raises(BadBundle, match="more file"):
+    with pytest.raises(BundleError, match="more file"):
         write(Contents("agent", (ours, odd), thin.key), tmp_path / "bundle")
     assert not (tmp_path / "bundle" / "SHA256SUMS").exists()
 
@@ -359,7 +369,8 @@ def installed(thin: Bundle, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         approving.join()
         serving.terminate()
         for pid in (place / "run").glob("*.pid"):
-            os.kill(int(pid.read_text()), signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself: what was said tells why
+                os.kill(int(pid.read_text()), signal.SIGTERM)
         serving.wait(200)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return place, done.stdout
@@ -367,7 +378,7 @@ def installed(thin: Bundle, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 def test_the_page_leads_from_the_bundle_to_an_enrolled_agent_with_a_green_doctor(installed: tuple[Path, str]) -> None:
     place, said = installed
-    assert said.index("it waits for two persons") < said.index("enrolled; `doctor` checks the way")
+    assert said.index("waiting for approval by two people") < said.index("enrolled; `doctor` checks the connection")
     assert " 0 failed" in said
     assert not [line for line in said.splitlines() if line.startswith("FAIL")]
     assert (place / "var" / "agent" / "keys" / "tls.pem").exists()
@@ -433,7 +444,8 @@ def test_another_bundle_of_the_same_version_replaces_nothing(
     (other / "SHA256SUMS").write_text(sums)
     (other / "SHA256SUMS.sig").write_bytes(key.sign(sums.encode()))
     opt = installed[0] / "opt"
-    before = {p: p.read_bytes() for p in (*opt.glob("docs/*"), opt / "lazaret-verify.pyz", *opt.glob("bin/*"))}
+    docs = [path for path in opt.glob("docs/**/*") if path.is_file()]
+    before = {p: p.read_bytes() for p in (*docs, opt / "lazaret-verify.pyz", *opt.glob("bin/*"))}
     done = install(other, key_fingerprint(key), installed[0])
     assert (done.returncode, "from another bundle" in done.stderr) == (1, True), done.stderr
     assert {p: p.read_bytes() for p in before} == before
@@ -467,7 +479,10 @@ def test_a_coordinator_installs_from_its_bundle_where_there_is_no_network(wheel:
     again = subprocess.run([*command, "init"], check=False, capture_output=True, text=True, env=BARE, cwd=tmp_path)
     assert (again.returncode, "nothing was written" in again.stderr) == (1, True)
     assert subprocess.run([*command, "nonsense"], check=False, capture_output=True, env=BARE).returncode == 2
-    serving = "import pathlib, protos.quiet as q; q.hush(pathlib.Path('quiet')); import coordinator.console.app"
+    serving = (
+        "import pathlib, protos.federation.flower_environment as q; q.configure_environment(pathlib.Path('quiet')); "
+        "import coordinator.console.app"
+    )
     subprocess.run([python, "-c", serving], check=True, env=BARE, cwd=tmp_path)
 
 
@@ -483,7 +498,7 @@ def test_an_agent_installs_from_its_bundle_where_there_is_no_network(wheel: Path
     subprocess.run([*command, *init], check=True, env=BARE, cwd=tmp_path)
     subprocess.run([*command, "audit"], check=True, env=BARE, cwd=tmp_path)
     python = tmp_path / "opt" / "current-agent" / "bin" / "python"
-    loads = "import agent.commands, agent.intake_commands, agent.synthesis_commands, agent.deface_command"
+    loads = "import agent.cli.rounds, agent.cli.release, agent.cli.ingest, agent.cli.train, agent.cli.deface"
     subprocess.run([python, "-c", loads], check=True, env=BARE, cwd=tmp_path)
 
 

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import SCREENS, Chrome, Visitor, chromium
-from tests.support.stage import AT_SITE, REVIEWED, ROLES, Stage, stage
+from tests.support.process_world import AT_SITE, REVIEWED, ROLES, ConsoleWorld, console_world
 
 pytestmark = pytest.mark.timeout(2400)
 RUN = "console-1"
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def scene(enrolled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleWorld]:
     for old in SCREENS.glob("*.png"):
         old.unlink()
-    with stage(tmp_path_factory.mktemp("stage")) as made:
+    with console_world(enrolled, tmp_path_factory.mktemp("stage")) as made:
         yield made
 
 
@@ -34,7 +34,7 @@ def chrome() -> Iterator[Chrome]:
         yield browser
 
 
-def at(scene: Stage, chrome: Chrome, where: str, name: str) -> object:
+def at(scene: ConsoleWorld, chrome: Chrome, where: str, name: str) -> object:
     """A person at a console."""
     return chrome.visitor(scene.address(where), *scene.login(name))
 
@@ -46,7 +46,7 @@ def menu(visitor: Visitor) -> list[str]:
 
 @pytest.mark.parametrize(("where", "name"), [*(("coordinator", n) for n in ROLES), *((REVIEWED, n) for n in AT_SITE)])
 def test_everybody_sees_the_pages_of_their_role_and_axe_finds_nothing(
-    scene: Stage, chrome: Chrome, where: str, name: str
+    scene: ConsoleWorld, chrome: Chrome, where: str, name: str
 ) -> None:
     role = {**ROLES, **AT_SITE}[name]
     with at(scene, chrome, where, name) as visitor:  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def test_everybody_sees_the_pages_of_their_role_and_axe_finds_nothing(
             visitor.screenshot(f"{where}-{role}{path.replace('/', '-').rstrip('-')}")
 
 
-def test_a_round_is_planned_launched_and_followed(scene: Stage, chrome: Chrome) -> None:
+def test_a_round_is_planned_launched_and_followed(scene: ConsoleWorld, chrome: Chrome) -> None:
     job = scene.work / "console-job.json"
     job.write_text(json.dumps(scene.job()))
     with at(scene, chrome, "coordinator", "olga") as visitor:  # type: ignore[attr-defined]
@@ -72,12 +72,12 @@ def test_a_round_is_planned_launched_and_followed(scene: Stage, chrome: Chrome) 
         page.set_input_files("#f-job", str(job))
         page.get_by_role("button", name="Read it").click()
         page.fill("#f-run", RUN)
-        page.get_by_role("button", name="Show what it would cost").click()
+        page.get_by_role("button", name="Show the cost").click()
         assert "Epsilon of the run" in page.content()
         assert "does not fit" in page.content()  # the third hospital's own policy is too tight
         visitor.axe()
         visitor.screenshot("coordinator-operator-forecast")
-        page.get_by_role("button", name="Launch it at this price").click()
+        page.get_by_role("button", name="Launch it at this cost").click()
         page.wait_for_url(f"**/rounds/{RUN}")
         page.get_by_text(re.compile("finished|failed")).first.wait_for(timeout=1_200_000)
         assert "failed" not in page.inner_text("main"), page.inner_text("main")
@@ -87,7 +87,7 @@ def test_a_round_is_planned_launched_and_followed(scene: Stage, chrome: Chrome) 
     assert sum(e["type"] == "round-closed" and e["run"] == RUN for e in ledger["entries"]) == scene.scale.rounds
 
 
-def test_a_release_leaves_when_the_physician_has_looked_and_signed(scene: Stage, chrome: Chrome) -> None:
+def test_a_release_leaves_when_the_physician_has_looked_and_signed(scene: ConsoleWorld, chrome: Chrome) -> None:
     with at(scene, chrome, REVIEWED, "head-1") as visitor:  # type: ignore[attr-defined]
         page = visitor.page
         visitor.log_in("/releases")
@@ -100,8 +100,8 @@ def test_a_release_leaves_when_the_physician_has_looked_and_signed(scene: Stage,
         visitor.screenshot("site-hospital-review")
         page.set_input_files("input.key", str(scene.key("head-1")))
         page.get_by_role("button", name="Approve with my signature").click()
-        page.get_by_text("Missing: nobody").wait_for()
-        page.get_by_role("button", name="Hand it over to the coordinator").click()
+        page.get_by_text("Missing: none").wait_for()
+        page.get_by_role("button", name="Send it to the coordinator").click()
         page.wait_for_load_state()
         page.get_by_text(re.compile("admitted", re.IGNORECASE)).first.wait_for(timeout=400_000)
     with at(scene, chrome, "coordinator", "rita") as visitor:  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ def test_a_release_leaves_when_the_physician_has_looked_and_signed(scene: Stage,
 
 
 def test_an_auditor_finds_an_entry_checks_it_prints_it_and_takes_the_ledger_along(
-    scene: Stage, chrome: Chrome, tmp_path: Path
+    scene: ConsoleWorld, chrome: Chrome, tmp_path: Path
 ) -> None:
     with at(scene, chrome, "coordinator", "otto") as visitor:  # type: ignore[attr-defined]
         page = visitor.page
@@ -145,7 +145,7 @@ def test_an_auditor_finds_an_entry_checks_it_prints_it_and_takes_the_ledger_alon
     assert subprocess.run([sys.executable, "-I", verifier, export], capture_output=True, check=False).returncode == 1
 
 
-def test_metrics_and_health_answer_beside_both(scene: Stage) -> None:
+def test_metrics_and_health_answer_beside_both(scene: ConsoleWorld) -> None:
     for where in ("coordinator", REVIEWED):
         base = f"http://127.0.0.1:{scene.ports[where + ' metrics']}"
         said = urllib.request.urlopen(f"{base}/metrics", timeout=120).read().decode()
@@ -154,5 +154,5 @@ def test_metrics_and_health_answer_beside_both(scene: Stage) -> None:
         assert urllib.request.urlopen(f"{base}/readyz", timeout=120).status == 200
 
 
-def test_pictures_of_the_screens_are_kept(scene: Stage) -> None:
+def test_pictures_of_the_screens_are_kept(scene: ConsoleWorld) -> None:
     assert len(list(SCREENS.glob("*.png"))) >= 20

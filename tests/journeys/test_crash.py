@@ -6,31 +6,18 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from deploy.demo.scene import RUN, DemoFailed, K, L, Scene
-from policies.export import Export
-from policies.verify import verify
+from deploy.demo.scene import RUN, DemoError, K, L, Scene
+from policies.audit.verify import verify
+from policies.ledger.export import Export
+from tests.support.process_world import ledger, site_ledger, spent
+from tests.support.tcp_proxy import wait_until
 
 pytestmark = pytest.mark.timeout(1200)  # a whole federation, on a machine that may be busy
 KILLED = Path(__file__).parent.parent / "support" / "killed_agent.py"
-
-
-def ledger(scene: Scene) -> dict:  # type: ignore[type-arg]
-    return json.loads(scene.run(scene.coordinator("ledger", "show", "--json")))  # type: ignore[no-any-return]
-
-
-def site_ledger(scene: Scene, site: str) -> dict:  # type: ignore[type-arg]
-    return json.loads(scene.run(scene.agent(site, "ledger", "show", "--json")))  # type: ignore[no-any-return]
-
-
-def spent(books: dict, account: str) -> tuple[int, int]:  # type: ignore[type-arg]
-    (found,) = [a for a in books["accounts"] if a["account"] == account]
-    return found["held"], found["spent"]
 
 
 def words(scene: Scene) -> list[str]:
@@ -61,7 +48,7 @@ def test_an_agent_killed_between_grant_and_verdict_keeps_what_it_made_and_sends_
 ) -> None:
     kill(scene, site, moment)
     assert spent(site_ledger(scene, site), f"{site}/k") == (1, 0)
-    with pytest.raises(DemoFailed, match="does not qualify"):  # its patients are in what set out: nothing is priced
+    with pytest.raises(DemoError, match="does not qualify"):  # its patients are in what set out: nothing is priced
         scene.run(scene.agent(site, *words(scene)), may_refuse=True)
     (sent,) = [e for e in site_ledger(scene, site)["entries"] if e["type"] == "sent"]
     assert spent(ledger(scene), f"{site}/k") == (1, 0), "held on both sides"
@@ -76,7 +63,7 @@ def test_an_agent_killed_between_grant_and_verdict_keeps_what_it_made_and_sends_
 def test_an_agent_killed_after_the_verdict_learns_it_at_the_next_start(scene: Scene) -> None:
     """And the next release after other sites' crashes works."""
     kill(scene, "site-c", "after-verdict")
-    with pytest.raises(DemoFailed, match="does not qualify"):
+    with pytest.raises(DemoError, match="does not qualify"):
         scene.run(scene.agent("site-c", *words(scene)), may_refuse=True)
     (admitted,) = [e for e in ledger(scene)["entries"] if e["type"] == "admitted" and e["site"] == "site-c"]
     (mine,) = [e for e in site_ledger(scene, "site-c")["entries"] if e["type"] == "admitted"]
@@ -94,7 +81,7 @@ def test_a_coordinator_killed_in_the_middle_of_a_run_goes_on_from_its_ledger(sce
             before.extend(Export.parse(path.read_bytes()).entries)
             _kill_coordinator(scene)
 
-    with pytest.raises(DemoFailed, match="federated run failed"):
+    with pytest.raises(DemoError, match="federated run failed"):
         scene.federate(say)
     assert before
     scene.start("coordinator-again", scene.coordinator("serve"), "serving")
@@ -110,7 +97,7 @@ def test_a_coordinator_killed_in_the_middle_of_a_run_goes_on_from_its_ledger(sce
     scene.run(scene.coordinator("ledger", "export", str(path)))
     verify(path.read_bytes())
     assert list(Export.parse(path.read_bytes()).entries[: len(before)]) == before, "no entry lost or rewritten"
-    until(lambda: spent(site_ledger(scene, "site-a"), "site-a/rdp")[0] == 0)
+    assert wait_until(lambda: spent(site_ledger(scene, "site-a"), "site-a/rdp")[0] == 0, 120)
     assert spent(books, "site-a/rdp") == spent(site_ledger(scene, "site-a"), "site-a/rdp")
 
 
@@ -119,10 +106,3 @@ def _kill_coordinator(scene: Scene) -> None:
     scene.processes.staying.remove(process)
     process.send_signal(signal.SIGKILL)
     process.wait()
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.3)

@@ -7,7 +7,8 @@ import signal
 import pytest
 
 from deploy.demo.scene import Scene
-from tests.e2e.test_crash import ledger, site_ledger, spent, until
+from tests.support.process_world import ledger, site_ledger, spent
+from tests.support.tcp_proxy import wait_until
 
 
 @pytest.mark.slow
@@ -32,7 +33,7 @@ def test_an_agent_killed_in_the_middle_of_a_run_comes_back_into_it_and_pays_once
     admitted = [(e["round"], e["site"]) for e in books["entries"] if e["type"] == "admitted" and e["run"]]
     assert len(admitted) == len(set(admitted)), "no update twice"
     assert (4, "site-b") in admitted, "it came back"
-    until(lambda: spent(site_ledger(scene, "site-b"), "site-b/rdp")[0] == 0)
+    assert wait_until(lambda: spent(site_ledger(scene, "site-b"), "site-b/rdp")[0] == 0, 120)
     held, used = spent(books, "site-b/rdp")
     assert held == 0
     assert used == spent(site_ledger(scene, "site-b"), "site-b/rdp")[1] > 0

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import base64
-import binascii
-import contextlib
 import hashlib
 import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tarfile
-import warnings
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +21,23 @@ import pytest
 from jsonschema import Draft202012Validator
 from PIL import Image
 
-from agent.edges.home import Home
-from agent.edges.projects import open_vault
-from agent.mechanisms import MECHANISMS
-from agent.nouns import Selection
-from agent.phantoms import digits
-from agent.phantoms.chest import FINDINGS
+from agent.domain import Selection
+from agent.mechanisms.registry import MECHANISMS
+from agent.storage.projects import open_vault
+from agent.storage.site_directory import SiteDirectory
 from deploy.demo import chests, eyes, heads
-from deploy.demo.scene import MAIN, RUN, SITES
-from policies.export import Export
-from policies.statement import claim_json
-from protos.artifact import unpack_images
-from tests.e2e.conftest import NONET, PATIENTS, ROUNDS, Demo
+from deploy.demo.scale import MAIN
+from deploy.demo.scene import RUN, SITES
+from deploy.phantoms import digits
+from deploy.phantoms.chest import FINDINGS
+from policies.ledger.export import Export
+from policies.statements import claim_json
+from protos.artifacts.arrays import unpack_images
+from tests.journeys.conftest import NONET, PATIENTS, ROUNDS, Demo
+from tests.support.flower.loopback import LeftLoopback, guarded
+from tests.support.leak_scan import Scan, identities
+from tests.support.peers import HEAD, need
+from tests.support.short_releases import SHORT, short_release
 
 pytestmark = pytest.mark.timeout(3600)  # the first test of each form waits for the whole demo
 SCHEMA = json.loads((Path(__file__).parents[2] / "deploy" / "demo" / "summary.schema.json").read_text())
@@ -161,8 +164,14 @@ def test_the_other_private_sets_are_of_level_a(full_demo: Demo, mechanism: str, 
     assert set(statement["components"].values()) == {"public"}, "noise is nowhere but where the claim says"
 
 
+@pytest.fixture(scope="session")
+def real_head() -> None:
+    """What the clinic of heads is made of."""
+    need(HEAD)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not heads.there(), reason="the real head is not installed: apt-get install mricron-data")
+@pytest.mark.usefixtures("real_head")  # asked for before the whole demo runs
 def test_heads_with_other_faces_are_of_level_c_and_say_how_often_an_attacker_was_right(full_demo: Demo) -> None:
     (release,) = [r for r in summary(full_demo)["releases"] if r["mechanism"] == "remodel"]
     assert (release["site"], release["verdict"], release["claim_level"]) == ("site-c", "admitted", "C")
@@ -190,7 +199,7 @@ def test_the_reviewers_sheet_is_a_page_without_a_network_and_stays_at_the_hospit
 
 @pytest.mark.parametrize("name", ["ledger.export", *(f"ledger-{site}.export" for site in SITES)])
 def test_every_ledger_verifies_and_a_changed_byte_does_not(demo: Demo, name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "policies.verify"]
+    command = [sys.executable, "-m", "policies.audit.verify"]
     assert subprocess.run([*command, str(demo.out / name)], capture_output=True, check=False).returncode == 3
     key = hashlib.sha256(Export.parse((demo.out / name).read_bytes()).public).hexdigest()
     assert (key == summary(demo)["ledger"]["key"]) == (name == "ledger.export")
@@ -223,7 +232,7 @@ def test_no_released_image_is_a_patients_image(demo: Demo) -> None:
 
 def test_behind_every_picture_of_an_eye_are_k_patients_and_nobody_is_behind_two(demo: Demo) -> None:
     """The site's own record, opened with its own keys, beside what left."""
-    home = Home(demo.work / "site-b")
+    home = SiteDirectory(demo.work / "site-b")
     vault = open_vault(home, "main")
     try:
         record = {one["release"]: one["clusters"] for one in vault.note("releases")}
@@ -283,101 +292,17 @@ def test_only_admitted_sets_and_the_runs_model_are_on_the_shelf(demo: Demo) -> N
 # ---------------------------------------------------------------- the leak scan
 
 
-def identities(demo: Demo) -> tuple[set[str], set[str]]:
-    """Names, numbers, UIDs, addresses, texts; and dates: of every file that the hospitals hold."""
-    words: set[str] = set()
-    dates: set[str] = set()
-    for path in (demo.work / "pacs").rglob("*"):
-        if path.is_file():
-            with contextlib.suppress(Exception), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                for element in pydicom.dcmread(path, force=True).iterall():
-                    if element.VR in ("SQ", "UN", "OB", "OW"):  # the text of a nested bomb would fill the memory
-                        continue
-                    values = _values(element)
-                    if element.VR in ("DA", "DT"):
-                        dates |= {value[:8] for value in values if re.fullmatch(r"\d{8}.*", value)}
-                    elif element.VR in ("PN", "UI") or element.keyword in _IDENTIFYING:
-                        words |= values
-                        words |= {
-                            part for value in values for part in re.split(r"[\^=]", value) if element.VR == "PN"
-                        }
-    for site in SITES:
-        listed = demo.work / "pacs" / site / "nifti.csv"
-        if listed.exists():
-            words |= {line.split(",")[1] for line in listed.read_text().splitlines()[1:]}
-    # six characters or more, and not of the "000000000" kind, which any archive holds;
-    # nor "operator", which is what one scanner file calls its operator, and what we call ours
-    telling = {word for word in words if len(word) >= 6 and len(set(word)) > 2} - {"operator"}
-    return {word for word in telling if not word.startswith("1.2.840.10008.")}, dates
-
-
-def _values(element: pydicom.DataElement) -> set[str]:
-    value = element.value
-    listed = [value] if isinstance(value, str) or element.VM <= 1 else list(value)
-    return {str(one) for one in listed if one not in (None, "")}
-
-
-_IDENTIFYING = {
-    "PatientID", "AccessionNumber", "PatientAddress", "InstitutionName", "InstitutionAddress", "OtherPatientIDs",
-    "StudyDescription", "PatientComments", "ReferringPhysicianAddress", "StudyID", "DeviceSerialNumber",
-    "StationName", "PatientTelephoneNumbers", "ImageComments", "IssuerOfPatientID",
-}  # fmt: skip
-
-
-def readable(raw: bytes, depth: int = 3) -> Iterator[bytes]:
-    """The bytes themselves, and whatever is packed in them: base64, hexadecimal, PNG, JSON escapes."""
-    yield raw
-    if depth == 0:
-        return
-    for found in re.finditer(rb"[A-Za-z0-9+/]{40,}={0,2}", raw):
-        with contextlib.suppress(binascii.Error):
-            yield from readable(base64.b64decode(found.group() + b"=" * (-len(found.group()) % 4)), depth - 1)
-    for found in re.finditer(rb"(?:[0-9a-fA-F]{2}){16,}", raw):
-        yield bytes.fromhex(found.group().decode())
-    for at in (m.start() for m in re.finditer(rb"\x89PNG\r\n", raw)):
-        with contextlib.suppress(OSError, SyntaxError, ValueError), Image.open(io.BytesIO(raw[at:])) as picture:
-            yield np.asarray(picture).tobytes()
-    if rb"\u" in raw:
-        with contextlib.suppress(UnicodeError):
-            yield raw.decode("ascii").encode().decode("unicode_escape").encode()
-
-
-class Scan:
-    """Looks for identities in bytes, and in what is packed in them."""
-
-    def __init__(self, words: set[str], dates: set[str]) -> None:
-        self.words: dict[bytes, list[bytes]] = {}
-        for word in (word.encode() for word in words):
-            self.words.setdefault(word[:6], []).append(word)
-        self.begins = np.zeros(1 << 24, bool)
-        for start in self.words:
-            self.begins[int.from_bytes(start[:3], "big")] = True
-        # a date alone is eight digits: only where no other digit, and no digit of a hexadecimal number, touches it
-        self.dates = {d.encode() for d in dates | {f"{d[:4]}-{d[4:6]}-{d[6:]}" for d in dates}}
-        self.dated = re.compile(rb"(?<![0-9a-fA-F])(?:[0-9]{8}|[0-9]{4}-[0-9]{2}-[0-9]{2})(?![0-9a-fA-F])")
-
-    def __call__(self, raw: bytes) -> set[bytes]:
-        found: set[bytes] = set()
-        for piece in readable(raw):
-            found.update(self._words(piece))
-            found |= self.dates & set(self.dated.findall(piece))
-        return found
-
-    def _words(self, piece: bytes) -> Iterator[bytes]:
-        a = np.frombuffer(piece, np.uint8).astype(np.uint32)
-        for at in np.flatnonzero(self.begins[(a[:-2] << 16) | (a[1:-1] << 8) | a[2:]]) if len(a) > 2 else ():
-            for word in self.words.get(piece[at : at + 6], ()):
-                if piece.startswith(word, at):
-                    yield word
+@cache
+def scan_of(work: Path) -> Scan:
+    words, dates = identities(work / "pacs")
+    assert len(words) > 1000, "the scan must have something to look for"
+    assert len(dates) > 100
+    return Scan(words, dates)
 
 
 @pytest.fixture(scope="module")
 def scan(demo: Demo) -> Scan:
-    words, dates = identities(demo)
-    assert len(words) > 1000, "the scan must have something to look for"
-    assert len(dates) > 100
-    return Scan(words, dates)
+    return scan_of(demo.work)
 
 
 def test_the_scan_sees_what_it_looks_for_however_it_is_packed(demo: Demo, scan: Scan) -> None:
@@ -427,3 +352,51 @@ def test_no_pixel_of_a_patient_lies_unencrypted_in_a_site(demo: Demo) -> None:
         path = demo.work / "site-a" / name
         raw = path.read_bytes() if path.exists() else b""
         assert not any(row in raw for row in rows if len(set(row)) > 3)
+
+
+# ---------------------------------------------------------------- the same of what only the long form shows
+
+
+def test_every_mechanism_of_the_long_form_has_a_short_release_to_look_at() -> None:
+    """Heads have theirs in ``tests/agent/mechanisms/remodel/test_mechanism.py``, where they are made."""
+    assert {*MAIN, *SHORT, "remodel"} == MECHANISMS.keys()
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_what_leaves_by_a_mechanism_of_the_long_form_holds_no_patient_and_nobody_else_is_called(
+    main_demo: Demo, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (notes := tmp_path / "connections").touch()
+    (folder := tmp_path / "made").mkdir()
+    with guarded(notes):
+        left = short_release(name, main_demo.work, PATIENTS, folder, monkeypatch)
+        assert notes.read_text() == ""
+        with pytest.raises(LeftLoopback):  # a control
+            socket.create_connection(("192.0.2.1", 80), 1)
+    assert "192.0.2.1" in notes.read_text()
+    known, pseudonyms = scan_of(main_demo.work), Scan(set(left.names), set())
+    assert (
+        len(left.names) >= 15
+    )  # there is something to look for; of sixty, how many is chance: fewer, once in 50,000
+    assert len(left.parts) > 3
+    for part in left.parts:
+        assert not known(part)
+        assert not pseudonyms(part)
+    assert pseudonyms(left.parts[0] + min(left.names).encode()), "a control"
+    middle = left.patients.shape[1] // 2
+    rows = [row for image in left.patients if len(set((row := image[middle - 2 : middle + 2]).tobytes())) > 3]
+    assert len(rows) > 30
+    forms = [form for row in rows for form in (row.tobytes(), (row / 255).astype("<f4").tobytes())]
+    shown = (*left.parts, *(image.tobytes() for image in left.made))
+    assert not any(form in one for form in forms for one in shown)
+
+
+def test_two_successive_releases_without_an_epsilon_share_nobody(
+    main_demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AnonFACES after k-SALSA, of one clinic's eyes, and after k-Same, as the long form releases them."""
+    left = short_release("anonfaces", main_demo.work, PATIENTS, tmp_path, monkeypatch)
+    assert len(left.clusters) == 3
+    assert all(clusters and all(len(set(cluster)) >= 5 for cluster in clusters) for clusters in left.clusters)
+    everybody = [person for clusters in left.clusters for cluster in clusters for person in cluster]
+    assert len(everybody) == len(set(everybody))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from deploy.demo import processes as module
-from deploy.demo.processes import DemoFailed, Interrupted, Processes, ending
+from deploy.demo import processes
+from deploy.demo.processes import DemoError, Interrupted, Processes, ending
 from tests.support import ended_demo
 from tests.support.tcp_proxy import wait_until
 
@@ -62,7 +64,7 @@ def test_a_demo_that_is_told_to_end_leaves_no_process(number: signal.Signals, tm
 def test_what_heeds_no_signal_is_killed_with_its_children(
     marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "GENTLY_S", 0.2)
+    monkeypatch.setattr(processes, "GENTLY_S", 0.2)
     started = Processes()
     log = tmp_path / "log"
     started.start("stubborn", stubborn(marker), lambda: "ready" in log.read_text(), log)
@@ -75,7 +77,7 @@ def test_what_heeds_no_signal_is_killed_with_its_children(
 def test_a_command_that_fails_leaves_no_child(marker: str) -> None:
     code = "import subprocess, sys; child = [sys.executable, '-c', 'import time; time.sleep(999)', sys.argv[1]]; "
     code += "subprocess.Popen(child, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL); sys.exit(3)"
-    with pytest.raises(DemoFailed, match="exit 3"):
+    with pytest.raises(DemoError, match="exit 3"):
         Processes().run([sys.executable, "-c", code, marker])
     assert wait_until(lambda: not running(marker), 120)
 
@@ -85,14 +87,14 @@ def test_commands_of_threads_are_ended_too_and_none_starts_afterwards(
     number: signal.Signals, marker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The main thread is told while another one waits for a command that heeds no SIGTERM."""
-    monkeypatch.setattr(module, "GENTLY_S", 0.2)
+    monkeypatch.setattr(processes, "GENTLY_S", 0.2)
     started, failed = Processes(), []
     before = signal.signal(number, signal.SIG_DFL)  # pytest itself may have been told to ignore it
 
     def work() -> None:
         try:
             started.run(stubborn(marker))
-        except DemoFailed as failure:
+        except DemoError as failure:
             failed.append(str(failure))
 
     def told_to_end() -> None:
@@ -109,7 +111,7 @@ def test_commands_of_threads_are_ended_too_and_none_starts_afterwards(
     thread.join()
     assert wait_until(lambda: not running(marker), 120)
     assert len(failed) == 1
-    with pytest.raises(DemoFailed, match="told to end"):
+    with pytest.raises(DemoError, match="told to end"):
         started.run([sys.executable, "-c", "print(1)"])
     assert signal.signal(number, before) is signal.SIG_DFL, "as it was"
 
@@ -126,7 +128,7 @@ def test_what_was_ignored_stays_ignored() -> None:
 
 def test_a_signal_that_comes_while_a_process_starts_ends_it(marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its start and the moment at which it is known."""
-    monkeypatch.setattr(module, "GENTLY_S", 0.2)
+    monkeypatch.setattr(processes, "GENTLY_S", 0.2)
     started, start = Processes(), subprocess.Popen
 
     def interrupted(*words: Any, **more: Any) -> Any:
@@ -134,7 +136,7 @@ def test_a_signal_that_comes_while_a_process_starts_ends_it(marker: str, monkeyp
         signal.raise_signal(signal.SIGTERM)
         return process
 
-    monkeypatch.setattr(module.subprocess, "Popen", interrupted)
+    monkeypatch.setattr(processes.subprocess, "Popen", interrupted)
     with pytest.raises(Interrupted), ending(started):
         started.run([sys.executable, "-c", "import time; time.sleep(999)", marker])
     assert wait_until(lambda: not running(marker), 120)
@@ -143,15 +145,15 @@ def test_a_signal_that_comes_while_a_process_starts_ends_it(marker: str, monkeyp
 def test_a_signal_that_comes_while_the_demo_stops_leaves_nothing_either(
     marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "GENTLY_S", 0.2)
-    started, end_group = Processes(), module.end_group
+    monkeypatch.setattr(processes, "GENTLY_S", 0.2)
+    started, end_group = Processes(), processes.end_group
 
     def interrupted(process: Any) -> None:
         if not started.told:
             signal.raise_signal(signal.SIGTERM)
         end_group(process)
 
-    monkeypatch.setattr(module, "end_group", interrupted)
+    monkeypatch.setattr(processes, "end_group", interrupted)
 
     def stopped() -> None:
         with ending(started):
@@ -164,3 +166,39 @@ def test_a_signal_that_comes_while_the_demo_stops_leaves_nothing_either(
         stopped()
     assert started.staying == []
     assert wait_until(lambda: not running(marker), 120)
+
+
+CHILD = "import sys; print('ready', flush=True); sys.stdin.read()"
+LEADER = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}])"
+
+
+def test_nothing_of_a_group_runs_when_it_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its leader is gone already, and the kernel takes a moment to end what it left."""
+    tell = processes._tell
+    monkeypatch.setattr(processes, "_tell", lambda *told: threading.Timer(0.5, tell, told).start())
+    ours, theirs = os.pipe()
+    try:
+        leader = subprocess.Popen(
+            [sys.executable, "-c", LEADER], stdin=ours, stdout=subprocess.PIPE, text=True, process_group=0
+        )
+        assert leader.stdout is not None
+        with leader.stdout:
+            assert leader.stdout.readline() == "ready\n"
+            leader.wait()
+            assert of_group(leader.pid)
+            processes.end_group(leader)
+            assert not of_group(leader.pid)
+    finally:
+        os.close(theirs)
+        os.close(ours)
+
+
+def of_group(group: int) -> set[int]:
+    """Who runs in a process group."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state not in "ZX":
+                found.add(int(entry.name))
+    return found

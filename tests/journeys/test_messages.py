@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from agent.phantoms import digits, scanners
 from deploy.demo.folder import public_basis
-from tests.e2e.test_demo import Scan
+from deploy.phantoms import digits, scanner_files
 from tests.support.command_server import python
-from tests.support.federation import Federation
+from tests.support.federation_world import Federation
+from tests.support.leak_scan import Scan
 
 
 def test_no_identity_is_in_any_grpc_message(tmp_path: Path) -> None:
     planted = digits.write_hospital(tmp_path / "input", 0, 1, 12, 2, np.random.default_rng(3))
-    scanners.add_scanner_files(tmp_path / "input")
+    scanner_files.add_scanner_files(tmp_path / "input")
     basis = public_basis(digits.split(1, 12, 2).public)
     (tmp_path / "basis.safetensors").write_bytes(basis)
     with Federation(tmp_path) as federation:

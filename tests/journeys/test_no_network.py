@@ -15,35 +15,19 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.network_namespace import isolation, needs_namespace
+
 pytestmark = pytest.mark.timeout(1200)  # under strace, on a machine that may be busy
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _TO = re.compile(r'connect\(.*(?:sin_addr=inet_addr\("([^"]+)"\)|inet_pton\(AF_INET6, "([^"]+)")')
 _PROGRAM = re.compile(r'execve\("([^"]+)".*\) = 0')
 _INSTALLERS = {"uv", "uvx", "pip", "pip3", "conda", "curl", "wget", "git", "apt-get"}
 _FLOWERS_OWN = re.compile(r"(flower|state)\.db(-wal|-shm)?|source")  # what a Flower home may hold
-
-
-@cache
-def isolation() -> tuple[str, ...]:
-    """The command that runs another without a network: as root, or in a user namespace; () where neither works."""
-    for command in (("unshare", "-n"), ("unshare", "-r", "-n")):
-        done = (
-            subprocess.run([*command, "true"], capture_output=True, check=False) if shutil.which("unshare") else None
-        )
-        if done is not None and done.returncode == 0:
-            return command
-    return ()
-
-
-needs_namespace = pytest.mark.skipif(
-    not isolation(), reason="no network namespace can be made here: neither as root nor in a user namespace"
-)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from pydicom import dcmread
 
-from agent.edges.association import Caller, ListenerSettings
-from agent.edges.listener import Listener
-from agent.edges.pull import PacsError, Progress, Pull, Remote
+from agent.pacs.dimse.config import Caller, ListenerSettings
+from agent.pacs.dimse.listener_process import Listener
+from agent.pacs.dimse.retrieve import ArchiveConfig, ArchiveError, Progress, Retriever
 from tests.support.pacs import make_instances, orthanc, run
 from tests.support.ports import free_port
 from tests.support.pulling import KEY, Note, Site, data_set, killed_after, pulled, pulling
@@ -57,7 +57,7 @@ def test_five_hundred_are_pulled_by_either_service_and_a_second_run_asks_for_not
     want, port = pushed(files), free_port()
     with orthanc(tmp_path / "orthanc", modalities={"LAZARET": ("127.0.0.1", port)}) as pacs:
         pacs.store(files)
-        remote = Remote("pacs", pacs.aet, pacs.host, pacs.dicom_port, "LAZARET", associations=2)
+        remote = ArchiveConfig("pacs", pacs.aet, pacs.host, pacs.dicom_port, "LAZARET", associations=2)
         got, moved = Site(tmp_path / "got"), Site(tmp_path / "moved")
         assert pulled(remote, got).complete
         callers = (Caller(pacs.aet, ("127.0.0.1",)),)
@@ -83,7 +83,7 @@ def test_what_is_pushed_to_the_listener_is_not_pulled_again(tmp_path: Path) -> N
         with Listener(replace(settings, full_at=1.0, least_free_bytes=0), site.room.folder, KEY) as listener:
             command = ["storescu", "-aet", pacs.aet, "-aec", "LAZARET", "127.0.0.1", str(listener.port)]
             run([*command, *(str(path) for path in files[::2])])
-        remote = Remote("pacs", pacs.aet, pacs.host, pacs.dicom_port, "LAZARET")
+        remote = ArchiveConfig("pacs", pacs.aet, pacs.host, pacs.dicom_port, "LAZARET")
         report = pulled(remote, site)
     assert (report.had, report.fetched) == (20, 20)
     assert pulled_by(site) == pushed(files)
@@ -94,7 +94,7 @@ def test_an_archive_killed_while_it_moves_is_asked_for_the_rest(tmp_path: Path) 
     site = Site(tmp_path / "site")
     with orthanc(tmp_path / "orthanc", modalities={"LAZARET": ("127.0.0.1", port)}) as pacs:
         pacs.store(files)
-        remote = Remote("pacs", pacs.aet, pacs.host, pacs.dicom_port, "LAZARET", mode="move", retries=1)
+        remote = ArchiveConfig("pacs", pacs.aet, pacs.host, pacs.dicom_port, "LAZARET", mode="move", retries=1)
         settings = ListenerSettings(
             "LAZARET", (Caller(pacs.aet, ("127.0.0.1",)),), plain_tcp=True, port=port, workers=1
         )
@@ -104,8 +104,8 @@ def test_an_archive_killed_while_it_moves_is_asked_for_the_rest(tmp_path: Path) 
                 pacs.kill()
 
         with Listener(replace(settings, full_at=1.0, least_free_bytes=0), site.room.folder, KEY):
-            with pytest.raises(PacsError):
-                Pull(remote, site.ports(kill)).run()
+            with pytest.raises(ArchiveError):
+                Retriever(remote, site.ports(kill)).run()
             assert 25 <= len(site.bodies()) < 60
             pacs.restart()
             assert pulled(remote, site).complete

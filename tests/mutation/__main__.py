@@ -1,8 +1,8 @@
 """``python -m tests.mutation [--module NAME ...] [--list | --sample N] [--json] [--jobs N] [--tests FILE ...]``.
 
-Changes ``policies/accounts.py``, ``ledger.py``, ``review.py`` and ``terms.py`` one small thing at a time, and demands
-that the tests notice every change, but for the equivalents that are listed with their reason. Exit 0 all killed, 1 a
-survivor or a stale equivalent, 2 usage, or tests that fail on the modules as they are.
+Changes ``policies/ledger/state.py``, ``review/rules.py`` and ``review/mechanism_terms.py`` one small thing at a
+time, and demands that the tests notice every change, but for the equivalents that are listed with their reason. Exit
+0 all killed, 1 a survivor or a stale equivalent, 2 usage, or tests that fail on the modules as they are.
 
 A tool of our own, because the two that exist leave out what matters here. mutmut 3.8 runs on this layout (1,201
 mutants of both modules, 12 a second on two idle cores), but skips every decorated function, so that the formula of
@@ -35,14 +35,16 @@ from tests.mutation.mutants import Mutant, mutants
 from tests.mutation.run import ROOT, Outcome, outcomes, prepare, source_of
 
 TESTS: Final = {  # pure, and the ones that speak of the module first
-    "policies.accounts": ("tests/policies/test_fold.py", "tests/policies/test_review_rules.py"),
-    "policies.ledger": ("tests/policies/test_fold.py", "tests/policies/test_review_rules.py"),
-    "policies.review": (
-        "tests/policies/test_distilled.py",
-        "tests/policies/test_review_rules.py",
-        "tests/policies/test_review.py",
+    "policies.ledger.state": ("tests/policies/ledger/test_state_fold.py", "tests/policies/review/test_rules_each.py"),
+    "policies.review.rules": (
+        "tests/policies/review/test_rules_distilled.py",
+        "tests/policies/review/test_rules_each.py",
+        "tests/policies/review/test_rules.py",
     ),
-    "policies.terms": ("tests/policies/test_distilled.py", "tests/policies/test_review_rules.py"),
+    "policies.review.mechanism_terms": (
+        "tests/policies/review/test_rules_distilled.py",
+        "tests/policies/review/test_rules_each.py",
+    ),
 }
 _COPIED: Final = ("policies", "protos", "tests", "pyproject.toml")
 

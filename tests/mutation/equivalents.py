@@ -12,26 +12,26 @@ _FALSE: Final = "what it gives is only asked whether it is true, and None is not
 _NEGATIVE: Final = "an account of negative order is refused whatever its kind: `sane` is false for it"
 
 EQUIVALENT: Final[Mapping[str, str]] = {
-    "ledger _says: return False -> return None": _FALSE,
-    "ledger _says: return False -> pass": _FALSE,
-    "review review_reservation: findings or account is None -> findings": (
+    "state _says: return False -> return None": _FALSE,
+    "state _says: return False -> pass": _FALSE,
+    "rules review_reservation: findings or account is None -> findings": (
         "without an account there is a finding already; the words are for the type checker"
     ),
-    "review _place: isinstance(claim, DistributedGaussian) and assumption(claim) and (not claim.steps <= "
+    "rules _place: isinstance(claim, DistributedGaussian) and assumption(claim) and (not claim.steps <= "
     "statement.round) -> assumption(claim) and (not claim.steps <= statement.round)": (
         "no other claim takes anything for granted; the words are for the type checker"
     ),
-    "review _covered: rounds and isinstance(granted, Stepwise) and isinstance(claim, Stepwise) -> "
+    "rules _covered: rounds and isinstance(granted, Stepwise) and isinstance(claim, Stepwise) -> "
     "rounds and isinstance(granted, Stepwise)": (
         "what is made in rounds claims nothing else, or the review has ended; the words are for the type checker"
     ),
-    "review _payable: opened.order == 0 -> opened.order <= 0": _NEGATIVE,
-    "review _shortage: opened.order == 0 -> opened.order <= 0": _NEGATIVE,
-    "review _ceiling: account.opened.order == 0 -> account.opened.order <= 0": _NEGATIVE,
-    "review _payable: sane = False -> pass": "it is false already: the order here is at least 2, not 0",
-    "review _granted: return None -> pass": "the same at the end of a function",
-    "review _vetted: level == 'C' -> level >= 'C'": "there is no level above C",
-    "review review: findings += [*_covered(release, grant, account), *_epsilon(release, account, policy)] -> "
+    "rules _payable: opened.order == 0 -> opened.order <= 0": _NEGATIVE,
+    "rules _shortage: opened.order == 0 -> opened.order <= 0": _NEGATIVE,
+    "rules _ceiling: account.opened.order == 0 -> account.opened.order <= 0": _NEGATIVE,
+    "rules _payable: sane = False -> pass": "it is false already: the order here is at least 2, not 0",
+    "rules _granted: return None -> pass": "the same at the end of a function",
+    "rules _vetted: level == 'C' -> level >= 'C'": "there is no level above C",
+    "rules review: findings += [*_covered(release, grant, account), *_epsilon(release, account, policy)] -> "
     "findings = [*_covered(release, grant, account), *_epsilon(release, account, policy)]": (
         "there are no findings so far: with any, the review has ended"
     ),

@@ -40,7 +40,7 @@ _ARITHMETIC: Final[dict[type[ast.operator], type[ast.operator]]] = {
 }
 _CALLED: Final = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _METHODS: Final = {"partition": "rpartition", "rpartition": "partition"}
-_SAYS: Final = {"InvalidEntry": 0, "Finding": 1}  # call -> the argument that is a sentence for people
+_SAYS: Final = {"InvalidEntryError": 0, "Finding": 1}  # call -> the argument that is a sentence for people
 _UNREAD: Final = frozenset({"annotation", "returns", "decorator_list", "ctx"})
 _WHOLE: Final = (ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Return, ast.If, ast.For)
 
@@ -51,7 +51,7 @@ Change = tuple[ast.AST, ast.AST]  # a node, and what takes its place
 class Mutant:
     """One change of one module."""
 
-    module: str  # "policies.ledger"
+    module: str  # "policies.ledger.state"
     place: str  # the function or class
     line: int
     before: str

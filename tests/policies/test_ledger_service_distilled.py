@@ -7,14 +7,14 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies.claims import NoClaim
-from policies.policy import parse
-from policies.register import Facts
-from policies.sqlite import export_file
-from policies.statement import release_id
-from policies.verify import verify
-from tests.policies.test_distilled import MODEL, MODEL_DP, PRICE, STEPS, of
-from tests.support.books import BOTH, K5, Hospital, open_register, policy
+from policies.accounting.claims import NoClaim
+from policies.audit.verify import verify
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger_service import ArtifactFindings
+from policies.review.policy import parse
+from policies.statements import release_id
+from tests.support.distilled_releases import MODEL, MODEL_DP, PRICE, STEPS, of
+from tests.support.ledger_world import BOTH, K5, Hospital, open_register, policy
 
 
 def test_the_books_pay_for_both_from_the_right_account_and_an_auditor_agrees(tmp_path: Path) -> None:
@@ -28,9 +28,9 @@ def test_the_books_pay_for_both_from_the_right_account_and_an_auditor_agrees(tmp
         assert register.reserve(f"r-{mechanism}", asked, site.seal(asked)).admitted
         release = replace(made, grant=mechanism, release=release_id("site-m", mechanism, 0))
         sealed = site.seal(release)
-        verdict = register.admit(f"s-{mechanism}", release, sealed, Facts())
+        verdict = register.admit(f"s-{mechanism}", release, sealed, ArtifactFindings())
         assert verdict.admitted, verdict
-        assert register.admit(f"s-{mechanism}", release, sealed, Facts()) == verdict
+        assert register.admit(f"s-{mechanism}", release, sealed, ArtifactFindings()) == verdict
     state = register.store.state
     assert (state.accounts["site-m/k"].spent, state.accounts["site-m/rdp"].spent) == (1, PRICE)
     assert [entry.level for entry in state.releases.values()] == ["C", "A"]
@@ -48,7 +48,7 @@ def test_a_refused_release_of_its_kind_spends_its_grant(tmp_path: Path) -> None:
     asked = site.reservation("g", NoClaim(), "distill")
     assert register.reserve("r", asked, site.seal(asked)).admitted
     poor = replace(MODEL, vetting_power="0.4")
-    assert of(register.admit("s", poor, site.seal(poor), Facts())) == ["vetting_power"]
+    assert of(register.admit("s", poor, site.seal(poor), ArtifactFindings())) == ["vetting_power"]
     assert register.store.state.grants["g"].state == "spent"
-    assert of(register.admit("t", MODEL, site.seal(MODEL), Facts())) == ["grant_closed"]
+    assert of(register.admit("t", MODEL, site.seal(MODEL), ArtifactFindings())) == ["grant_closed"]
     register.store.close()

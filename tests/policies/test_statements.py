@@ -10,11 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.claims import DistributedGaussian, KAnonymous, NoClaim, SubsampledGaussian, UnsupportedClaim
-from policies.statement import (
-    MalformedStatement,
+from policies.accounting.claims import (
+    DistributedGaussian,
+    KAnonymous,
+    NoClaim,
+    SubsampledGaussian,
+    UnsupportedClaimError,
+)
+from policies.statements import (
     Settlement,
-    canonical,
+    StatementError,
     claim_from,
     claim_json,
     encode,
@@ -22,7 +27,8 @@ from policies.statement import (
     menu_of,
     parse,
 )
-from tests.support.books import BOTH, DP, HISTOGRAM, K5, Hospital
+from protos.common.canonical_json import canonical
+from tests.support.ledger_world import BOTH, DP, HISTOGRAM, K5, Hospital
 
 SITE = Hospital("site-a")
 STATEMENTS = [
@@ -60,13 +66,13 @@ def test_any_changed_byte_is_found_or_says_something_else(statement: object, dat
     raw = bytearray(encode(statement))  # type: ignore[arg-type]
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] ^= data.draw(st.integers(1, 255))
-    with contextlib.suppress(MalformedStatement, UnsupportedClaim):
+    with contextlib.suppress(StatementError, UnsupportedClaimError):
         assert parse(bytes(raw)) != statement
 
 
 @given(st.binary(max_size=200))
 def test_noise_gives_our_own_errors_only(raw: bytes) -> None:
-    with pytest.raises((MalformedStatement, UnsupportedClaim)):
+    with pytest.raises((StatementError, UnsupportedClaimError)):
         parse(raw)
 
 
@@ -91,7 +97,7 @@ def test_ill_typed_fields_are_refused(fields: dict[str, object]) -> None:
         raw = _changed(**fields)
     except (ValueError, TypeError):
         return
-    with pytest.raises(MalformedStatement):
+    with pytest.raises(StatementError):
         parse(raw)
 
 
@@ -106,20 +112,20 @@ def test_ill_typed_fields_are_refused(fields: dict[str, object]) -> None:
     ],
 )  # fmt: skip
 def test_an_unknown_claim_is_refused_and_never_guessed(claim: object) -> None:
-    with pytest.raises((UnsupportedClaim, TypeError)):
+    with pytest.raises((UnsupportedClaimError, TypeError)):
         claim_from(claim)
 
 
 def test_a_duplicate_key_is_refused() -> None:
     raw = encode(STATEMENTS[1]).replace(b'{"_type"', b'{"_type":"x","_type"', 1)
-    with pytest.raises(MalformedStatement):
+    with pytest.raises(StatementError):
         parse(raw)
 
 
 def test_k_is_not_a_float() -> None:
     value = claim_json(KAnonymous(5, 2, 1))
     assert claim_from(value) == KAnonymous(5, 2, 1)
-    with pytest.raises(UnsupportedClaim):
+    with pytest.raises(UnsupportedClaimError):
         claim_from({**value, "k": 5.0})
 
 
@@ -128,7 +134,7 @@ def test_k_is_not_a_float() -> None:
 )
 def test_a_menu_is_rising_whole_numbers_in_their_shortest_form_and_no_message(menu: str) -> None:
     assert malformed(SITE.release("g", menu=menu)).startswith("menu: ")
-    with pytest.raises(MalformedStatement, match="menu"):
+    with pytest.raises(StatementError, match="menu"):
         parse(encode(SITE.release("g", menu=menu)))
 
 
@@ -162,11 +168,11 @@ def test_a_field_that_says_nothing_is_left_out_and_not_written_as_nothing() -> N
     """Else one statement would have two forms."""
     written = BEFORE.replace(b'"vetted_against":"nothing"}', b'"vetted_against":"nothing","vetting_power":null}')
     assert written != BEFORE
-    with pytest.raises(MalformedStatement, match="canonical"):
+    with pytest.raises(StatementError, match="canonical"):
         parse(written)
-    with pytest.raises(MalformedStatement, match="missing"):
+    with pytest.raises(StatementError, match="missing"):
         parse(BEFORE.replace(b'"reid_rate":null,', b""))
-    with pytest.raises(MalformedStatement, match="canonical"):
+    with pytest.raises(StatementError, match="canonical"):
         parse(BEFORE.replace(b'"menu":""', b'"menu":null'))
 
 

@@ -28,9 +28,9 @@ def _load(arguments: argparse.Namespace) -> int:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     # Flower reads its environment while it is imported
-    from tests.scale.simulated import Cast, measured
+    from tests.scale.simulated import Scenario, measured
 
-    players = Cast(arguments.sites, arguments.seed, arguments.poisoned, arguments.poor, arguments.away)
+    players = Scenario(arguments.sites, arguments.seed, arguments.poisoned, arguments.poor, arguments.away)
     found = measured(players, arguments.rounds, arguments.strategy)
     print(json.dumps(found, indent=None if arguments.json else 1))
     return 1 if found["failed"] else 0

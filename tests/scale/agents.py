@@ -1,11 +1,11 @@
 """Many agents in one process, each with its own certificate and channels: ``python -m tests.scale.agents FILE``.
 
-Each is made of the product's own parts: a door (`agent.edges.door`), a session stream, and the Flower link's polls
-and heartbeats through the tunnel (`agent.edges.federation.serve`, which the product runs in a process of its own).
-What an agent was told goes into a report, to be compared with the ledger.
+Each is made of the product's own parts: a door (`agent.gateway.client`), a session stream, and the Flower link's
+polls and heartbeats through the tunnel (`agent.federation.supernode.serve`, which the product runs in a process of
+its own). What an agent was told goes into a report, to be compared with the ledger.
 """
 
-# ruff: noqa: E402 - hush comes first, as in the product
+# ruff: noqa: E402 - configure_environment comes first, as in the product
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from protos.quiet import hush
+from protos.federation.flower_environment import configure_environment
 
 SETTINGS: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-hush(Path(SETTINGS["out"]).with_suffix(".flwr"))
+configure_environment(Path(SETTINGS["out"]).with_suffix(".flwr"))
 
 import grpc
 import httpx
 
-from agent.edges import door as door_module
-from agent.edges import federation, tunnel
-from agent.edges.credentials import Credentials
-from agent.edges.door import GrpcDoor
-from agent.edges.home import Home
-from agent.edges.link import LinkConfig, LinkSetup, _NodeKey
-from agent.edges.watch import Watch
-from agent.nouns import Unreachable
-from policies.statement import PAYLOAD_TYPE, Settlement, Statement, encode
-from protos.envelope import seal
+from agent.errors import CoordinatorUnreachableError
+from agent.federation import fleet_transport, supernode
+from agent.federation.supernode_process import LinkConfig, LinkSetup, _NodeKey
+from agent.gateway import client as door_module
+from agent.gateway.client import GatewayClient
+from agent.gateway.credentials import Credentials
+from agent.gateway.witness import LedgerWitness
+from agent.storage.site_directory import SiteDirectory
+from policies.statements import PAYLOAD_TYPE, Settlement, Statement, encode
+from protos.common.dsse import seal
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.scale.measure import Calls, Timer
-from tests.support.books import Hospital
-from tests.support.federation import pictures
+from tests.support.federation_world import pictures
+from tests.support.ledger_world import Hospital
 
 CALLS = Calls()
 TARGET = f"127.0.0.1:{SETTINGS['port']}"
@@ -78,11 +78,11 @@ class Agent:
     notices: list[str] = field(default_factory=list)  # of the session
 
     def __post_init__(self) -> None:
-        self.home = Home(Path(SETTINGS["root"]) / self.name)
+        self.home = SiteDirectory(Path(SETTINGS["root"]) / self.name)
         self.key, self.hospital = self.home.sign_key(), Hospital(self.name)
         self.rng = random.Random(self.name)
-        watch = Watch(self.home.root / "watch", self.home.coordinator_key())
-        self.door = GrpcDoor(TARGET, Credentials(self.home.keys), watch, PATIENCE_S)
+        watch = LedgerWitness(self.home.root / "watch", self.home.coordinator_key())
+        self.door = GatewayClient(TARGET, Credentials(self.home.keys), watch, PATIENCE_S)
         self.stop = threading.Event()
 
     def seal(self, statement: Statement) -> bytes:
@@ -91,7 +91,7 @@ class Agent:
     def link(self) -> None:
         """Poll for messages and send heartbeats, as the link's own process does."""
         keys = self.home.keys
-        desk = federation.Desk(
+        desk = supernode.TaskQueue(
             task=lambda _ticket, _task: self.faults.append("task"),
             state=self.states.append,
             node=lambda _node: None,
@@ -101,7 +101,7 @@ class Agent:
         )
         key, config = _NodeKey(keys / "node.key"), LinkConfig(TARGET, keys, keys / "node.key")
         setup = LinkSetup(key.public.decode(), config.bundle_digest, config.demand)
-        federation.serve(setup, Signing(config.transport(), key), desk)
+        supernode.serve(setup, Signing(config.transport(), key), desk)
 
     def listen(self) -> None:
         """Hold the session stream open."""
@@ -122,7 +122,7 @@ class Agent:
                 self.door.hello()
                 self._released(f"{self.name}-r{number}", number)
                 self._settled(f"{self.name}-s{number}")
-            except Unreachable as fault:
+            except CoordinatorUnreachableError as fault:
                 self.faults.append(str(fault)[:200])
             except Exception as fault:  # noqa: BLE001 - whatever breaks is what is looked for
                 self.faults.append(f"{type(fault).__name__}: {fault}"[:200])
@@ -155,7 +155,7 @@ class Agent:
 
 def main() -> None:
     """All agents of this process, for so many seconds from the moment they are told to begin."""
-    vars(door_module)["GatewayStub"] = vars(tunnel)["GatewayStub"] = timed
+    vars(door_module)["GatewayStub"] = vars(fleet_transport)["GatewayStub"] = timed
     agents = [Agent(name) for name in SETTINGS["sites"]]
     print("ready", flush=True)
     sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""A federated run where there is no network: run by tests/test_no_network.py inside a namespace of its own.
+"""A federated run where there is no network: run by tests/journeys/test_no_network.py inside a namespace of its own.
 
 unshare -n python -m tests.scale.isolated FOLDER    two hospitals, one coordinator, one round
 """
@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from agent.phantoms import digits
-from coordinator.edges import home as coordinator_home
+from coordinator.storage import directory as coordinator_home
 from deploy.demo.jobs import federated_job
-from policies.policy import preset
+from deploy.phantoms import digits
+from policies.review.policy import preset
 from tests.scale.alone import loopback_up, report
-from tests.support.federation import Federation
+from tests.support.federation_world import Federation
 
 SITES = ("site-a", "site-b")
 PATIENTS, ROUNDS = 30, 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from coordinator.plan import FEDAVG, Job
+from coordinator.federation.job import FEDAVG, Job
 
 
 def job(rounds: int, strategy: str = FEDAVG) -> Job:

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.edges import home as coordinator_home
-from policies.entries import decode
-from policies.export import Export
-from policies.view import as_json
+from coordinator.storage import directory as coordinator_home
+from policies.audit.display import as_json
+from policies.ledger.entries import decode
+from policies.ledger.export import Export
 from tests.scale.measure import Process, table
-from tests.support.books import policy
-from tests.support.federation import Federation
+from tests.support.federation_world import Federation
+from tests.support.ledger_world import policy
 
 PER_PROCESS = 50  # agents
 POLICY = policy(max_releases_per_patient=100_000)  # the load is to be bounded by the machine, not by the law
@@ -129,7 +129,7 @@ def books(root: Path) -> dict[str, Any]:
     for command in (
         ["coordinator", "--home", home, "ledger", "export", str(out)],
         ["coordinator", "--home", home, "ledger", "fingerprint"],
-        ["policies.verify", str(out), "--json", "--key"],
+        ["policies.audit.verify", str(out), "--json", "--key"],
     ):
         whole = [sys.executable, "-m", *command, *([told] if command[-1] == "--key" else [])]
         done = subprocess.run(whole, capture_output=True, text=True, check=False, env=_environment())

@@ -3,7 +3,7 @@
 python -m tests.scale simulate --sites 200 [--rounds 2] [--json]
 """
 
-# ruff: noqa: E402 - hush comes first, as in the product
+# ruff: noqa: E402 - configure_environment comes first, as in the product
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from protos.quiet import hush
+from protos.federation.flower_environment import configure_environment
 
-hush(Path(tempfile.gettempdir()) / f"lazaret-simulation-{os.getpid()}")
+configure_environment(Path(tempfile.gettempdir()) / f"lazaret-simulation-{os.getpid()}")
 
-from coordinator.edges.simulate import RoundSeen, SimulationUnavailable, simulate
-from coordinator.edges.virtual import Cast
-from policies.policy import preset
+from coordinator.federation.simulation import RoundSeen, SimulationUnavailableError, simulate
+from coordinator.federation.virtual_sites import Scenario
+from policies.review.policy import preset
 from tests.scale.jobs import job
 from tests.scale.measure import Process
 
 
-def measured(players: Cast, rounds: int, strategy: str) -> dict[str, Any]:
+def measured(players: Scenario, rounds: int, strategy: str) -> dict[str, Any]:
     """What it showed, and what this process and its children used."""
     began = time.monotonic()
 
@@ -38,4 +38,4 @@ def measured(players: Cast, rounds: int, strategy: str) -> dict[str, Any]:
     return {**shown.to_json(), "wall_seconds": round(time.monotonic() - began, 1), "used": used.to_json()}
 
 
-__all__ = ["SimulationUnavailable", "measured"]
+__all__ = ["SimulationUnavailableError", "measured"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.edges import home as coordinator_home
+from coordinator.storage import directory as coordinator_home
 from tests.scale import load
 from tests.scale.load import POLICY, Load
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.edges.virtual import Answers, Cast, Made, Training, name_of
-from coordinator.intake import Intake
-from policies.policy import parse, preset
+from coordinator.admission import AdmissionService
+from coordinator.federation.virtual_sites import Scenario, SyntheticCohort, Training, VirtualClientApp, name_of
+from policies.review.policy import parse, preset
 from tests.scale.jobs import job
-from tests.support.books import open_register
+from tests.support.ledger_world import open_register
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_ray = pytest.mark.skipif(
@@ -72,14 +72,14 @@ def test_without_ray_it_is_said_what_to_install() -> None:
     code = (
         "import sys; sys.modules['ray'] = None\n"
         "from pathlib import Path; import tempfile\n"
-        "from protos.quiet import hush; hush(Path(tempfile.mkdtemp()))\n"
-        "from coordinator.edges import simulate as s\n"
-        "from coordinator.edges.virtual import Cast\n"
+        "from protos.federation.flower_environment import configure_environment as c; c(Path(tempfile.mkdtemp()))\n"
+        "from coordinator.federation import simulation as s\n"
+        "from coordinator.federation.virtual_sites import Scenario\n"
         "from tests.scale.jobs import job\n"
-        "from policies.policy import preset\n"
+        "from policies.review.policy import preset\n"
         "s.find_spec = lambda name: None\n"
-        "try: s.simulate(job(1), Cast(2, 0), preset('internal'), print)\n"
-        "except s.SimulationUnavailable as said: print(said)\n"
+        "try: s.simulate(job(1), Scenario(2, 0), preset('internal'), print)\n"
+        "except s.SimulationUnavailableError as said: print(said)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == 'simulations need Ray: pip install "lazaret[simulation]"\n'
@@ -88,21 +88,21 @@ def test_without_ray_it_is_said_what_to_install() -> None:
 def test_a_virtual_sites_words_are_reviewed_like_any_others(tmp_path: Path) -> None:
     """Its enrolment, its reservation and its release pass the real books, and a release of more rounds does not."""
     one = dataclasses.replace(job(2), sites=(name_of(0),), min_sites=1)
-    site = Answers(one, Cast(1, 0), (preset("internal"), preset("internal"))).site(0)
+    site = VirtualClientApp(one, Scenario(1, 0), (preset("internal"), preset("internal"))).site(0)
     register = open_register(tmp_path / "ledger.db")
-    intake = Intake.over(register.store, parse(preset("internal"), "federation"))
+    intake = AdmissionService.over(register.store, parse(preset("internal"), "federation"))
     intake.enrol(site.enrolment())
     assert intake.reserve_run(one.run, {site.name: site.reservation()}, 1)[site.name].admitted
     vector = np.zeros(one.parameters, np.float32)
     release = intake.release(site.name, "submit-1", site.update(0, vector))
-    assert intake.register.examine(release, site.update(0, vector)).admitted
+    assert intake.register.dry_run_review(release, site.update(0, vector)).admitted
     late = site.update(2, vector)
-    assert not intake.register.examine(intake.release(site.name, "submit-2", late), late).admitted
+    assert not intake.register.dry_run_review(intake.release(site.name, "submit-2", late), late).admitted
 
 
 def test_made_patients_are_the_same_for_the_same_seed_and_each_site_has_its_own() -> None:
     training = Training.of(job(1))
-    first, again, other = (Made.make(training, 0, site) for site in (0, 0, 1))
+    first, again, other = (SyntheticCohort.make(training, 0, site) for site in (0, 0, 1))
     assert np.array_equal(first.images, again.images)
     assert not np.array_equal(first.images, other.images)
     assert Counter(first.labels.tolist()) != Counter(other.labels.tolist())
@@ -110,8 +110,8 @@ def test_made_patients_are_the_same_for_the_same_seed_and_each_site_has_its_own(
 
 def test_one_patient_moves_a_step_by_at_most_the_clip() -> None:
     training = dataclasses.replace(Training.of(job(1)), noise_multiplier=0.0, steps_per_round=1, sampling_rate=1.0)
-    made, start = Made.make(training, 0, 0), np.zeros(650, np.float32)
-    without = Made(made.images[1:], made.labels[1:])
+    made, start = SyntheticCohort.make(training, 0, 0), np.zeros(650, np.float32)
+    without = SyntheticCohort(made.images[1:], made.labels[1:])
     one, two = (training.train(start, m, np.random.default_rng(0)) for m in (made, without))
     bound = training.learning_rate * training.clip / training.public_patients
     assert 0 < np.linalg.norm(one - two) <= bound * (1 + 1e-4)
@@ -119,5 +119,5 @@ def test_one_patient_moves_a_step_by_at_most_the_clip() -> None:
 
 def test_the_cast_says_all_that_is_wrong_with_it() -> None:
     with pytest.raises(ValueError, match=r"sites: .*seed: .*poisoned, poor, away"):
-        Cast(0, -1, poisoned=2)
-    assert [Cast(4, 0, 1, 1, 1).part(i) for i in range(4)] == ["honest", "away", "poor", "poisoned"]
+        Scenario(0, -1, poisoned=2)
+    assert [Scenario(4, 0, 1, 1, 1).part(i) for i in range(4)] == ["honest", "away", "poor", "poisoned"]

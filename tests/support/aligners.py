@@ -9,22 +9,29 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.nets.alignment import Aligner, AlignerArchitecture, AlignerNet, Fitness, aligner_bytes, aligner_from
-from agent.nets.conditions import Conditions
-from agent.nets.siamese import Share
-from agent.nets.trunk import TrunkArchitecture
-from agent.phantoms.chest import FINDINGS, chest_patients, label_of
-from agent.training.alignment import AlignmentConfig, train_aligner
-from agent.training.loop import seeded
+from agent.intervals import Proportion
+from agent.models.diffusion.aligner import (
+    Aligner,
+    AlignerArchitecture,
+    AlignerNet,
+    AlignerQuality,
+    aligner_bytes,
+    aligner_from,
+)
+from agent.models.diffusion.aligner_training import AlignmentConfig, Labelled, train_aligner_of
+from agent.models.diffusion.prompts import Conditions
+from agent.models.features.trunk import TrunkArchitecture
+from agent.models.training_loop import seeded
+from deploy.phantoms.chest import FINDINGS, chest_patients, label_of
 
 CHESTS = Conditions(("none", *FINDINGS))
 SMALL = AlignerArchitecture(TrunkArchitecture(16, 1, width=8, depth=2), embedding=32, width=32)
 
 
-def unsafe_fitness(conditions: Conditions, right: float = 0.9) -> Fitness:
+def unsafe_fitness(conditions: Conditions, right: float = 0.9) -> AlignerQuality:
     """A lie, for tests alone: nobody measured these figures."""
-    share = Share(right, max(0.0, right - 0.05), min(1.0, right + 0.05))
-    return Fitness(share, 1 / conditions.count, 0.5, 0.0, (0.9,) * len(conditions.findings))
+    share = Proportion(right, max(0.0, right - 0.05), min(1.0, right + 0.05))
+    return AlignerQuality(share, 1 / conditions.count, 0.5, 0.0, (0.9,) * len(conditions.findings))
 
 
 @cache
@@ -56,7 +63,7 @@ def trained_file(steps: int = 100) -> bytes:
     images, labels = chests(600, 0)
     config = AlignmentConfig("chests", SMALL, steps, batch=48, learning_rate=4e-3)
     with TemporaryDirectory() as folder:
-        return train_aligner(images, labels, CHESTS, config, Path(folder))
+        return train_aligner_of(Labelled(images, labels, np.arange(len(images))), CHESTS, config, Path(folder))
 
 
 def trained() -> Aligner:

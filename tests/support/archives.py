@@ -19,7 +19,7 @@ from pynetdicom.sop_class import (
     StudyRootQueryRetrieveInformationModelMove,
 )
 
-from agent.edges.association import Tls
+from agent.pacs.tls import Tls
 from tests.support.pacs import uid_of
 from tests.support.pki import Authority
 

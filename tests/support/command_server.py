@@ -34,15 +34,17 @@ import numpy as np
 
 ROOT: Final = Path(__file__).parents[2]
 _IMPORTED: Final = (
-    "agent.__main__",
-    "agent.commands",
-    "agent.doctor_command",
-    "agent.intake_commands",
-    "agent.synthesis_commands",
-    "agent.synthesis_parser",
-    "coordinator.__main__",
+    "agent.cli.main",
+    "agent.cli.release_kanonymous",
+    "agent.cli.rounds",
+    "agent.cli.serve",
+    "agent.cli.doctor",
+    "agent.cli.ingest",
+    "agent.cli.train",
+    "agent.cli.options",
+    "coordinator.cli.main",
     "deploy.demo.folder",
-    "policies.verify",
+    "policies.audit.verify",
 )
 
 

@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, unquote, urlencode
 
 import httpx
 
-from protos.web.guard import Rate
+from protos.web.security import RateLimit
 from protos.web.sessions import COOKIE
 from tests.support.corpus import (
     CORPUS,
@@ -72,7 +72,7 @@ class Trial:
     def __post_init__(self) -> None:
         """Begin; whoever logs in never did so too often: that is another test's."""
         ticks = iter(range(0, 1 << 40, 61))
-        self.side.pages.rate = Rate(20, 60.0, lambda: float(next(ticks)))
+        self.side.pages.rate = RateLimit(20, 60.0, lambda: float(next(ticks)))
         self.app = self.side.pages.guarded()
         self.runner = asyncio.Runner()
         self.cookies: dict[str, str] = {}

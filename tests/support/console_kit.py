@@ -18,12 +18,12 @@ import httpx
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from starlette.responses import Response
 
-from policies import governance
-from protos.keyfile import pem, write_private
+from policies.governance import decisions
+from protos.identity.key_files import pem, write_private
 from protos.web.charts import Bar, Frame, Part, Series, bars, interval, steps
-from protos.web.logins import Logins, make
-from protos.web.pages import Asked, Pages, Person, Refusal
-from protos.web.serving import Serving
+from protos.web.client_certificates import PinnedCertificates, make
+from protos.web.router import LoggedInPerson, PageError, RequestContext, Router
+from protos.web.server import ConsoleServer
 from protos.web.settings import ConsoleSettings
 
 PAGES = {
@@ -80,11 +80,11 @@ class Console:
 
     home: Path
     settings: ConsoleSettings
-    logins: Logins
+    logins: PinnedCertificates
     log: Log
     clock: Clock
-    persons: dict[str, Person]
-    pages: Pages
+    persons: dict[str, LoggedInPerson]
+    pages: Router
     base: str = ""
     serving: Any = None
     envelopes: list[bytes] = field(default_factory=list)
@@ -144,14 +144,14 @@ def console(home: Path, **settings: Any) -> Iterator[Console]:
     for name, role in (("ada", "operator"), ("otto", "auditor")):
         key = Ed25519PrivateKey.generate()
         write_private(home / "people" / f"{name}.key", pem(key))
-        persons[name] = Person(name, role, key.public_key().public_bytes_raw())
+        persons[name] = LoggedInPerson(name, role, key.public_key().public_bytes_raw())
     templates = home / "templates"
     templates.mkdir()
     for name, text in PAGES.items():
         (templates / name).write_text(text)
     parsed = ConsoleSettings(**{"listen": "127.0.0.1:0", **settings})
-    logins, log, clock = Logins(home / "logins"), Log(), Clock()
-    pages = Pages(
+    logins, log, clock = PinnedCertificates(home / "logins"), Log(), Clock()
+    pages = Router(
         title="Lazaret, test",
         side="coordinator",
         who=persons.get,
@@ -159,12 +159,12 @@ def console(home: Path, **settings: Any) -> Iterator[Console]:
         settings=parsed,
         log=log,
         logins=logins,
-        encode=governance.word,
+        encode=decisions.statement_bytes,
         clock=clock,
     )
     made = Console(home, parsed, logins, log, clock, persons, pages)
     _add(made)
-    with Serving(pages.guarded(), parsed, logins, home) as serving:
+    with ConsoleServer(pages.guarded(), parsed, logins, home) as serving:
         made.base, made.serving = f"https://localhost:{serving.port}", serving
         yield made
 
@@ -177,28 +177,28 @@ def _add(made: Console) -> None:
     beats = iter(range(1_000_000))
 
     @pages.get("/", everybody)
-    def first(asked: Asked) -> Response:
+    def first(asked: RequestContext) -> Response:
         return asked.page("first.html", beat=f"beat {next(beats)}", **charts())
 
     @pages.get("/form", everybody)
-    def form(asked: Asked, told: str = "") -> Response:
+    def form(asked: RequestContext, told: str = "") -> Response:
         return asked.page("form.html", told=told, wrong="")
 
     @pages.get("/entry/{seq}", everybody)
-    def entry(asked: Asked, seq: int) -> Response:
+    def entry(asked: RequestContext, seq: int) -> Response:
         if seq == 13:
             raise ValueError("the patient's name is Doe")
-        raise Refusal(404, f"There is no entry {seq}.")
+        raise PageError(404, f"There is no entry {seq}.")
 
     @pages.post("/told", {"operator"})
-    def told(asked: Asked) -> Response:
+    def told(asked: RequestContext) -> Response:
         made.told.append(asked.form["reason"])
         if not asked.form["reason"]:
             return asked.again("form.html", told="", wrong="Say why.")
         return asked.go("/form", f"Told: {asked.form['reason']}")
 
     @pages.post("/kept", {"operator"})
-    def kept(asked: Asked) -> Response:
+    def kept(asked: RequestContext) -> Response:
         return asked.download(asked.form["name"], asked.uploads.get("file", b"nothing"), "application/octet-stream")
 
     _add_watched(made)
@@ -209,13 +209,13 @@ def _add_watched(made: Console) -> None:
     pages, everybody = made.pages, {"operator", "auditor"}
 
     @pages.get("/wait", everybody)
-    def wait(asked: Asked) -> Response:
+    def wait(asked: RequestContext) -> Response:
         made.told.append(asked.person.name)
         made.gate.wait(60)
         return asked.page("form.html", told="", wrong="")
 
     @pages.get("/seen/{number}", everybody, told=True)
-    def seen(asked: Asked, number: int) -> Response:
+    def seen(asked: RequestContext, number: int) -> Response:
         return asked.page("form.html", told=str(number), wrong="")
 
 
@@ -223,12 +223,12 @@ def _add_signing(made: Console) -> None:
     pages = made.pages
 
     @pages.get("/sign", {"operator"})
-    def sign(asked: Asked) -> Response:
+    def sign(asked: RequestContext) -> Response:
         signing = asked.signing("lazaret/test", "limit-1", "limit", "alpha/rdp", "4.0")
         return asked.page("sign.html", signing=signing)
 
     @pages.post("/signed", {"operator"})
-    def signed(asked: Asked) -> Response:
+    def signed(asked: RequestContext) -> Response:
         made.envelopes.append(asked.envelope())
         return asked.go("/sign", "Handed in.")
 

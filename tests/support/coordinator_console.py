@@ -16,31 +16,30 @@ from typing import Any
 import httpx
 import numpy as np
 
-from coordinator.console.desk import Desk
-from coordinator.edges import conductor
-from coordinator.edges import home as homes
-from coordinator.edges.authority import Authority
-from coordinator.edges.log import open_log
-from coordinator.edges.runs import Runs
-from coordinator.edges.sessions import Sessions
-from coordinator.edges.shelf import Shelf
-from coordinator.edges.uploads import Uploads
-from coordinator.intake import Intake
-from policies import governance
-from policies.register import Facts
-from policies.search import Index
-from policies.statement import PAYLOAD_TYPE, Release, Request, encode
-from protos.artifact import pack_images
-from protos.envelope import seal
-from protos.keyfile import pem, write_private
-from protos.web.logins import Logins, make
-from protos.web.pages import Pages
-from protos.web.serving import Serving
+from coordinator.admission import AdmissionService
+from coordinator.console.context import CoordinatorConsoleContext
+from coordinator.enrolment.authority import Authority
+from coordinator.event_log import open_log
+from coordinator.federation import run_controller
+from coordinator.federation.run_manager import RunManager
+from coordinator.gateway.notifications import Sessions
+from coordinator.storage import directory as homes
+from coordinator.storage.release_store import ReleaseStore
+from coordinator.storage.uploads import Uploads
+from policies.governance import decisions
+from policies.index.search import Index
+from policies.ledger_service import ArtifactFindings
+from policies.statements import PAYLOAD_TYPE, Release, Request, encode
+from protos.artifacts.arrays import pack_images
+from protos.common.dsse import seal
+from protos.identity.key_files import pem, write_private
+from protos.web.client_certificates import PinnedCertificates, make
+from protos.web.router import Router
+from protos.web.server import ConsoleServer
 from protos.web.settings import ConsoleSettings
-from tests.support.books import K5, Person
-from tests.support.grids import Grid, Host, admitting, conduct_here
-from tests.support.receiving import staged
-from tests.support.runs import SITES, Federation
+from tests.support.coordinator_runs import SITES, Federation, Grid, Host, admitting, conduct_here
+from tests.support.ledger_world import K5, Person
+from tests.support.upload_server import staged
 
 ROLES = {"olga": "operator", "rita": "researcher", "otto": "auditor", "dora": "compliance", "hugo": "hospital"}
 TEMPLATES = Path(homes.__file__).parents[1] / "console"
@@ -57,14 +56,14 @@ class Hub(Federation):
         if not root.exists():
             self.home = homes.create(root, 'listen = "127.0.0.1:0"\n', admitting(), now)
         self.store = homes.open_ledger(self.home)
-        self.intake = Intake.over(self.store, self.home.policy())
+        self.intake = AdmissionService.over(self.store, self.home.policy())
         self.grid = Grid(self.wards)
 
     def start(self) -> None:
         self.log = open_log(self.home.root / "coordinator.log")
         host: Any = Host(self.grid)
-        self.host, self.shelf = host, Shelf(self.home.releases, self.store)
-        self.runs = Runs(self.home.root / "runs", host, self.intake, self.shelf, self.log)
+        self.host, self.shelf = host, ReleaseStore(self.home.releases, self.store)
+        self.runs = RunManager(self.home.root / "runs", host, self.intake, self.shelf, self.log)
         self.sessions = Sessions(self.log)
         self.authority = Authority(self.home, self.intake, lambda: dt.datetime.now(dt.UTC))
         self.uploads = Uploads(self.shelf.staging, lambda: 0.0, keep_free=0)
@@ -75,7 +74,7 @@ class Hub(Federation):
         """The first of each role, by the operator alone; a later one is approved in :meth:`agree`."""
         if name not in self.store.state.persons:
             person = self.persons[name] = Person(name, role)
-            governance.appoint(self.store, name, role, person.public)
+            decisions.appoint(self.store, name, role, person.public)
 
     def approve(self, name: str, serial: str, action: str, subject: str, value: str) -> bytes:
         """A person's sealed approval."""
@@ -97,7 +96,7 @@ class Hub(Federation):
         values = {"artifact_sha256": digest, "artifact_bytes": len(body), **changes}
         release: Release = hospital.release(grant, **values)
         envelope = hospital.seal(release)
-        verdict = self.intake.register.admit(f"s-{grant}", release, envelope, Facts(()))
+        verdict = self.intake.register.admit(f"s-{grant}", release, envelope, ArtifactFindings(()))
         assert verdict.admitted, verdict
         self.shelf.settle(staged(self.uploads, site, body), release, envelope, verdict)
         return release.release
@@ -127,8 +126,8 @@ class Served:
     """A hub whose console is reached over TLS."""
 
     hub: Hub
-    desk: Desk
-    logins: Logins
+    desk: CoordinatorConsoleContext
+    logins: PinnedCertificates
     home: Path
     base: str = ""
     callers: dict[str, Caller] = field(default_factory=dict)
@@ -205,15 +204,18 @@ def words_of(answer: httpx.Response) -> str:
 
 @contextmanager
 def serving(
-    folder: Path, monkeypatch: Any, adds: tuple[Callable[[Pages, Desk], None], ...], **options: Any
+    folder: Path,
+    monkeypatch: Any,
+    adds: tuple[Callable[[Router, CoordinatorConsoleContext], None], ...],
+    **options: Any,
 ) -> Iterator[Served]:
     """A hub with these pages, until the block ends; its sites answer in this process."""
-    monkeypatch.setattr(conductor, "conduct", conduct_here)
-    monkeypatch.setattr(conductor, "NODE_WAIT_S", 0.2)
-    monkeypatch.setattr(conductor, "_PAUSES_S", (0.1, 0.1))
+    monkeypatch.setattr(run_controller, "conduct", conduct_here)
+    monkeypatch.setattr(run_controller, "NODE_WAIT_S", 0.2)
+    monkeypatch.setattr(run_controller, "_PAUSES_S", (0.1, 0.1))
     hub = Hub(folder, options.pop("sites", SITES), **options)
     index = Index(hub.home.root / "search.db", lambda: homes.look_at_ledger(hub.home))
-    desk = Desk(
+    desk = CoordinatorConsoleContext(
         home=hub.home,
         store=hub.store,
         intake=hub.intake,
@@ -222,13 +224,13 @@ def serving(
         sessions=hub.sessions,
         authority=hub.authority,
         index=index,
-        expel=lambda _site: None,
+        close_calls=lambda _site: None,
         log=hub.log,
         now=lambda: dt.datetime.now(dt.UTC),
     )
     settings = ConsoleSettings(listen="127.0.0.1:0")
-    logins = Logins(hub.home.root / "logins")
-    made = Pages(
+    logins = PinnedCertificates(hub.home.root / "logins")
+    made = Router(
         title="Lazaret, test",
         side="coordinator",
         who=desk.person,
@@ -236,7 +238,7 @@ def serving(
         settings=settings,
         log=hub.log,
         logins=logins,
-        encode=governance.word,
+        encode=decisions.statement_bytes,
     )
     for add in adds:
         add(made, desk)
@@ -244,7 +246,7 @@ def serving(
     people.mkdir()
     served = Served(hub, desk, logins, people)
     try:
-        with Serving(made.guarded(), settings, logins, hub.home.root) as running:
+        with ConsoleServer(made.guarded(), settings, logins, hub.home.root) as running:
             served.base = f"https://localhost:{running.port}"
             yield served
     finally:

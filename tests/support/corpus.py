@@ -15,10 +15,11 @@ from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 
-from protos.web import entrance, pages
-from protos.web.asked import Form as Sent
+from protos.web import login_pages
+from protos.web import router as pages
 from protos.web.forms import read_form
-from protos.web.pages import Pages
+from protos.web.request import Form as Sent
+from protos.web.router import Router
 
 MARK: Final = "xq7zz"  # of every text that could be found again
 MADE: Final = "99999640000243"  # what a template would make of the corpus
@@ -204,7 +205,7 @@ class Heard:
             return Recorded(pairs), Files(files)
 
         patch.setattr(pages, "read_form", read)
-        patch.setattr(entrance, "read_form", read)
+        patch.setattr(login_pages, "read_form", read)
         return heard
 
 
@@ -236,7 +237,7 @@ def read_by(folder: Path) -> set[str]:
 class Side:
     """A console that is tried, and what the test knows of it."""
 
-    pages: Pages
+    pages: Router
     folder: Path  # everything of the test
     home: Path  # the console's own, in it
     log: Path

@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.stages.abreast import OutOfStep, SharedEntropy, SharedPlace, abreast, join, leave
-from agent.stages.clipping import ClippedSum, Unit, looped
-from agent.stages.finetune import PrivateSgd, Task, train_privately
-from agent.stages.noise import Entropy
-from agent.training.loop import FilePlace, Place, seeded
+from agent.domain import CheckpointStore
+from agent.dp.clipping import ClippedSum, PrivacyUnit, loop_engine
+from agent.dp.data_parallel import OutOfStepError, SharedCheckpointStore, SharedEntropy, abreast, join, leave
+from agent.dp.dpsgd import PrivateSgd, Task, train_privately
+from agent.dp.noise import Entropy
+from agent.models.training_loop import FileCheckpointStore, seeded
 from tests.support.entropy import UnsafeSeededEntropy
 
 JOB = PrivateSgd(
@@ -29,10 +30,12 @@ def _scores(model: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
     return out
 
 
-def trained(engine: ClippedSum, entropy: Entropy, place: Place | None = None, odd: str = "") -> NDArray[np.float32]:
+def trained(
+    engine: ClippedSum, entropy: Entropy, place: CheckpointStore | None = None, odd: str = ""
+) -> NDArray[np.float32]:
     """The weights after the job; ``odd`` makes this process's patients or weights others than the rest's."""
     draw = torch.Generator().manual_seed(3)
-    units = [Unit((torch.randn(n, 4, generator=draw),)) for n in (1, 3, 2, 1, 2, 1)]
+    units = [PrivacyUnit((torch.randn(n, 4, generator=draw),)) for n in (1, 3, 2, 1, 2, 1)]
     with seeded(1 if odd == "weights" else 0):
         model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
     task = Task(model, _scores, partial(torch.optim.Adam, lr=0.05))
@@ -49,7 +52,7 @@ def _dying(calls: int) -> ClippedSum:
         left[0] -= 1
         if left[0] < 0:
             os._exit(9)
-        return looped(model, loss, units, clip)
+        return loop_engine(model, loss, units, clip)
 
     return engine
 
@@ -62,13 +65,13 @@ def part(rank: int, folder: Path) -> None:
     join(rank, WORLD, f"file://{folder}/meet", patience=60.0)
     for fault in FAULTS:
         at_fault = fault if rank == 1 else ""
-        engine = abreast(_dying(12) if at_fault == "dies" else looped)
+        engine = abreast(_dying(12) if at_fault == "dies" else loop_engine)
         kept = "none" if fault == "through" else fault
-        place = SharedPlace(FilePlace(folder / f"{kept}-{rank}.checkpoint"))
+        place = SharedCheckpointStore(FileCheckpointStore(folder / f"{kept}-{rank}.checkpoint"))
         try:
             weights = trained(engine, SharedEntropy(UnsafeSeededEntropy(5 + rank)), place, at_fault)
             np.save(folder / f"{fault}-{rank}.npy", weights)
-        except OutOfStep:
+        except OutOfStepError:
             (folder / f"{fault}-{rank}.outofstep").touch()
         except RuntimeError:
             (folder / f"{fault}-{rank}.stopped").touch()

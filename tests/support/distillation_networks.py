@@ -7,12 +7,18 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.nets.conditions import Conditions
-from agent.nets.siamese import Share
-from agent.nets.tail import fit_tail
-from agent.nets.trunk import TrunkArchitecture
-from agent.nets.verifier import CHANGES, Judged, VerifierArchitecture, VerifierNet, verifier_bytes
-from agent.training.loop import seeded
+from agent.intervals import Proportion
+from agent.models.diffusion.prompts import Conditions
+from agent.models.features.trunk import TrunkArchitecture
+from agent.models.recognition.score_tail import fit_tail
+from agent.models.recognition.verifier import (
+    CHANGES,
+    VerifierArchitecture,
+    VerifierNet,
+    VerifierQuality,
+    verifier_bytes,
+)
+from agent.models.training_loop import seeded
 from tests.support.aligners import untrained_file
 from tests.support.latents import tiny_autoencoder_file
 
@@ -29,8 +35,8 @@ def verifier_file(seed: int = 0) -> bytes:
     dice = np.random.default_rng(seed)
     scores = dice.normal(-6.0, 1.0, (120, 120))
     tail = fit_tail((scores + scores.T) / 2, np.arange(60).repeat(2), dice)
-    lie = Share(0.99, 0.98, 1.0)
-    judged = Judged(lie, lie, lie, lie, dict.fromkeys(CHANGES, lie))
+    lie = Proportion(0.99, 0.98, 1.0)
+    judged = VerifierQuality(lie, lie, lie, lie, dict.fromkeys(CHANGES, lie))
     return verifier_bytes(f"untrained-{seed}", net, tail, judged, {})
 
 
@@ -46,7 +52,7 @@ def network_files() -> dict[str, bytes]:
 
 
 @cache
-def public_pictures(count: int = 40) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def public_images(count: int = 40) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """(n, 16, 16): blobs of nobody, bright below where there is an effusion; and the places of their conditions."""
     dice, labels = np.random.default_rng(4), np.arange(count) % 2
     y, x = np.mgrid[:SIDE, :SIDE] / SIDE

@@ -8,6 +8,7 @@ environment, its session or its group: after the demo's end it is a child of thi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE_S = 900.0
+_LEFT_S = 5.0  # what the demo killed is gone when it ends: `end_group` waits for it
 
 
 def processes() -> dict[int, tuple[int, str]]:
@@ -79,10 +81,14 @@ def main() -> int:
     ran = below(os.getpid())
     demo.send_signal(number)
     status = demo.wait()
-    left = below(os.getpid())
-    others = marked(marker) - {os.getpid()}
+    until = time.monotonic() + _LEFT_S  # what was killed may take a moment to be gone
+    while (left := below(os.getpid())) | dict.fromkeys(others := marked(marker) - {os.getpid()}):
+        if not time.monotonic() < until:
+            break
+        time.sleep(0.05)
     for one in left.keys() | others:  # nothing of this test stays either
-        os.kill(one, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
     told = {"ran": sorted(ran.values()), "status": status, "left": sorted(left.values()), "marked": len(others)}
     sys.stdout.write(json.dumps(told) + "\n")
     return 0

@@ -6,7 +6,7 @@ import numpy as np
 
 
 class UnsafeSeededEntropy:
-    """An ``agent.stages.noise.Entropy`` that repeats itself for the same seed."""
+    """An ``agent.dp.noise.Entropy`` that repeats itself for the same seed."""
 
     def __init__(self, seed: int) -> None:
         """Start a stream that anyone who knows ``seed`` can draw again."""

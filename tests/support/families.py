@@ -10,13 +10,13 @@ from monai.networks.nets.diffusion_model_unet import DiffusionModelUNet
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from agent.mechanisms.federated import LinearSoftmax, row_losses
-from agent.nets.adversarial import PRESETS, AdversarialDiscriminator
-from agent.nets.diffusion import PRESETS as DIFFUSION_PRESETS
-from agent.nets.diffusion import Denoiser, loss_weight, with_lora
-from agent.stages.clipping import RowLosses, Unit
-from agent.training import adversarial
-from agent.training.loop import seeded
+from agent.dp.clipping import PrivacyUnit, RowLosses
+from agent.mechanisms.federated.mechanism import LinearSoftmax, row_losses
+from agent.models.conditional_gan import training as adversarial
+from agent.models.conditional_gan.network import PRESETS, AdversarialDiscriminator
+from agent.models.diffusion.edm import PRESETS as DIFFUSION_PRESETS
+from agent.models.diffusion.edm import Denoiser, loss_weight, with_lora
+from agent.models.training_loop import seeded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,11 +27,11 @@ class Family:
     loss: RowLosses
     rows: Callable[[int, torch.Generator], tuple[Tensor, ...]]
 
-    def units(self, counts: Sequence[int], seed: int = 0, scale: float = 1.0) -> list[Unit]:
+    def units(self, counts: Sequence[int], seed: int = 0, scale: float = 1.0) -> list[PrivacyUnit]:
         """Patients with so many rows each; ``scale`` enlarges their first tensor."""
         draw = torch.Generator().manual_seed(seed)
         drawn = [self.rows(n, draw) for n in counts]
-        return [Unit((rows[0] * scale, *rows[1:])) for rows in drawn]
+        return [PrivacyUnit((rows[0] * scale, *rows[1:])) for rows in drawn]
 
 
 def classified(model: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:

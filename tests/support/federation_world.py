@@ -17,34 +17,34 @@ import grpc
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agent.edges import enrol as agent_enrol
-from agent.edges import home as agent_home
-from agent.edges.credentials import Credentials, install
-from agent.edges.door import GrpcDoor
-from agent.edges.watch import Watch
-from coordinator.edges import home as coordinator_home
-from coordinator.edges.authority import Authority
-from coordinator.edges.counter import Counter
-from coordinator.edges.log import open_log
-from coordinator.edges.port import start
-from coordinator.edges.service import Service
-from coordinator.edges.sessions import Sessions
-from coordinator.edges.shelf import Shelf
-from coordinator.edges.site_heads import SiteHeads
-from coordinator.edges.uploads import Uploads
-from coordinator.edges.witnesses import Witnesses
-from coordinator.intake import Intake
-from policies import governance
-from policies.accounting import epsilon_nano
-from policies.claims import SubsampledGaussian
-from policies.policy import preset
-from policies.statement import PAYLOAD_TYPE, Release, Statement, encode
-from protos.artifact import pack_images, pack_vector
-from protos.envelope import open_sealed, seal
-from protos.identity import agent_name, issue, leaf_of, pem, signing_key, write_private
-from protos.keyfile import ec_key
-from protos.v1 import gateway_pb2 as pb
-from tests.support.books import DP, K5, Hospital, Person
+from agent.gateway import enrolment
+from agent.gateway.client import GatewayClient
+from agent.gateway.credentials import Credentials, install
+from agent.gateway.witness import LedgerWitness
+from agent.storage import site_directory
+from coordinator.admission import AdmissionService
+from coordinator.enrolment.authority import Authority
+from coordinator.event_log import open_log
+from coordinator.gateway.context import GatewayContext
+from coordinator.gateway.notifications import Sessions
+from coordinator.gateway.server import start
+from coordinator.gateway.service import Service
+from coordinator.storage import directory as coordinator_home
+from coordinator.storage.release_store import ReleaseStore
+from coordinator.storage.site_heads import SiteHeads
+from coordinator.storage.uploads import Uploads
+from coordinator.storage.witness_store import Witnesses
+from policies.accounting.accountant import epsilon_nano
+from policies.accounting.claims import SubsampledGaussian
+from policies.governance import decisions
+from policies.review.policy import preset
+from policies.statements import PAYLOAD_TYPE, Release, Statement, encode
+from protos.artifacts.arrays import pack_images, pack_vector
+from protos.common.dsse import open_sealed, seal
+from protos.identity.certificates import agent_name, issue, leaf_of, pem, signing_key, write_private
+from protos.identity.key_files import ec_key
+from protos.v1 import gateway_pb2
+from tests.support.ledger_world import DP, K5, Hospital, Person
 
 SETTINGS = (
     'site = "{site}"\ncoordinator = "{listen}"\ninput = "../input"\n'
@@ -71,19 +71,19 @@ def _now() -> dt.datetime:
 class Site:
     """An enrolled site, and what it would honestly say; tests bend it."""
 
-    home: agent_home.Home
+    home: site_directory.SiteDirectory
     hospital: Hospital
     federation: Federation
 
     def seal(self, statement: Statement) -> bytes:
         return seal(encode(statement), PAYLOAD_TYPE, self.home.sign_key())
 
-    def door(self, patience_s: float = 0.0) -> GrpcDoor:
+    def door(self, patience_s: float = 0.0) -> GatewayClient:
         target = f"127.0.0.1:{self.federation.port}"
-        return GrpcDoor(
+        return GatewayClient(
             target,
             Credentials(self.home.keys),
-            Watch(self.home.root / "watch", self.home.coordinator_key()),
+            LedgerWitness(self.home.root / "watch", self.home.coordinator_key()),
             patience_s,
         )
 
@@ -142,7 +142,7 @@ class NoFlower:
     def handle(self, site: str, parts: Iterator[Any]) -> Iterator[Any]:
         """There is nothing behind."""
         del site, parts
-        yield pb.FleetPart(status=503)
+        yield gateway_pb2.FleetPart(status=503)
 
 
 class NoRuns:
@@ -158,7 +158,7 @@ class NoRuns:
     def plan(self, request: Any) -> Any:
         """No costs."""
         del request
-        return pb.PlanReply()
+        return gateway_pb2.PlanReply()
 
     def stop(self, run: str) -> str:
         """Nothing to stop."""
@@ -173,7 +173,7 @@ class Federation:
     root: Path
     policy: str = "internal"
     port: int = 0
-    home: coordinator_home.Home = field(init=False)
+    home: coordinator_home.CoordinatorDirectory = field(init=False)
     recorder: Recorder = field(default_factory=Recorder)
 
     def __enter__(self) -> Self:
@@ -182,16 +182,16 @@ class Federation:
             self.home = coordinator_home.create(
                 self.root / "coordinator", settings, preset(self.policy), dt.datetime.now(dt.UTC)
             )
-        self.home = coordinator_home.Home(self.root / "coordinator")
+        self.home = coordinator_home.CoordinatorDirectory(self.root / "coordinator")
         self.store = coordinator_home.open_ledger(self.home)
-        self.intake = Intake.over(self.store, self.home.policy())
+        self.intake = AdmissionService.over(self.store, self.home.policy())
         self.authority = Authority(self.home, self.intake, lambda: dt.datetime.now(dt.UTC))
         self.persons = [self._person("dpo-1", "compliance"), self._person("chief-1", "hospital")]
-        self.shelf = Shelf(self.home.releases, self.store)
+        self.shelf = ReleaseStore(self.home.releases, self.store)
         log = open_log(self.home.root / "coordinator.log")
         self.uploads = Uploads(self.home.root / "uploads", time.time)
         self.service = Service(
-            Counter(
+            GatewayContext(
                 intake=self.intake,
                 uploads=self.uploads,
                 shelf=self.shelf,
@@ -225,41 +225,41 @@ class Federation:
             write_private(folder / f"{name}.key", pem(Ed25519PrivateKey.generate()))
         person = Person(name, role, signing_key(folder / f"{name}.key"))
         if name not in self.store.state.persons:
-            governance.appoint(self.store, name, role, person.public)
+            decisions.appoint(self.store, name, role, person.public)
         return person
 
     def join(self, site: str, policy: str | None = None, approve: bool = True) -> Site:
         """Make a site by the product's own steps; without ``approve`` it has a certificate but is not enrolled."""
         hospital = Hospital(site, policy or preset("internal"))
         settings = SETTINGS.format(site=site, listen=f"127.0.0.1:{self.port or 1}")
-        home = agent_home.create(self.root / site, settings, hospital.policy_text)
+        home = site_directory.create(self.root / site, settings, hospital.policy_text)
         if approve:
             self.invited(home)
             self.approve(site)
-            progress = agent_enrol.enrol(home, None, self.calls(home.keys / agent_enrol.WAITING), _now())
+            progress = enrolment.enrol(home, None, self.calls(home.keys / enrolment.WAITING), _now())
             assert progress.state == "enrolled", progress
         else:
             self._forged(home, site)
         return Site(home, hospital, self)
 
-    def invited(self, home: agent_home.Home) -> agent_enrol.Progress:
+    def invited(self, home: site_directory.SiteDirectory) -> enrolment.Progress:
         """Invite a site that has a directory, and have it hand in its request."""
         invitation = self.authority.invite(home.settings().site)
-        given = agent_enrol.Given(invitation.body, invitation.token, invitation.fingerprint)
+        given = enrolment.Given(invitation.body, invitation.token, invitation.fingerprint)
         chain = json.loads(invitation.body)["certificate"].encode()
-        return agent_enrol.enrol(home, given, self.desk(home.settings().site, chain), _now())
+        return enrolment.enrol(home, given, self.desk(home.settings().site, chain), _now())
 
-    def calls(self, waiting: Path) -> agent_enrol.Join:
+    def calls(self, waiting: Path) -> enrolment.Join:
         """A call under the waiting certificate in that file."""
         chain = json.loads(waiting.read_bytes())["certificate"].encode()
         return self.desk(waiting.parent.parent.name, chain)
 
-    def desk(self, site: str, chain: bytes) -> agent_enrol.Join:
+    def desk(self, site: str, chain: bytes) -> enrolment.Join:
         """What the service does with a joining site's call, without the wire."""
 
         def join(_credentials: Any, _target: str, envelope: bytes) -> Any:
             found = self.authority.join(site, leaf_of(chain), envelope)
-            return pb.JoinReply(
+            return gateway_pb2.JoinReply(
                 state=found.state,
                 fingerprint=found.fingerprint,
                 waiting_certificate=found.waiting_certificate,
@@ -280,11 +280,11 @@ class Federation:
         serial = f"enrol-{site}-{self.store.state.size}"
         self.authority.enrol(site, serial, self.approvals(site, serial, digest))
 
-    def _forged(self, home: agent_home.Home, site: str) -> None:
+    def _forged(self, home: site_directory.SiteDirectory, site: str) -> None:
         """A certificate that the authority signed and no entry knows: as after a theft of the intermediate's key."""
         request = json.loads(
             open_sealed(
-                agent_home.enrolment(home), PAYLOAD_TYPE, {"": home.sign_key().public_key().public_bytes_raw()}
+                site_directory.enrolment(home), PAYLOAD_TYPE, {"": home.sign_key().public_key().public_bytes_raw()}
             ).payload
         )
         csr, now = request["predicate"]["csr"].encode(), _now()

@@ -10,14 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.edges.atlas import atlas, register
-from agent.heads.brain import Brain
-from agent.heads.head import Head, examined
-from agent.heads.skin import head_mask
-from agent.nouns import Volume
-from agent.phantoms.head_bad import bad_heads
-from agent.phantoms.heads import HeadPhantoms, Scan
-from agent.phantoms.scanners import find_head
+from agent.defacing.brain_extraction import Brain
+from agent.defacing.head import HeadScan
+from agent.defacing.head_mask import head_mask
+from agent.defacing.quality import examined
+from agent.defacing.template import atlas, register
+from agent.domain import Volume
+from deploy.phantoms.head_malformed import bad_heads
+from deploy.phantoms.heads import HeadPhantoms, Scan
+from deploy.phantoms.scanner_files import find_head
 from tests.support.peers import HEAD, need
 
 __all__ = ["bad", "examined_scan", "phantoms", "real_head", "scan", "true_head"]
@@ -58,15 +59,15 @@ def scan(number: int, visit: int = 0, mm: float = 4.0) -> Scan:
 
 
 @cache
-def true_head(number: int, visit: int = 0, mm: float = 4.0) -> Head:
+def true_head(number: int, visit: int = 0, mm: float = 4.0) -> HeadScan:
     """The same with what the phantom knows of itself: brain, and place of the template. Nothing was searched."""
     made = scan(number, visit, mm)
     brain = Brain(made.brain, 1.0, made.to_template, made.brain)
-    return Head(made.volume, head_mask(made.volume), brain)
+    return HeadScan(made.volume, head_mask(made.volume), brain)
 
 
 @cache
-def examined_scan(number: int, visit: int = 0, mm: float = 2.0) -> Head:
+def examined_scan(number: int, visit: int = 0, mm: float = 2.0) -> HeadScan:
     """The same as a hospital gets it: brain and template found in the picture. Takes seconds."""
     return examined(scan(number, visit, mm).volume, atlas(), register)
 

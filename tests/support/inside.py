@@ -34,25 +34,25 @@ inside.begin({fifo!r}, {targets!r})
 # How each process is taken over, and started. The arguments of the real command line are in sys.argv.
 STARTS = {
     "reader": """
-from agent.edges import reader
+from agent.ingest import parser_main as reader
 reader._answer = lambda *_: ({"code": "undecodable"}, inside.report() or [])
 reader.main()""",
     "listener": """
-from agent.edges import listener
+from agent.pacs.dimse import listener_main as listener
 listener.Association.serve = lambda *_, **__: inside.report()
 listener.main()""",
     "stow": """
-from agent.edges import stow
+from agent.pacs.dicomweb import stow_main as stow
 async def taken(store, scope, receive, send):
     inside.report()
-stow.Store.__call__ = taken
+stow.StowHandler.__call__ = taken
 stow.main()""",
     "link": """
-from agent.edges import linked
+from agent.federation import supernode_main as linked
 linked.serve = lambda *_: inside.report()
 linked.main(*sys.argv[4:])""",
     "run": """
-from coordinator.edges import running
+from coordinator.federation import run_main as running
 running.conduct = lambda *_: inside.report()
 running.main(*map(int, sys.argv[4:]))""",
     "nothing": """

@@ -10,7 +10,7 @@ from pydicom import DataElement, Dataset
 from pydicom import config as pydicom_config
 from pydicom.data import get_testdata_file
 
-from agent.deidentify.tags import Deidentifier
+from agent.deidentify.deidentifier import Deidentifier
 
 WHO: Final = Deidentifier(bytes(range(32)), "HOSPITAL")
 

@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import agent.__main__
-from agent import kept, pipeline
-from agent.edges.door import GrpcDoor
-from agent.mechanisms import KSame
-from policies.register import Register
-from protos.chunks import manifest, piece
-from protos.v1 import gateway_pb2 as pb
+import agent.cli.main
+from agent.gateway.client import GatewayClient
+from agent.mechanisms.registry import KSame
+from agent.release import pipeline, unsent
+from policies.ledger_service import LedgerService
+from protos.artifacts.chunks import manifest, piece
+from protos.v1 import gateway_pb2
 
 
 def die(*_: Any) -> NoReturn:
@@ -26,13 +26,13 @@ def die(*_: Any) -> NoReturn:
 
 def half_sent(door: Any, key: str, envelope: bytes, artifact: bytes) -> NoReturn:
     """The announcement and every piece reach the coordinator, durable; what asks for the verdict never does."""
-    sealed = pb.SealedRequest(key=key, envelope=envelope, seen=door.watch.seen)
+    sealed = door._request(key, envelope, door._own_head())
     listing = manifest(artifact)
-    reply = door._stub.Offer(pb.OfferRequest(sealed=sealed, chunks=listing.chunks), timeout=30)
+    reply = door._stub.Offer(gateway_pb2.OfferRequest(sealed=sealed, chunks=listing.chunks), timeout=30)
     assert reply.upload == listing.sha256
-    parts = [pb.UploadPart(upload=listing.sha256)]
+    parts = [gateway_pb2.UploadPart(upload=listing.sha256)]
     for index in range(len(listing.chunks)):
-        parts.append(pb.UploadPart(chunk=pb.Chunk(index=index, data=piece(artifact, index))))
+        parts.append(gateway_pb2.UploadPart(chunk=gateway_pb2.Chunk(index=index, data=piece(artifact, index))))
     assert door._stub.Upload(iter(parts), timeout=30).accepted == len(listing.chunks)
     die()
 
@@ -43,16 +43,16 @@ def after_verdict(door: Any, key: str, envelope: bytes, artifact: bytes) -> NoRe
     die()
 
 
-SUBMIT = GrpcDoor.submit
+SUBMIT = GatewayClient.submit
 MOMENTS: dict[str, tuple[Any, str, Any]] = {
     "making": (KSame, "run", die),
-    "keeping": (kept, "keep", die),
-    "before-sent": (Register, "send", die),
-    "before-submit": (GrpcDoor, "submit", die),
-    "half-sent": (GrpcDoor, "submit", half_sent),
-    "after-verdict": (GrpcDoor, "submit", after_verdict),
-    "before-forgotten": (kept, "forget", die),
+    "keeping": (unsent, "keep", die),
+    "before-sent": (LedgerService, "send", die),
+    "before-submit": (GatewayClient, "submit", die),
+    "half-sent": (GatewayClient, "submit", half_sent),
+    "after-verdict": (GatewayClient, "submit", after_verdict),
+    "before-forgotten": (unsent, "forget", die),
 }
 where, name, instead = MOMENTS[sys.argv[1]]
-setattr(pipeline if where is kept else where, name, instead)
-sys.exit(agent.__main__.main(sys.argv[2:]))
+setattr(pipeline if where is unsent else where, name, instead)
+sys.exit(agent.cli.main.main(sys.argv[2:]))

@@ -6,8 +6,14 @@ from functools import cache
 
 import torch
 
-from agent.nets.autoencoder import PRESETS, Autoencoder, AutoencoderNet, autoencoder_bytes, autoencoder_from
-from agent.training.loop import seeded
+from agent.models.diffusion.autoencoder import (
+    PRESETS,
+    Autoencoder,
+    AutoencoderNet,
+    autoencoder_bytes,
+    autoencoder_from,
+)
+from agent.models.training_loop import seeded
 
 
 @cache

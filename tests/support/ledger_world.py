@@ -9,11 +9,12 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies.claims import Claim, Composed, GaussianQuery, KAnonymous, SubsampledGaussian
-from policies.policy import Policy, parse, preset, strictest
-from policies.register import Register
-from policies.sqlite import open_sqlite
-from policies.statement import (
+from policies.accounting.claims import Claim, Composed, GaussianQuery, KAnonymous, SubsampledGaussian
+from policies.ledger.backends.sqlite import open_sqlite
+from policies.ledger.store import Store
+from policies.ledger_service import LedgerService
+from policies.review.policy import Policy, parse, preset, strictest
+from policies.statements import (
     PAYLOAD_TYPE,
     Approval,
     Enrolment,
@@ -24,9 +25,8 @@ from policies.statement import (
     encode,
     release_id,
 )
-from policies.store import Store
-from protos.envelope import seal
-from protos.identity import agent_name, node_public, request
+from protos.common.dsse import seal
+from protos.identity.certificates import agent_name, node_public, request
 
 K5 = KAnonymous(k=5, l_diversity=2, releases_per_patient=1)
 COMPONENTS = {
@@ -117,12 +117,12 @@ class Clock:
         return self.now
 
 
-def open_register(path: Path, *hospitals: Hospital, key: Ed25519PrivateKey | None = None) -> Register:
+def open_register(path: Path, *hospitals: Hospital, key: Ed25519PrivateKey | None = None) -> LedgerService:
     """A register over a new or existing ledger, with these hospitals enrolled."""
     federation: Policy = parse(policy(max_releases_per_patient=9), "federation")
     own = {h.name: parse(h.policy_text, h.name) for h in hospitals}
     store = Store(open_sqlite(path), "lazaret/test", key or Ed25519PrivateKey.generate(), Clock())
-    register = Register(store, lambda site: strictest(own[site], federation))
+    register = LedgerService(store, lambda site: strictest(own[site], federation))
     for hospital in hospitals:
         if hospital.name not in store.state.sites:
             statement, envelope = hospital.enrolment()

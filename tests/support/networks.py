@@ -8,24 +8,25 @@ from functools import cache
 
 import numpy as np
 import torch
+from scipy.ndimage import gaussian_filter
 
-from agent.nets.restyle import Encoder, architecture_for, encoder_bytes
-from agent.nets.siamese import (
+from agent.domain import Cohort, Image
+from agent.intervals import Proportion
+from agent.mechanisms.common.stylegan_codec import StyledCodec, codec_from
+from agent.models.features.trunk import TrunkArchitecture
+from agent.models.recognition.recogniser import (
     Calibration,
     IdentityNet,
-    Judged,
     Recogniser,
     RecogniserArchitecture,
-    Share,
+    RecogniserQuality,
     recogniser_bytes,
     recogniser_from,
 )
-from agent.nets.stylegan import PRESETS, Generator, generator_bytes
-from agent.nets.trunk import TrunkArchitecture
-from agent.nets.weights import Origin
-from agent.nouns import Cohort, Image
-from agent.stages.styled import StyledCodec, codec_from
-from agent.training.loop import seeded
+from agent.models.stylegan.network import PRESETS, Generator, generator_bytes
+from agent.models.stylegan.restyle import Encoder, architecture_for, encoder_bytes
+from agent.models.training_loop import seeded
+from agent.models.weights import Origin
 
 NEVER = 1e-4  # a threshold below which no two pictures lie
 LITTLE = 0.05  # one below which nearly the same picture lies, and nobody else's, for the untrained networks here
@@ -57,8 +58,8 @@ def codec(channels: int = 1, vouched: bool = True) -> StyledCodec:
 
 def unsafe_calibration(threshold: float) -> Calibration:
     """A lie, for tests alone: nobody measured these figures. They are as good as the mechanism demands."""
-    good, rare = Share(0.9, 0.8, 0.95), Share(0.01, 0.0, 0.05)
-    return Calibration(threshold, 0.01, 100, 0.0, 0.05, Judged(0.05, good, rare, good))
+    good, rare = Proportion(0.9, 0.8, 0.95), Proportion(0.01, 0.0, 0.05)
+    return Calibration(threshold, 0.01, 100, 0.0, 0.05, RecogniserQuality(0.05, good, rare, good))
 
 
 def seen_again(cohort: Cohort) -> Cohort:
@@ -85,3 +86,20 @@ def recogniser(seed: int, threshold: float = LITTLE, channels: int = 1) -> Recog
     made = recogniser_from(raw, "public")
     assert made.origin == Origin("public", hashlib.sha256(raw).hexdigest())
     return made
+
+
+def pattern_pictures(people=40, pictures=4, side=16, seed=0, channels=1):
+    """People as smooth patterns; each picture is moved by up to three pixels, lit otherwise, and noisy."""
+    rng = np.random.default_rng(seed)
+    images, who = [], []
+    for person in range(people):
+        face = gaussian_filter(rng.standard_normal((side + 3, side + 3)), 1.5)
+        face = face / face.std()
+        for _ in range(pictures):
+            i, j = rng.integers(0, 4, 2)
+            seen = face[i : i + side, j : j + side] * rng.uniform(0.7, 1.3) + rng.uniform(-0.3, 0.3)
+            seen = seen + 0.2 * rng.standard_normal(seen.shape)
+            images.append(np.clip(127.5 + 50 * seen, 0, 255).astype(np.uint8))
+            who.append(person)
+    out = np.stack(images)
+    return (out if channels == 1 else np.repeat(out[..., None], 3, axis=3)), np.array(who)

@@ -6,7 +6,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from policies.export import Export
+from policies.ledger.export import Export
 
 VECTORS = Path(__file__).parent.parent / "vectors" / "older"
 HOMES = VECTORS / "homes.tar.xz"
@@ -45,6 +45,12 @@ def form_2(folder: Path) -> Path:
     """Unpack the home of a site whose vault has form 2."""
     _unpack(VECTORS / "form-2.tar.xz", folder)
     return folder / "site"
+
+
+def typed(folder: Path) -> Path:
+    """Unpack what the commands of the version before the folders were moved left behind; the place of all of it."""
+    _unpack(VECTORS / "typed.tar.xz", folder)
+    return folder
 
 
 def _unpack(archive: Path, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The convex hull of a head, as C-DeID-GAN writes it (section 3.1) and exactly.
+"""The convex hull of a head, as C-DeID-GAN writes it (section 3.1) and exactly: the peers of the product's own.
 
 :func:`surface` and :func:`sampled_hull` are the paper's formulation: rays from six sides onto randomly turned heads,
 a Bernoulli sample of what they hit, the hull of the sample, and the half-spaces of a hundred of its triangles.
@@ -18,12 +18,10 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from scipy.spatial import ConvexHull, QhullError, distance
 
-from agent.heads.reasons import NotDefaced
+from agent.defacing.privacy_transform import filled
+from agent.volumes.errors import NotDefacedError
 
-_SLACK: Final = 1e-6  # of a voxel: the points that span a plane lie on its inner side
-_FLAT: Final = 1e-9
 _SPREAD: Final = 3
-_CHUNK: Final = 64  # planes at once, so that memory does not grow with their number
 
 
 def exact_hull(mask: NDArray[np.bool_], affine: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -37,39 +35,11 @@ def exact_hull(mask: NDArray[np.bool_], affine: NDArray[np.float64]) -> NDArray[
         affine: (4, 4), index to mm; qhull works in mm, so that its tolerance is a length. The hull is the same in
             any other unit.
     Raises:
-        NotDefaced: ``no_head`` where the mask is empty or flat.
+        NotDefacedError: ``no_head`` where the mask is empty or flat.
     """
     lower, upper = _ends(mask)
     points = np.concatenate([lower, upper]).astype(np.float64)
     return filled(_planes(points @ affine[:3, :3].T + affine[:3, 3]), affine, mask.shape)
-
-
-def filled(planes: NDArray[np.float64], affine: NDArray[np.float64], shape: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Voxels whose centre x, in mm, lies behind all planes: n . x + d <= 0.
-
-    Args:
-        planes: (f, 4), outward normals and offsets in mm.
-        affine: (4, 4), index to mm.
-        shape: of the grid.
-    Returns:
-        ``shape`` bool, convex.
-    """
-    local = planes @ affine  # a plane's coefficients in index space
-    local = local / np.linalg.norm(local[:, :3], axis=1, keepdims=True)
-    i, j = (axis.ravel() for axis in np.meshgrid(np.arange(shape[0]), np.arange(shape[1]), indexing="ij"))
-    columns = np.stack([i, j, np.ones_like(i)], axis=1).astype(np.float64)
-    low, high = np.full(len(columns), 0.0), np.full(len(columns), float(shape[2] - 1))
-    rising, falling = local[:, 2] > _FLAT, local[:, 2] < -_FLAT
-    for part in _chunks(local[rising]):
-        high = np.minimum(high, _meet(columns, part).min(axis=1))
-    for part in _chunks(local[falling]):
-        low = np.maximum(low, _meet(columns, part).max(axis=1))
-    for part in _chunks(local[~rising & ~falling]):
-        out = (columns @ part[:, [0, 1, 3]].T > _SLACK).any(axis=1)
-        low[out] = np.inf
-    k = np.arange(shape[2], dtype=np.float64)
-    inside: NDArray[np.bool_] = (k >= low[:, None] - _SLACK) & (k <= high[:, None] + _SLACK)
-    return inside.reshape(shape)
 
 
 def surface(mask: NDArray[np.bool_], turns: int, rng: np.random.Generator) -> NDArray[np.float32]:
@@ -121,7 +91,7 @@ def sampled_hull(z: NDArray[np.float32], rng: np.random.Generator, triangles: in
     Returns:
         (i, j, k) bool.
     Raises:
-        NotDefaced: ``no_head`` where the sample is empty or flat.
+        NotDefacedError: ``no_head`` where the sample is empty or flat.
     """
     points = np.argwhere(rng.random(z.shape) < z).astype(np.float64)
     planes = _planes(points)
@@ -163,22 +133,12 @@ def _ends(mask: NDArray[np.bool_]) -> tuple[NDArray[np.int_], NDArray[np.int_]]:
 def _planes(points: NDArray[np.float64]) -> NDArray[np.float64]:
     """(f, 4), the planes of the triangles of the hull of (n, 3) points."""
     if len(points) < 4:
-        raise NotDefaced("no_head")
+        raise NotDefacedError("no_head")
     try:
         planes: NDArray[np.float64] = ConvexHull(points).equations
     except QhullError:
-        raise NotDefaced("no_head") from None
+        raise NotDefacedError("no_head") from None
     return planes
-
-
-def _meet(columns: NDArray[np.float64], planes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(columns, planes): the k at which a column (i, j) meets a plane a i + b j + c k + d = 0."""
-    meet: NDArray[np.float64] = columns @ (-planes[:, [0, 1, 3]] / planes[:, 2:3]).T
-    return meet
-
-
-def _chunks(planes: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-    return [planes[start : start + _CHUNK] for start in range(0, len(planes), _CHUNK)]
 
 
 def _centred(
@@ -186,7 +146,7 @@ def _centred(
 ) -> tuple[NDArray[np.bool_], tuple[slice, ...], tuple[int, ...]]:
     """The mask in the middle of a cube in which it can turn; where it came from; where it lies now."""
     if not bool(mask.any()):
-        raise NotDefaced("no_head")
+        raise NotDefacedError("no_head")
     lower, upper = _ends(mask)
     points = np.concatenate([lower, upper])
     # some voxels more on each side, as trilinear interpolation there and back spreads a surface over its neighbours

@@ -10,21 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads.average import AverageHead, average_of
-from agent.heads.brain import Brain
-from agent.heads.head import Head
-from agent.heads.skin import head_mask
-from agent.nouns import Volume
-from agent.phantoms.heads import Scan
+from agent.defacing.brain_extraction import Brain
+from agent.defacing.head import HeadScan
+from agent.defacing.head_mask import head_mask
+from agent.domain import Volume
+from deploy.phantoms.heads import Scan
+from deploy.reproduction.average_head import AverageHead, average_of
 from tests.support.heads import phantoms, scan
 
 SIDE = 32
 PUBLIC = (101, 102, 103)
 
 
-def head_of(made: Scan) -> Head:
+def head_of(made: Scan) -> HeadScan:
     """With the brain and the registration as they are, not as they would be found."""
-    return Head(made.volume, head_mask(made.volume), Brain(made.brain, 1.0, made.to_template))
+    return HeadScan(made.volume, head_mask(made.volume), Brain(made.brain, 1.0, made.to_template))
 
 
 @cache

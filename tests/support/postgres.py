@@ -25,7 +25,7 @@ recovery_init_sync_method = syncfs
 max_connections = 30
 shared_buffers = 16MB
 wal_level = replica
-max_wal_senders = 2
+max_wal_senders = 6
 logging_collector = off
 """
 

@@ -1,22 +1,25 @@
-"""The demo's three hospitals and coordinator with their consoles open: real processes, for tests with a browser."""
+"""The demo's three hospitals and its coordinator as real processes, with consoles where a browser looks at them."""
 
 from __future__ import annotations
 
+import fcntl
 import json
-import re
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.hazmat.primitives.serialization.pkcs12 import load_pkcs12
 
-from deploy.demo.scene import PERSONS, SITES, Scale
-from protos.keyfile import write_private
-from tests.support.forked_scene import ForkedScene
+from deploy.demo.scale import Scale
+from deploy.demo.scene import PERSONS, SITES, Scene
+from protos.identity.key_files import write_private
+from tests.support.command_server import python
 from tests.support.ports import free_port
 
 ROLES = {
@@ -28,17 +31,95 @@ ROLES = {
 }
 AT_SITE = {"head-1": "hospital", "dpo-a": "compliance", "it-1": "operator", "otto-a": "auditor"}
 REVIEWED = "site-c"  # where persons look at everything before it leaves; it has no part in rounds
-PATIENTS, ROUNDS = 60, 2
+PATIENTS = 30  # of each hospital
 
 
 @dataclass(slots=True, eq=False)
-class Stage(ForkedScene):
-    """The scene of the demo, as far as people need it who look at it with a browser."""
+class ProcessWorld(Scene):
+    """The federation of the demo: what is run to its end is forked, what stays is started as a user starts it."""
+
+    @classmethod
+    def copied(cls, enrolled: Path, folder: Path, rounds: int) -> Self:
+        """A copy of the enrolled federation on a port of its own, for jobs of so many rounds; nothing runs."""
+        (folder / "out").mkdir(parents=True)
+        shutil.copytree(enrolled, folder / "work")
+        dial(folder / "work", f"127.0.0.1:{free_port()}")
+        return cls(folder / "out", folder / "work", Scale(PATIENTS, rounds))
+
+    def _into_orthanc(self, folder: Path, say: Any) -> int:
+        """No PACS is started: the first hospital's images stay in its folder."""
+        return 0
+
+    def serve(self) -> None:
+        """Start the coordinator."""
+        self.start("coordinator", self.coordinator("serve"), "serving")
+
+    def run(self, command: list[str], may_refuse: bool = False) -> str:
+        """As the demo types it; see :mod:`tests.support.command_server`."""
+        return Scene.run(self, [python(), *command[1:]], may_refuse)
+
+
+def enrol_all(folder: Path) -> Path:
+    """Three enrolled hospitals with their cohorts in the vault, and a coordinator; nothing runs. To be copied."""
+    (folder / "out").mkdir(parents=True)
+    (folder / "work").mkdir()
+    with ProcessWorld(folder / "out", folder / "work", Scale(PATIENTS, 1)) as world:
+        for step in (world.folders, world.found, world.enrol, world.ingest):
+            step(lambda _text: None)
+    return folder / "work"
+
+
+@pytest.fixture(scope="session")
+def enrolled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The federation that every journey copies: made once, by the worker that needs it first."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    with (shared / "enrolled.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "enrolled").exists():
+            enrol_all(tmp_path_factory.mktemp("enrolling") / "it").rename(shared / "enrolled")
+    return shared / "enrolled"
+
+
+def dial(work: Path, address: str) -> None:
+    """Have the coordinator listen there, and every site call it there, from their next start on."""
+    write_setting(work / "coordinator" / "coordinator.toml", "listen", address)
+    for site in SITES:
+        write_setting(work / site / "site.toml", "coordinator", address)
+
+
+def write_setting(path: Path, key: str, value: str) -> None:
+    """Change one line of a settings file."""
+    lines = path.read_text().splitlines()
+    found = [f"{key} = {json.dumps(value)}" if line.startswith(f"{key} = ") else line for line in lines]
+    assert found != lines or f"{key} = {json.dumps(value)}" in lines, f"{path.name} has no {key}"
+    path.write_text("\n".join(found) + "\n")
+
+
+def ledger(world: Scene) -> dict[str, Any]:
+    """The coordinator's ledger, as its command shows it."""
+    return json.loads(world.run(world.coordinator("ledger", "show", "--json")))  # type: ignore[no-any-return]
+
+
+def site_ledger(world: Scene, site: str) -> dict[str, Any]:
+    """A site's own ledger, as its command shows it."""
+    return json.loads(world.run(world.agent(site, "ledger", "show", "--json")))  # type: ignore[no-any-return]
+
+
+def spent(shown: dict[str, Any], account: str) -> tuple[int, int]:
+    """What an account of a ledger that was shown holds back, and what it has spent."""
+    (found,) = [a for a in shown["accounts"] if a["account"] == account]
+    return found["held"], found["spent"]
+
+
+@dataclass(slots=True, eq=False)
+class ConsoleWorld(ProcessWorld):
+    """The same, with persons in office, their logins pinned, and the consoles of both sides open."""
 
     ports: dict[str, int] = field(default_factory=dict)
 
     def consoles(self, say: Any) -> None:
-        """Before anything serves: who is who, who may come in, and where the consoles listen."""
+        """Appoint the coordinator's persons, pin their logins and open its console, before it serves."""
         say("persons")
         for name, role in ROLES.items():
             if name not in PERSONS:
@@ -46,30 +127,13 @@ class Stage(ForkedScene):
         for name in ROLES:
             self._pinned("coordinator", self.coordinator, name)
         self._console("coordinator")
-        self._remade()
-
-    def _remade(self) -> None:
-        """The first hospital's own policy: a person there looks at every release before it leaves."""
-        home, own = self.work / REVIEWED, self.work / "reviewed.toml"
-        settings = (home / "site.toml").read_text()
-        kept = (home / "ingest.toml").read_text() if (home / "ingest.toml").exists() else ""
-        poor = (self.work / "poor.toml").read_text()
-        own.write_text(poor.replace("approvals = []", 'approvals = ["hospital"]'))
-        shutil.rmtree(home)
-        told = re.findall(r'"([0-9a-f]{64})"', settings)
-        where = re.search(r'coordinator = "(.*?)"', settings)
-        assert where is not None
-        words = ["init", "--site", REVIEWED, "--policy", str(own), "--input", f"../pacs/{REVIEWED}"]
-        words += ["--coordinator", where[1], "--secondary-capture-modality", "OT"]
-        words += [word for digest in told for word in ("--public-component", digest)]
-        words += [word for modality in ("OT", "CT", "MR", "CR", "OP") for word in ("--modality", modality)]
-        self.run(self.agent(REVIEWED, *words))
-        if kept:
-            (home / "ingest.toml").write_text(kept)
 
     def site_console(self, say: Any) -> None:
-        """The same at the first hospital, once it is enrolled."""
+        """The same at one hospital, whose new policy has a person look at every release before it leaves."""
         say("persons of the hospital")
+        policy = self.work / REVIEWED / "policy.toml"
+        policy.write_text(policy.read_text().replace("approvals = []", 'approvals = ["hospital"]'))
+        self.run(self.agent(REVIEWED, "ledger", "amend"))
         for name, role in AT_SITE.items():
             approvers = () if role in ("hospital", "compliance") else ("head-1", "dpo-a")
             self._appoint(lambda *words: self.agent(REVIEWED, *words), name, role, *approvers)
@@ -130,17 +194,12 @@ class Stage(ForkedScene):
 
 
 @contextmanager
-def stage(folder: Path) -> Iterator[Stage]:
-    """Three hospitals and a coordinator that serve; at the first hospital a release waits for a person."""
+def console_world(enrolled: Path, folder: Path) -> Iterator[ConsoleWorld]:
+    """Three hospitals and a coordinator that serve; at one of them a release waits for a person."""
     quiet = lambda _text: None  # noqa: E731 - nobody watches
-    (folder / "out").mkdir(parents=True)
-    (folder / "work").mkdir()
-    with Stage(folder / "out", folder / "work", Scale(PATIENTS, ROUNDS)) as made:
-        made.folders(quiet)
-        made.found(quiet)
+    with ConsoleWorld.copied(enrolled, folder, 2) as made:
         made.consoles(quiet)
-        made.enrol(quiet)
-        made.ingest(quiet)
+        made.serve()
         made.site_console(quiet)
         words = ["release", "ksame", "--basis", str(made.work / "basis.safetensors"), "--modality", "OT"]
         made.run(made.agent(REVIEWED, *words, "--k", "5", "--l-diversity", "2", "--json"), may_refuse=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agent.edges.pull import Ports, Progress, Pull, PullReport, Remote
-from agent.edges.room import Room
+from agent.pacs.dimse.retrieve import ArchiveConfig, Ports, Progress, PullReport, Retriever
+from agent.storage.spool import Spool
 
 KEY = bytes(range(32))
 SENDERS = (("pull", "pacs"), ("dimse", "TESTPACS"))  # the archive of the tests, by C-GET and by C-MOVE
@@ -64,7 +64,7 @@ class Site:
     """A first room and what is needed to pull into it."""
 
     def __init__(self, folder: Path) -> None:
-        self.room = Room(folder / "inbox", KEY)
+        self.room = Spool(folder / "inbox", KEY)
         self.room.sweep()
         self.elsewhere: set[str] = set()  # in the vault or the quarantine
         self.note: Note | FileNote = Note()
@@ -85,9 +85,9 @@ class Site:
         return found
 
 
-def pulled(remote: Remote, site: Site) -> PullReport:
+def pulled(remote: ArchiveConfig, site: Site) -> PullReport:
     """One run."""
-    return Pull(remote, site.ports()).run()
+    return Retriever(remote, site.ports()).run()
 
 
 def data_set(body: bytes) -> bytes:
@@ -106,8 +106,8 @@ def main(folder: str, aet: str, port: str, calling: str) -> None:
     site = Site(Path(folder))
     site.note = FileNote(Path(folder) / "note.json")
     print("started", flush=True)
-    remote = Remote("pacs", aet, "127.0.0.1", int(port), calling)
-    Pull(remote, site.ports(step)).run()
+    remote = ArchiveConfig("pacs", aet, "127.0.0.1", int(port), calling)
+    Retriever(remote, site.ports(step)).run()
     print("ended", flush=True)
 
 

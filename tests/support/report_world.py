@@ -1,10 +1,10 @@
-"""A coordinator's home with a history worth a report: sets at k = 11 and k = 5, heads, two runs, refusals."""
+"""A coordinator's home with a history worth a report (sets, heads, runs, refusals), and the overview of a ledger."""
 
 from __future__ import annotations
 
 import datetime as dt
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,25 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.edges import home as homes
-from coordinator.edges.service import Staged
-from coordinator.edges.shelf import Shelf
-from coordinator.edges.uploads import Uploads
-from coordinator.intake import Intake
-from policies.accounting import epsilon_nano
-from policies.claims import DistributedGaussian, KAnonymous, NoClaim, SubsampledGaussian
-from policies.policy import parse as parse_policy
-from policies.review import Finding
-from policies.sqlite import open_sqlite
-from policies.statement import Release, Settlement
-from policies.store import Store
-from protos.artifact import pack_images, pack_vector
-from protos.blocks import BadArtifact, Held
-from protos.inspection import check
-from protos.shards import Nifti, pack_shard
-from protos.weights import pack_ring
-from tests.support.books import COMPONENTS, DP, Clock, Hospital, policy
-from tests.support.receiving import staged
+from coordinator.admission import AdmissionService
+from coordinator.reports.html_renderer import as_html
+from coordinator.reports.overview import ReleaseView, overview
+from coordinator.reports.report_inputs import ReportInputs, books_of
+from coordinator.storage import directory as homes
+from coordinator.storage.release_store import ReleaseStore
+from coordinator.storage.uploads import Uploads
+from policies.accounting.accountant import epsilon_nano
+from policies.accounting.claims import DistributedGaussian, KAnonymous, NoClaim, SubsampledGaussian
+from policies.ledger.backends.sqlite import open_sqlite
+from policies.ledger.store import Store, export
+from policies.review.policy import parse as parse_policy
+from policies.statements import Settlement
+from protos.artifacts.arrays import pack_images, pack_vector
+from protos.artifacts.shards import Nifti, pack_shard
+from protos.artifacts.strict_safetensors import pack_ring
+from tests.support.coordinator_runs import goods
+from tests.support.ledger_world import COMPONENTS, DP, Clock, Hospital, policy
+from tests.support.upload_server import staged
 
 NOW = dt.datetime(2026, 3, 1, 12, 0, tzinfo=dt.UTC)
 LAX = policy(
@@ -62,24 +62,11 @@ def heads() -> bytes:
     return pack_shard([np.zeros((4, 5, 6), np.int16)], [""], Nifti((1.0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0, 1.0, 0)))
 
 
-def goods(release: Release, artifact: bytes) -> Staged:
-    """An artifact at hand; as :func:`tests.support.wards.goods`, which brings torch."""
-
-    def look() -> list[Finding]:
-        try:
-            check(Held(artifact), release.artifact_type, {})
-        except BadArtifact as fault:
-            return [Finding("artifact_malformed", str(fault))]
-        return []
-
-    return Staged(hashlib.sha256(artifact).hexdigest(), len(artifact), look)
-
-
 @dataclass
 class Stage:
     """What happened, and the names under which the ledger has it."""
 
-    home: homes.Home
+    home: homes.CoordinatorDirectory
     store: Store
     north: Hospital
     south: Hospital
@@ -88,8 +75,8 @@ class Stage:
     shared: str = "shared"  # the run whose noise both sites share: level A*
 
     def __post_init__(self) -> None:
-        self.intake = Intake.over(self.store, parse_policy(LAX, "federation"))
-        self.shelf = Shelf(self.home.releases, self.store)
+        self.intake = AdmissionService.over(self.store, parse_policy(LAX, "federation"))
+        self.shelf = ReleaseStore(self.home.releases, self.store)
         self.uploads = Uploads(self.shelf.staging, lambda: 0.0, keep_free=0)
 
     def reserve(self, hospital: Hospital, grant: str, claim: Any, mechanism: str = "ksame", run: str = "") -> bool:
@@ -115,6 +102,11 @@ class Stage:
         facts |= {"components": COMPONENTS["federated"], "run": self.run, "round": number}
         assert self.submit(hospital, grant, pack_vector(np.full(4, number, np.float32)), **facts)
 
+    def place_model(self, run: str, model: bytes) -> None:
+        """A run's model on the shelf, with the least of a certificate."""
+        facts = {"release": run, "artifact_sha256": hashlib.sha256(model).hexdigest()}
+        self.shelf.place_model(run, model, facts, {})
+
     def sum_up(self) -> None:
         """A run of one round, of which only the sum can be seen, in two sites' noise."""
         for hospital in (self.north, self.south):
@@ -127,7 +119,7 @@ class Stage:
             assert self.submit(hospital, grant, pack_ring(np.arange(5, dtype=np.uint64)), **facts)
         model = pack_vector(np.full(4, 8, np.float32))
         self.intake.register.close_round(self.shared, 1, ["north", "south"], hashlib.sha256(model).digest())
-        self.shelf.place_model(self.shared, model, {"release": self.shared}, {})
+        self.place_model(self.shared, model)
         for name in ("north", "south"):
             self.intake.register.close(f"m-{name}", "released")
 
@@ -158,7 +150,7 @@ class Stage:
         self.update(north, "g-north", 2, 60)
         model = pack_vector(np.full(4, 7, np.float32))
         register.close_round(self.run, 2, ["north"], hashlib.sha256(model).digest())
-        self.shelf.place_model(self.run, model, {"release": self.run}, {})
+        self.place_model(self.run, model)
         register.close("g-north", "released")
         assert self.reserve(north, "g-taught", NoClaim(), "distill")
         taught: dict[str, Any] = {"mechanism": "distill", "claim": NoClaim(), "components": COMPONENTS["distill"]}
@@ -181,3 +173,13 @@ def stage(folder: Path) -> Iterator[Stage]:
         shown = Stage(home, store, Hospital("north", LAX), Hospital("south", LAX))
         shown.play()
         yield shown
+
+
+def books_of_store(store: Store) -> ReportInputs:
+    """What the store holds, read back from its export."""
+    return books_of(export(store._disk, store.origin, store._key), "", NOW)
+
+
+def page_of(store: Store, releases: Sequence[ReleaseView] = (), measured: Mapping[str, Any] | None = None) -> str:
+    """The overview's HTML."""
+    return as_html(overview(books_of_store(store), releases, measured))

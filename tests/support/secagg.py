@@ -10,12 +10,12 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from numpy.typing import NDArray
 
-from protos.envelope import key_id
-from protos.secagg import Member
-from protos.secagg_hub import Hub
-from protos.secagg_ring import Ring
-from protos.secagg_session import Acquaintance, Params, Quorum, Session
-from protos.secagg_wire import Step
+from protos.common.dsse import key_id
+from protos.secagg.member import Member
+from protos.secagg.messages import Step
+from protos.secagg.ring import Ring
+from protos.secagg.server import Server
+from protos.secagg.session import KnownPartners, Params, Quorum, Session
 
 
 class UnsafeStream:
@@ -66,10 +66,10 @@ class Sites:
             self.roster,
         )
 
-    def knows(self, names: Iterable[str] | None = None, minimum: int = 1) -> Acquaintance:
+    def knows(self, names: Iterable[str] | None = None, minimum: int = 1) -> KnownPartners:
         """Sites that somebody knows; by default, all."""
         chosen = self.names if names is None else names
-        return Acquaintance(
+        return KnownPartners(
             frozenset(key_id(site_key(name).public_key().public_bytes_raw()) for name in chosen), minimum
         )
 
@@ -91,7 +91,7 @@ class Sites:
 
 def play(
     members: dict[str, Member],
-    hub: Hub,
+    hub: Server,
     vectors: dict[str, NDArray[np.int64]],
     until: Step,
     silent: Iterable[str] = (),

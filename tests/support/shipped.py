@@ -8,28 +8,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from numpy.typing import NDArray
 
-from agent.attacks.disclosure import Release, Sums
-from agent.mechanisms.ksame import KSame
-from agent.nouns import Cohort, CohortTooSmall, Image, Patient, Selection
-from agent.pipeline import release_synthetic
-from agent.stages.freeze import from_note, place_of
-from agent.stages.invert import Basis
-from coordinator.intake import Intake
-from policies.policy import parse
-from policies.sqlite import open_sqlite
-from policies.store import Store
-from protos.artifact import unpack_images
-from tests.support.books import Clock, Hospital, policy
-from tests.support.wards import Door, Vault, site_of
+from agent.domain import Cohort, Image, Patient, Selection
+from agent.errors import CohortTooSmallError
+from agent.mechanisms.common.linear_codec import Basis
+from agent.mechanisms.ksame.mechanism import KSame
+from agent.microaggregation.released_clusters import from_note, place_of
+from agent.release.pipeline import release_synthetic
+from deploy.reproduction.attacks.disclosure import Release, Sums
+from protos.artifacts.arrays import unpack_images
+from tests.support.site_world import MemoryVault, site_world
 
 MODALITY = "OT"
 
 
 @dataclass
-class Wing(Vault):
+class Wing(MemoryVault):
     """A vault of given pictures, one of each patient, of whom some are there now; two labels in turn."""
 
     pictures: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 1, 1), np.float32))
@@ -66,11 +61,7 @@ def frozen(folder: Path, pictures: NDArray[np.float32], basis: Basis, k: int) ->
         vault, dice = Wing(pictures=pictures), np.random.default_rng(next(names))
         place = folder / f"site-{next(names)}"
         place.mkdir(parents=True)
-        hospital = Hospital("site-a", policy(max_releases_per_patient=9))
-        store = Store(open_sqlite(place / "hub.db"), "lazaret/coordinator", Ed25519PrivateKey.generate(), Clock())
-        intake = Intake.over(store, parse(policy(max_releases_per_patient=9), "federation"))
-        intake.enrol(hospital.enrolment()[1])
-        site = site_of(place, hospital, vault, Door(intake, "site-a"))
+        site = site_world(place, vault=vault, max_releases_per_patient=9).site
         last: list[Sums] = []
 
         def release(rows: NDArray[np.int64]) -> Sums:
@@ -79,7 +70,7 @@ def frozen(folder: Path, pictures: NDArray[np.float32], basis: Basis, k: int) ->
             vault.rows = tuple(rows.tolist())
             try:
                 goods, verdict = release_synthetic(site, KSame(k, 2, basis), MODALITY, dice)
-            except CohortTooSmall:
+            except CohortTooSmallError:
                 return last[-1]
             assert verdict.admitted
             shown, _ = unpack_images(goods.artifact)
@@ -104,7 +95,7 @@ def recomputed(folder: Path, pictures: NDArray[np.float32], basis: Basis, k: int
     return forgetful
 
 
-def _behind(vault: Vault) -> dict[bytes, int]:
+def _behind(vault: MemoryVault) -> dict[bytes, int]:
     """How many patients stand behind each picture that may still be shown."""
     found = {}
     for one in vault.note("releases") or []:

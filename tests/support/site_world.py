@@ -1,53 +1,44 @@
-"""Sites of a federated run without Flower: real ledgers and the product's own parts, called one by one."""
+"""One site with a real ledger and a vault in memory, and the coordinator's admission, called without a network."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agent.edges.tasks import Answer, Declined, Task
-from agent.masked import Sum
-from agent.mechanisms.federated import Federated, FederatedMasked
-from agent.nouns import Cohort, Image, Patient, Scan, Selection, Unreachable, Update
-from agent.participant import Participant, read_mechanism
-from agent.site import Refused, Site
-from coordinator.intake import Intake, Unwelcome
-from policies.policy import parse as parse_policy
-from policies.register import Register
-from policies.review import Verdict
-from policies.sqlite import open_sqlite
-from policies.statement import PAYLOAD_TYPE, Release, parse
-from policies.store import Store
-from protos.envelope import key_id, open_sealed
-from protos.secagg_session import Acquaintance
-from tests.support.books import Clock, Hospital
-from tests.support.entropy import UnsafeSeededEntropy
-from tests.support.grids import goods
+from agent.domain import Cohort, Image, Patient, Scan, Selection
+from agent.errors import CoordinatorUnreachableError
+from agent.federation.participant import Participant
+from agent.mechanisms.common.linear_codec import Basis, fit_basis
+from agent.mechanisms.federated.mechanism import Federated
+from agent.mechanisms.ksame.mechanism import KSame
+from agent.release.pipeline import release_synthetic
+from agent.release.ports import ApprovalPending, SignedRelease, SiteContext
+from coordinator.admission import AdmissionService, RequestRejectedError
+from policies.governance import decisions
+from policies.ledger.backends.sqlite import open_sqlite
+from policies.ledger.store import Store
+from policies.ledger_service import LedgerService
+from policies.review.policy import parse as parse_policy
+from policies.review.rules import Verdict
+from policies.statements import PAYLOAD_TYPE, Release, parse
+from protos.common.dsse import open_sealed
+from tests.support.coordinator_runs import goods
+from tests.support.ledger_world import Clock, Hospital, Person, policy
 
 SHAPE = (8, 8)
-
-
-def federated(rounds: int = 3, **changes: Any) -> Federated:
-    """A small training job."""
-    job = Federated(0.25, 1.8, 15, rounds, 0.1, 2, 25, 40.0, ("0", "1", "2"), SHAPE, (0.0,) * 64)
-    return replace(job, **changes)
-
-
-def masked(rounds: int = 2, sites: int = 3, **changes: Any) -> FederatedMasked:
-    """A small training job in secret sums."""
-    job = FederatedMasked(
-        0.25, 1.8, rounds, 0.1, 2, 25, 4.0, ("0", "1", "2"), SHAPE, (0.0,) * 64, sites, 2, 4.0, 20, 32
-    )
-    return replace(job, **changes)
+RNG = np.random.default_rng(5)
 
 
 @dataclass(frozen=True)
-class Drawer:
+class MemoryCheckpointStore:
     """One place in the vault, in memory."""
 
     blobs: dict[str, bytes]
@@ -64,8 +55,8 @@ class Drawer:
 
 
 @dataclass
-class Vault:
-    """The vault's port in memory, which notes when patients are read."""
+class MemoryVault:
+    """The vault's port in memory. It counts how often patients are read."""
 
     patients: int = 12
     notes: dict[str, Any] = field(default_factory=dict)
@@ -124,11 +115,11 @@ class Vault:
     def write_project_note(self, name: str, value: Any) -> None:
         self.write_note(f"project/{name}", value)
 
-    def place(self, name: str) -> Drawer:
-        return Drawer(self.blobs, name)
+    def place(self, name: str) -> MemoryCheckpointStore:
+        return MemoryCheckpointStore(self.blobs, name)
 
-    def site_place(self, name: str) -> Drawer:
-        return Drawer(self.blobs, f"site/{name}")
+    def site_place(self, name: str) -> MemoryCheckpointStore:
+        return MemoryCheckpointStore(self.blobs, f"site/{name}")
 
     def site_places(self, start: str) -> tuple[str, ...]:
         return tuple(name[5:] for name in sorted(self.blobs) if name.startswith(f"site/{start}"))
@@ -146,19 +137,19 @@ class Vault:
 
 
 @dataclass
-class Door:
-    """The door's port straight into a real coordinator's intake; it can be slammed."""
+class DirectCoordinatorClient:
+    """The client's port, with calls straight into a real coordinator's admission; ``shut``: it cannot be reached."""
 
-    intake: Intake
+    intake: AdmissionService
     site: str
     shut: bool = False
 
     def _ask(self, act: Any) -> Verdict:
         if self.shut:
-            raise Unreachable("slammed")
+            raise CoordinatorUnreachableError("no answer")
         try:
             return act()  # type: ignore[no-any-return]
-        except Unwelcome as refusal:
+        except RequestRejectedError as refusal:
             return Verdict((refusal.finding,))
 
     def reserve(self, key: str, envelope: bytes) -> Verdict:
@@ -184,16 +175,16 @@ class Door:
 
     def outcome(self, key: str, envelope: bytes) -> Verdict | None:
         if self.shut:
-            raise Unreachable("slammed")
+            raise CoordinatorUnreachableError("no answer")
         found = self.intake.outcome(self.site, key)
         return found[0] if found else None
 
 
-def site_of(folder: Path, hospital: Hospital, vault: Vault, door: Door) -> Site:
+def site_of(folder: Path, hospital: Hospital, vault: MemoryVault, door: DirectCoordinatorClient) -> SiteContext:
     """A hospital's agent over its own ledger file; open it again after a crash."""
     store = Store(open_sqlite(folder / f"{hospital.name}.db"), "lazaret/test", hospital.key, Clock())
     own = parse_policy(hospital.policy_text, hospital.name)
-    register = Register(store, lambda _site: own)
+    register = LedgerService(store, lambda _site: own)
     if hospital.name not in store.state.sites:
         register.enrol(*hospital.enrolment(), own)
     made = iter(range(1000))
@@ -208,65 +199,100 @@ def site_of(folder: Path, hospital: Hospital, vault: Vault, door: Door) -> Site:
             name for i in made if (name := f"{prefix}-{hospital.name}-{i}") not in register.store.state.grants
         )
 
-    return Site(hospital.name, register, door, vault, hospital.seal, read, new_id, lambda _step, _detail: None)
+    return SiteContext(hospital.name, register, door, vault, hospital.seal, read, new_id, lambda _step, _detail: None)
 
 
 @dataclass
-class Ward:
-    """One site in a run: what its link would hand to its desk comes to :meth:`handle`."""
+class SiteWorld:
+    """One site and one coordinator, with real ledgers."""
 
-    folder: Path
+    site: SiteContext
+    vault: MemoryVault
+    door: DirectCoordinatorClient
     hospital: Hospital
-    intake: Intake
-    partners: tuple[bytes, ...] = ()  # enrolled keys of the sites that it knows
-    vault: Vault = field(default_factory=Vault)
-    online: bool = True
-    seed: int = 1
-    asked: list[tuple[str, int, str]] = field(default_factory=list)  # kind, round, step
-    part: Sum = field(init=False)
-    door: Door = field(init=False)
+    intake: AdmissionService
 
-    def __post_init__(self) -> None:
-        self.door = Door(self.intake, self.hospital.name)
-        self.start()
+    def spent(self, kind: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(held, spent) of an account, at the site and at the coordinator."""
+        books = (self.site.books.store.state, self.intake.register.store.state)
+        accounts = [b.accounts[f"site-a/{kind}"] for b in books]
+        return (accounts[0].held, accounts[0].spent), (accounts[1].held, accounts[1].spent)
 
-    def start(self) -> bool:
-        """The process (again): a ledger file, a vault, and what was in memory is gone."""
-        site = site_of(self.folder, self.hospital, self.vault, self.door)
-        known = Acquaintance(frozenset(key_id(key) for key in self.partners), 1) if self.partners else None
-        participant = Participant(site, "OT", UnsafeSeededEntropy(self.seed))
-        self.part = Sum(participant, self.hospital.key, known, UnsafeSeededEntropy(self.seed + 1))
-        return participant.resume()
+    def join(self, p: Participant, mechanism: Federated, run: str = "run-1") -> None:
+        """The site prices the run, and the coordinator holds that price."""
+        assert self.intake.reserve_run(run, {"site-a": p.join(run, mechanism)}, 1)["site-a"].admitted
 
-    def crash(self) -> bool:
-        """kill -9, and a start; was the part taken up?"""
-        self.part.participant.site.books.store.close()
-        self.vault.crash_at = ""
-        return self.start()
+    def arrives(self, sent: SignedRelease) -> None:
+        """An update comes in with the link, and is admitted."""
+        assert self.door.submit(f"submit-{sent.release.release}", sent.envelope, sent.artifact).admitted
 
-    def handle(self, task: Task) -> Answer:
-        """What `agent.edges.rounds` does with a task, without its pauses.
 
-        Raises:
-            Declined: with a code.
-        """
-        self.asked.append((task.kind, task.round_index, task.step))
-        part = self.part.participant
-        try:
-            if task.kind == "price":
-                return Answer(part.join(task.run, read_mechanism(task.config.decode())))
-            if task.kind == "secure":
-                return Answer(
-                    payload=self.part.step(task.run, task.round_index + 1, task.step, task.payload, task.config)
-                )
-            assert task.vector is not None
-            sent, update = part.train(task.run, task.round_index + 1, Update(task.vector.copy()))
-            return Answer(sent.envelope, update.vector)
-        except Refused as refusal:
-            rules = {f.rule for f in refusal.verdict.findings}
-            raise Declined("budget" if "budget" in rules else "policy") from None
+def admission(ledger: Path, federation: str, *hospitals: Hospital) -> AdmissionService:
+    """The coordinator's admission over a ledger file, by the policy ``federation``, with these hospitals enrolled."""
+    store = Store(open_sqlite(ledger), "lazaret/coordinator", Ed25519PrivateKey.generate(), Clock())
+    intake = AdmissionService.over(store, parse_policy(federation, "federation"))
+    for hospital in hospitals:
+        intake.enrol(hospital.enrolment()[1])
+    return intake
 
-    def account(self, kind: str = "rdp") -> tuple[int, int]:
-        """(held, spent) in the site's own ledger."""
-        account = self.part.participant.site.books.store.state.accounts[f"{self.hospital.name}/{kind}"]
-        return account.held, account.spent
+
+def site_world(
+    folder: Path,
+    patients: int = 12,
+    *,
+    vault: MemoryVault | None = None,
+    own: str = "",
+    federation: str = "",
+    **changes: object,
+) -> SiteWorld:
+    """A site that is enrolled, with a vault of ``patients`` or the one that is given.
+
+    ``own`` and ``federation`` are the texts of both policies; without them they are those of the tests, the site's
+    with ``changes``.
+    """
+    hospital = Hospital("site-a", own or policy(**changes))
+    intake = admission(folder / "coordinator.db", federation or policy(max_releases_per_patient=9), hospital)
+    vault = MemoryVault(patients) if vault is None else vault
+    door = DirectCoordinatorClient(intake, "site-a")
+    return SiteWorld(site_of(folder, hospital, vault, door), vault, door, hospital, intake)
+
+
+def public_basis(provenance: str = "public") -> Basis:
+    """A PCA basis of random images."""
+    return fit_basis(np.random.default_rng(9).random((40, *SHAPE)).astype(np.float32), 8, provenance)  # type: ignore[arg-type]
+
+
+def ksame(k: int = 5, provenance: str = "public") -> KSame:
+    """k-Same-PCA of the images in :class:`MemoryVault`."""
+    return KSame(k, 2, public_basis(provenance))
+
+
+def approving(tmp_path: Path) -> tuple[SiteWorld, Person, Person]:
+    """A site whose policy has two persons approve, and both of them appointed."""
+    s = site_world(tmp_path, approvals='["compliance", "hospital"]')
+    persons = Person("dpo-1", "compliance"), Person("head-1", "hospital")
+    for person in persons:
+        decisions.appoint(s.site.books.store, person.name, person.role, person.public)
+    return s, *persons
+
+
+def approve(s: SiteWorld, person: Person, release: Release, digest: str = "") -> None:
+    """A person approves the release, or other bytes of the same name."""
+    value = digest or release.artifact_sha256
+    sealed = person.approval(release.release, "release", release.release, value, origin=s.site.books.store.origin)
+    decisions.approve(s.site.books.store, sealed)
+
+
+def waiting(s: SiteWorld) -> Release:
+    """A release that waits for persons."""
+    with pytest.raises(ApprovalPending) as caught:
+        release_synthetic(s.site, ksame(), "OT", RNG)
+    return caught.value.goods.release
+
+
+def permissive(text: str) -> str:
+    """A policy that admits level C, and what is of no public origin."""
+    for key, value in (("levels", '["A", "B", "C"]'), ("components", '["public", "private"]')):
+        text, found = re.subn(rf"^{key} = [^\n#]*", f"{key} = {value} ", text, flags=re.MULTILINE)
+        assert found == 1
+    return text

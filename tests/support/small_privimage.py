@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from agent.edges.pictures import read_pictures
-from agent.mechanisms.privimage import PrivImage, PublicPictures, Synthetic
-from agent.nets.diffusion import DiffusionArchitecture
-from agent.nets.features import RandomFeatures
-from agent.nets.semantics import Semantics, semantics_from
-from agent.stages.diffusion import DiffusionConfig
-from agent.stages.finetune import PrivateSgd
-from agent.stages.select import Query
-from agent.training.semantics import cluster_semantics
+from agent.dp.dpsgd import PrivateSgd
+from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.privimage.diffusion import DiffusionConfig
+from agent.mechanisms.privimage.mechanism import PrivImage, Synthetic
+from agent.mechanisms.privimage.semantic_query import Query
+from agent.models.diffusion.edm import DiffusionArchitecture
+from agent.models.features.extractors import RandomFeatures
+from agent.models.image_folder import read_image_folder
+from agent.models.semantics.classifier import Semantics, semantics_from
+from agent.models.semantics.training import cluster_semantics
 
 SMALLEST = DiffusionArchitecture(8, 1, 1, (8, 8), 1, (False, False), 8, 4)
 
@@ -37,15 +38,15 @@ def semantics(provenance: str = "public") -> Semantics:
     return semantics_from(raw, provenance)  # type: ignore[arg-type]
 
 
-def vouched(images: np.ndarray[Any, np.dtype[np.uint8]], bins: np.ndarray[Any, np.dtype[np.int64]]) -> PublicPictures:
+def vouched(images: np.ndarray[Any, np.dtype[np.uint8]], bins: np.ndarray[Any, np.dtype[np.int64]]) -> PublicImages:
     """Pictures of which the site says that no patient is on them."""
-    return PublicPictures(images, bins, frozenset({PublicPictures(images, bins).sha256}))
+    return PublicImages(images, bins, frozenset({PublicImages(images, bins).sha256}))
 
 
 def digest_of(folder: Path, side: int = 8) -> str:
     """What a site vouches for, of a folder of grey pictures."""
-    images, _ = read_pictures(folder, side, grey=True)
-    return PublicPictures(images, np.zeros(len(images), np.int64)).sha256
+    images, _ = read_image_folder(folder, side, grey=True)
+    return PublicImages(images, np.zeros(len(images), np.int64)).sha256
 
 
 def tiny(provenance: str = "public", **changes: Any) -> PrivImage:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from agent.desk import open_desk
-from tests.support.federation import Site
+from agent.runtime import open_runtime
+from tests.support.federation_world import Site
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -18,7 +18,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def opened_once(site: Site) -> None:
     """A site whose ledger is there, as after its first command."""
-    with open_desk(site.home.root, lambda *_: None):
+    with open_runtime(site.home.root, lambda *_: None):
         pass
 
 

@@ -18,19 +18,19 @@ from typing import Any
 
 import grpc
 
-from coordinator.edges.uploads import UploadRefused, Uploads
-from protos.chunks import Artifact, manifest, piece
-from protos.v1 import gateway_pb2 as pb
+from coordinator.storage.uploads import UploadError, Uploads
+from protos.artifacts.chunks import Artifact, manifest, piece
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayServicer, add_GatewayServicer_to_server
 
 SITE = "site-a"
 QUOTA = 2 << 30
 
 
-def announce(artifact: Artifact, key: str = "submit-1") -> pb.SealedRequest:
+def announce(artifact: Artifact, key: str = "submit-1") -> gateway_pb2.SealedRequest:
     """What stands in for a sealed statement here: the artifact's digest and size."""
     listing = manifest(artifact)
-    return pb.SealedRequest(key=key, envelope=json.dumps([listing.sha256, listing.size]).encode())
+    return gateway_pb2.SealedRequest(key=key, envelope=json.dumps([listing.sha256, listing.size]).encode())
 
 
 def staged(uploads: Uploads, site: str, artifact: Artifact) -> Path:
@@ -49,7 +49,7 @@ class Receiver(GatewayServicer):
         """``die_after``: kill this process, as -9 does, at that piece."""
         self.uploads, self.die_after = uploads, die_after
         self.puts: list[int] = []
-        self.answers: dict[str, pb.VerdictReply] = {}
+        self.answers: dict[str, gateway_pb2.VerdictReply] = {}
         self.finished: list[Path] = []
         self.lose_reply = False
 
@@ -57,10 +57,10 @@ class Receiver(GatewayServicer):
         sha256, size = json.loads(request.sealed.envelope)
         try:
             missing = self.uploads.offer(SITE, sha256, size, request.chunks, QUOTA)
-        except UploadRefused as refusal:
-            finding = pb.Finding(rule=refusal.rule, detail=refusal.detail)
-            return pb.OfferReply(decided=pb.VerdictReply(findings=[finding], seq=-1))
-        return pb.OfferReply(upload=sha256, missing=missing)
+        except UploadError as refusal:
+            finding = gateway_pb2.Finding(rule=refusal.rule, detail=refusal.detail)
+            return gateway_pb2.OfferReply(decided=gateway_pb2.VerdictReply(findings=[finding], seq=-1))
+        return gateway_pb2.OfferReply(upload=sha256, missing=missing)
 
     def Upload(self, parts: Iterator[Any], context: Any) -> Any:
         upload, taken = next(parts).upload, 0
@@ -72,18 +72,18 @@ class Receiver(GatewayServicer):
                 self.puts.append(part.chunk.index)
                 taken += 1
             self.uploads.sync(SITE, upload)
-        except UploadRefused as refusal:
+        except UploadError as refusal:
             self._abort(context, refusal)
-        return pb.UploadReply(accepted=taken)
+        return gateway_pb2.UploadReply(accepted=taken)
 
     def Submit(self, request: Any, context: Any) -> Any:
         sha256, _size = json.loads(request.envelope)
         try:
             if request.key not in self.answers:
                 self.finished.append(self.uploads.finish(SITE, sha256))
-                self.answers[request.key] = pb.VerdictReply(admitted=True, known=True, level="B")
+                self.answers[request.key] = gateway_pb2.VerdictReply(admitted=True, known=True, level="B")
                 self.uploads.drop(SITE, sha256)
-        except UploadRefused as refusal:
+        except UploadError as refusal:
             self._abort(context, refusal)
         if self.lose_reply:
             self.lose_reply = False
@@ -91,9 +91,9 @@ class Receiver(GatewayServicer):
         return self.answers[request.key]
 
     def Outcome(self, request: Any, context: Any) -> Any:
-        return self.answers.get(request.key, pb.VerdictReply(known=False, seq=-1))
+        return self.answers.get(request.key, gateway_pb2.VerdictReply(known=False, seq=-1))
 
-    def _abort(self, context: Any, refusal: UploadRefused) -> None:
+    def _abort(self, context: Any, refusal: UploadError) -> None:
         code = grpc.StatusCode.INVALID_ARGUMENT if refusal.lasting else grpc.StatusCode.FAILED_PRECONDITION
         context.abort(code, refusal.rule)
 

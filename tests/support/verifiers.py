@@ -9,14 +9,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.nets.siamese import Share
-from agent.nets.tail import Tail
-from agent.nets.trunk import TrunkArchitecture
-from agent.nets.verifier import CHANGES, Judged, Verifier, VerifierArchitecture, VerifierNet, verifier_bytes
-from agent.nets.verifier import verifier_from as _read
-from agent.phantoms.chest import chest_patients, stacked
-from agent.training.loop import seeded
-from agent.training.verification import VerificationConfig, fit_verifier, second_opinion
+from agent.intervals import Proportion
+from agent.models.features.trunk import TrunkArchitecture
+from agent.models.recognition.score_tail import Tail
+from agent.models.recognition.verifier import (
+    CHANGES,
+    Verifier,
+    VerifierArchitecture,
+    VerifierNet,
+    VerifierQuality,
+    verifier_bytes,
+)
+from agent.models.recognition.verifier import verifier_from as _read
+from agent.models.recognition.verifier_training import VerificationConfig, fit_verifier, second_opinion
+from agent.models.training_loop import seeded
+from deploy.phantoms.chest import chest_patients, stacked
 
 TINY = VerifierArchitecture(TrunkArchitecture(16, 1, 8, 2), grid=8, features=32, hidden=16, embedding=32)
 
@@ -27,10 +34,10 @@ def chests(people: int, seed: int, side: int = 16, visits: int = 2) -> tuple[NDA
     return np.rint(pictures * 255).astype(np.uint8), owners
 
 
-def unsafe_judged() -> Judged:
+def unsafe_judged() -> VerifierQuality:
     """A lie, for tests alone: nobody measured these figures. They are as good as is demanded."""
-    good = Share(0.95, 0.9, 1.0)
-    return Judged(good, good, good, good, dict.fromkeys(CHANGES, good))
+    good = Proportion(0.95, 0.9, 1.0)
+    return VerifierQuality(good, good, good, good, dict.fromkeys(CHANGES, good))
 
 
 def unsafe_tail(start: float = 0.0) -> Tail:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from agent.deidentify.reasons import Refused
+from agent.deidentify.admission_rules import Rules
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.record import Record
-from agent.deidentify.rules import Rules
-from agent.deidentify.tags import Deidentifier
-from agent.edges.ocr import Ocr, OcrSettings
-from agent.edges.reader import Limits, Reader
+from agent.ingest.ocr import Ocr, OcrSettings
+from agent.ingest.parser_process import Limits, ParserProcess
 from tests.torture.plants import Made
 
 WHO: Final = Deidentifier(b"\7" * 32, "TORTURE")
@@ -49,16 +49,18 @@ def _cpu(pid: int | None) -> float:
 def through(made: Iterable[Made], rules: Rules = RULES, who: Deidentifier = WHO) -> Passed:
     """Every file through one reader process."""
     passed = Passed()
-    with Reader(rules, who, Limits()) as reader:
+    with ParserProcess(rules, who, Limits()) as reader:
         for file in made:
             before, pid = _cpu(reader.pid), reader.pid
             try:
                 patient = "PX84629173" if file.name.startswith("volume") else None
                 record = reader.read(file.data, DIGEST, patient)
                 if record.text:
-                    raise Refused("burned_in_text")  # as the agent's ``Intake`` does, which also holds the study
+                    raise FileRejectedError(
+                        "burned_in_text"
+                    )  # as the agent's ``Intake`` does, which also holds the study
                 passed.records[file.name] = record
-            except Refused as refusal:
+            except FileRejectedError as refusal:
                 passed.refused[file.name] = refusal.code
             if pid is not None and reader.pid == pid:
                 passed.cpu_seconds += _cpu(pid) - before
@@ -69,7 +71,7 @@ def look(passed: Passed) -> None:
     """Read every picture that came out, as the agent reads a sample; those with an alarm are refused.
 
     Raises:
-        OcrMissing: tesseract is not installed.
+        OcrMissingError: tesseract is not installed.
     """
     ocr = Ocr(OcrSettings(every=1), b"\3" * 32)
     for name, record in list(passed.records.items()):

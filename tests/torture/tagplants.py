@@ -18,7 +18,7 @@ from tests.torture.sower import Sower
 
 # PS3.15 Table E.1-1 as data: which attributes there are, not what to do with them
 TABLE: Final = json.loads(
-    (Path(__file__).parents[2] / "agent" / "deidentify" / "ps315.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[2] / "agent" / "deidentify" / "ps315" / "ps315.json").read_text(encoding="utf-8")
 )["attributes"]
 _TOP: Final = (  # VR -> an attribute that real files have
     ("AE", "StationAETitle"), ("AE", "RetrieveAETitle"), ("CS", "BodyPartExamined"), ("CS", "ScanningSequence"),

@@ -14,14 +14,14 @@ import numpy as np
 import pydicom
 import pytest
 
-from agent.deidentify.profile import Profile
-from agent.edges.files import in_folder
-from agent.edges.intake import Intake, Ports
-from agent.edges.lists import read_lists
-from agent.edges.notes import Notes
-from agent.edges.quarantine import Quarantine
-from agent.edges.reader import instance_name
-from agent.edges.vault import Vault
+from agent.deidentify.ps315.options import Profile
+from agent.deidentify.record import instance_name
+from agent.ingest.folders import in_folder
+from agent.ingest.patient_lists import read_lists
+from agent.ingest.pipeline import IngestDependencies, IngestPipeline
+from agent.storage.quarantine import Quarantine
+from agent.storage.site_database import SiteDatabase
+from agent.storage.vault import Vault
 from tests.support.peers import lacking, need
 from tests.torture import pictures
 from tests.torture.plants import Made, torture, unchecked
@@ -277,11 +277,11 @@ def test_a_whole_folder_goes_into_a_real_vault_and_nothing_planted_with_it(
         (folder / file.name).write_bytes(file.data)
     (folder / "nifti.csv").write_text("file,patient_id\nvolume.nii,PX1\nvolume_packed.nii.gz,PX1\n")
     key = b"\5" * 32
-    notes = Notes(tmp_path / "notes.db", key)
+    notes = SiteDatabase(tmp_path / "notes.db", key)
     vault = Vault(notes, tmp_path / "vault.db", key)
     quarantine = Quarantine(tmp_path / "quarantine", key)
     found = in_folder(folder, read_lists(folder), (quarantine.folder,), RULES.max_bytes)
-    with Intake(Ports(RULES, WHO, vault, quarantine, {}), jobs=2) as intake:
+    with IngestPipeline(IngestDependencies(RULES, WHO, vault, quarantine, {}), jobs=2) as intake:
         report = intake.run(found)
     assert report.files == len(few) == report.kept + sum(report.quarantined.values())
     assert report.kept > 10

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nibabel
@@ -13,16 +14,18 @@ import numpy as np
 import pydicom
 import pytest
 
-from agent.__main__ import main
-from agent.deidentify.pixels import decode, unit_range
-from agent.edges import defaced_files
-from agent.edges.defaced_files import LOG
-from agent.edges.home import Home
-from agent.edges.levels import unpacked
-from agent.edges.sweeping import Sweeping
-from agent.edges.way import Way, open_way
-from agent.phantoms.head_writing import Series, nifti, study
-from agent.phantoms.heads import axial
+from agent.cli import deface as deface_module
+from agent.cli.main import main
+from agent.defacing import batch as defaced_files
+from agent.defacing.batch import LOG
+from agent.deidentify.pixels.pixel_data import decode, unit_range
+from agent.ingest.context import IngestContext, open_ingest
+from agent.ingest.service import DefacingThread
+from agent.storage.pixel_codec import unpacked
+from agent.storage.site_directory import SiteDirectory
+from deploy.phantoms.head_files import Series, nifti, study
+from deploy.phantoms.heads import axial
+from protos.common.errors import ArtifactError
 from tests.support.heads import bad, phantoms, scan
 
 pytestmark = pytest.mark.timeout(900)  # brains are looked for, and heads drawn: a busy machine takes its time
@@ -151,16 +154,16 @@ def test_a_run_that_was_killed_in_the_middle_of_a_study_makes_it_anew(
     ("words", "said"),
     [
         (["IN", "OUT"], "remodel needs --network"),
-        (["IN", "OUT", "--network", "none.safetensors"], "no such file: none.safetensors"),
+        (["IN", "OUT", "--network", "none.safetensors"], "file not found: none.safetensors"),
         (["IN", "OUT", "--method", "strip", "--network", "IN"], "by no other method"),
-        (["IN", "OUT.nii", "--method", "strip"], "named so: .nii.gz"),
-        (["none.nii", "OUT", "--method", "strip"], "no such file or folder"),
-        (["IN"], "where to write"),
+        (["IN", "OUT.nii", "--method", "strip"], "must be named .nii.gz"),
+        (["none.nii", "OUT", "--method", "strip"], "file or folder not found"),
+        (["IN"], "needs IN and OUT"),
         (["IN", "OUT", "--vault"], "--vault takes no files"),
         (["--vault"], "--vault needs --home"),
-        (["FOLDER", "FOLDER/out", "--method", "strip"], "cannot lie in the folder"),
-        (["FOLDER", "OUT", "--method", "strip", "--mask", "IN"], "--mask goes with one file"),
-        (["IN", "THERE", "--method", "deface"], "an output is there already"),
+        (["FOLDER", "FOLDER/out", "--method", "strip"], "must be outside the input folder"),
+        (["FOLDER", "OUT", "--method", "strip", "--mask", "IN"], "--mask works with one file only"),
+        (["IN", "THERE", "--method", "deface"], "an output file already exists"),
     ],
 )
 def test_a_wrong_order_is_a_sentence_and_leaves_nothing(
@@ -202,7 +205,7 @@ def site(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> Pa
     return home
 
 
-def pictures(way: Way) -> list[tuple[str, Any]]:
+def pictures(way: IngestContext) -> list[tuple[str, Any]]:
     file = way.vault._file
     heads = [head for head in way.vault.heads() if head.kind == "image"]
     return [
@@ -220,7 +223,7 @@ def test_what_comes_in_is_de_faced_by_policy_and_what_cannot_be_stays_withheld(
     assert told["faces"]["defaced"] == 1
     withheld = told["faces"]["withheld"]
     assert withheld["no_head"] == 1
-    with open_way(Home(site), "main") as way:
+    with open_ingest(SiteDirectory(site), "main") as way:
         heads = list(way.vault.heads())
         bare = [head for head in heads if head.defaced]
         assert not any(head.face for head in bare)
@@ -245,7 +248,7 @@ def test_without_the_table_heads_stay_withheld(site: Path, capsys: pytest.Captur
     (site / "ingest.toml").write_text('[site]\nissuer = "H"\n[rules]\nnifti_modality = "MR"\n')
     code, told = typed(capsys, "--home", site, "ingest")
     assert (code, "faces" in told) == (0, False)
-    with open_way(Home(site), "main") as way:
+    with open_ingest(SiteDirectory(site), "main") as way:
         assert all(head.face for head in way.vault.heads())
     code, said = typed(capsys, "--home", site, "deface", "--vault")
     assert code == 1
@@ -289,7 +292,7 @@ def test_serve_sweeps_once_nothing_has_come_for_a_while(site: Path, capsys: pyte
     (site / "ingest.toml").write_text(table.split("[faces]")[0])
     assert main(["--home", str(site), "ingest"]) == 0  # before there was a table: the bottle waits
     (site / "ingest.toml").write_text(table)
-    sweeping = Sweeping(Home(site), "main", log, 60.0, lambda: clock[0])
+    sweeping = DefacingThread(SiteDirectory(site), "main", log, 60.0, lambda: clock[0])
     sweeping.look()
     assert log.said == []
     clock[0] = 61.0
@@ -301,9 +304,22 @@ def test_serve_sweeps_once_nothing_has_come_for_a_while(site: Path, capsys: pyte
     sweeping._thread.join()
     assert len(log.said) == 2, "nothing has come since"
     (site / "ingest.toml").write_text("[faces]\nmethod = 7\n")
-    sweeping = Sweeping(Home(site), "main", log, 60.0, lambda: clock[0])
+    sweeping = DefacingThread(SiteDirectory(site), "main", log, 60.0, lambda: clock[0])
     for _ in range(2):  # a fault is written down, and tried again
         clock[0] += 61.0
         sweeping.look()
         sweeping._thread.join()
-    assert log.said[2:] == [("defacing_failed", {"reason": "BadSite"})] * 2
+    assert log.said[2:] == [("defacing_failed", {"reason": "SiteConfigError"})] * 2
+
+
+def test_a_text_that_may_quote_a_file_is_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def quoting(_: object) -> int:
+        raise ArtifactError("Mustermann^Max")
+
+    monkeypatch.setattr(deface_module, "_files", quoting)
+    assert deface_module.run(SimpleNamespace(vault=False)) == 1  # type: ignore[arg-type]
+    said = capsys.readouterr()
+    assert "refused: ArtifactError" in said.err
+    assert "Mustermann" not in said.out + said.err

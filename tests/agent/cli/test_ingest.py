@@ -19,20 +19,24 @@ from hypothesis import strategies as st
 from pydicom.data import get_testdata_file
 from pydicom.dataset import Dataset
 
-from agent import site_commands
-from agent.__main__ import main
-from agent.edges.archives import Ears, narrowed, retrieve, scheduled
-from agent.edges.home import BadSite, Home
-from agent.edges.reception import Reception
-from agent.edges.remote import Query, Remote
-from agent.edges.room import Arrival
-from agent.edges.way import open_way
-from agent.phantoms import digits
+from agent.cli.main import main
+from agent.errors import SiteConfigError
+from agent.ingest import errors as ingest_errors
+from agent.ingest.context import open_ingest
+from agent.ingest.retrieval import RetrievalCallbacks, narrowed, retrieve, scheduled
+from agent.ingest.service import IngestService
+from agent.pacs.archive import ArchiveConfig, Query
+from agent.storage.site_directory import SiteDirectory
+from agent.storage.spool import ReceivedFile
+from deploy.phantoms import digits
 from tests.support.archives import dataset_of, rogue
+from tests.support.ingest_site import ingest_site, one_reader, told, typed
 from tests.support.pacs import make_instances
 from tests.support.pki import Authority
 from tests.support.ports import free_port
 
+__all__ = ["one_reader"]  # a fixture
+pytestmark = pytest.mark.usefixtures("one_reader")
 CT = Path(str(get_testdata_file("CT_small.dcm", download=False)))
 RGB = Path(str(get_testdata_file("examples_rgb_color.dcm", download=False)))
 
@@ -40,25 +44,7 @@ RGB = Path(str(get_testdata_file("examples_rgb_color.dcm", download=False)))
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """A hospital's agent, and an empty folder beside it."""
-    (tmp_path / "input").mkdir()
-    words = ["init", "--site", "site-a", "--policy", "internal", "--input", "../input"]
-    words += [w for m in ("CT", "MR", "OT") for w in ("--modality", m)] + ["--secondary-capture-modality", "OT"]
-    assert main(["--home", str(tmp_path / "site"), *words]) == 0
-    return tmp_path / "site"
-
-
-def typed(capsys: pytest.CaptureFixture[str], site: Path, *words: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of a command."""
-    capsys.readouterr()
-    status = main(["--home", str(site), *words])
-    said = capsys.readouterr()
-    return status, said.out, said.err
-
-
-def told(capsys: pytest.CaptureFixture[str], site: Path, *words: str, status: int = 0) -> Any:
-    ended, out, err = typed(capsys, site, *words, "--json")
-    assert ended == status, err
-    return json.loads(out)
+    return ingest_site(tmp_path)
 
 
 def pacs(site: Path, port: int, more: str = "") -> None:
@@ -89,7 +75,7 @@ def test_what_a_pacs_lists_and_does_not_send_is_told_and_the_command_says_that_i
     archive = json.loads(out)["archive"]
     assert status == 1
     assert (archive["missing"], archive["stopped"], archive["asked"]) == (2, False, True)
-    assert "main: 2 instances did not come" in err
+    assert "main: 2 instances did not arrive" in err
     assert "SECRET-7" not in out + err
     assert json.loads(out)["files"] == 2
 
@@ -133,9 +119,9 @@ def test_an_archive_that_is_outside_its_hours_is_not_asked_and_that_is_said(
 def test_who_waits_for_an_archives_hours_is_told_until_when(site: Path) -> None:
     hours = other_hours()
     until: list[dt.datetime] = []
-    with open_way(Home(site), "main") as way:
-        remote = Remote("main", "ROGUE", "127.0.0.1", free_port(), "LAZARET", hours=hours)
-        found = retrieve(way, remote, Ears(waiting=until.append), lambda: bool(until))
+    with open_ingest(SiteDirectory(site), "main") as way:
+        remote = ArchiveConfig("main", "ROGUE", "127.0.0.1", free_port(), "LAZARET", hours=hours)
+        found = retrieve(way, remote, RetrievalCallbacks(waiting=until.append), lambda: bool(until))
     assert (found.asked, found.complete) == (False, False)
     assert [f"{end:%H:%M}" for end in until] == [hours[:5]]
 
@@ -144,8 +130,8 @@ def test_who_waits_for_an_archives_hours_is_told_until_when(site: Path) -> None:
 def test_what_was_kept_is_told_and_logged_though_the_archive_cannot_be_reached(
     site: Path, capsys: pytest.CaptureFixture[str], road: str
 ) -> None:
-    with open_way(Home(site), "main") as way:
-        way.inbox.put(Arrival("dimse", "PACS", CT.read_bytes(), instance="1.2.3"))
+    with open_ingest(SiteDirectory(site), "main") as way:
+        way.inbox.put(ReceivedFile("dimse", "PACS", CT.read_bytes(), instance="1.2.3"))
     port = free_port()
     if road == "--pacs":
         pacs(site, port)
@@ -184,14 +170,14 @@ def test_a_list_that_names_nobody_is_never_everybody(
         pacs(site, port)
         status, _, err = typed(capsys, site, "ingest", "--pacs", "main", option, str(site.parent / "list.txt"))
     assert (status, asked) == (1, [])
-    assert "names none" in err
+    assert "is empty" in err
 
 
 def test_an_opt_out_of_nobody_is_a_mistake(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (site.parent / "list.txt").write_text("")
     status, _, err = typed(capsys, site, "opt-out", "add", "--patients", str(site.parent / "list.txt"))
     assert status == 1
-    assert "names none" in err
+    assert "is empty" in err
 
 
 def test_an_opt_out_of_ids_that_nobody_has_is_said_before_it_is_taken(
@@ -200,15 +186,15 @@ def test_an_opt_out_of_ids_that_nobody_has_is_said_before_it_is_taken(
     (one,) = make_instances(tmp_path / "made", 1, modalities=("CT",))
     (site.parent / "input" / "a.dcm").write_bytes(one.read_bytes())
     assert main(["--home", str(site), "ingest"]) == 0
-    with open_way(Home(site), "main") as way:  # of whom something waits is somebody, too
+    with open_ingest(SiteDirectory(site), "main") as way:  # of whom something waits is somebody, too
         waits = make_instances(tmp_path / "waits", 1, modalities=("CT",), seed="w")[0]
-        way.inbox.put(Arrival("dimse", "PACS", waits.read_bytes()))
+        way.inbox.put(ReceivedFile("dimse", "PACS", waits.read_bytes()))
     ids = site.parent / "list.txt"
     ids.write_text("PAT-0\nPAT-O\nPAT-w0\nPAT-9\n")
     add = ("opt-out", "add", "--patients", str(ids))
     status, out, err = typed(capsys, site, *add)
     assert (status, out) == (1, "")
-    assert "of 2 of the 4 ids nothing is here (id 2, 4 of the file)" in err
+    assert "of 2 of the 4 ids there are no data here (id 2, 4 of the file)" in err
     assert "--anyway" in err
     assert not any(word in err for word in ids.read_text().split()), "no id is in a message"
     assert told(capsys, site, "opt-out", "list") == {"patients": 0}, (
@@ -266,7 +252,7 @@ def test_what_is_typed_never_widens_what_the_settings_allow(own: Query, more: Qu
     study = (study[0], study[1] or dt.date(2026, 1, 5), study[2], study[3])
     try:
         both = narrowed(own, more)
-    except BadSite:
+    except SiteConfigError:
         return
     if finds(both, study):
         assert finds(own, study)
@@ -280,7 +266,7 @@ def test_a_query_with_nothing_in_common_with_the_settings_is_refused_in_words() 
     assert narrowed(own, Query(until=dt.date(2026, 1, 6))).until == dt.date(2026, 1, 6)
     assert narrowed(own, Query(patients=("P2", "P3"))).patients == ("P2",)
     for more in (Query(("US",)), Query(since=dt.date(2026, 2, 1)), Query(patients=("P3",)), Query(accessions=("A",))):
-        with pytest.raises(BadSite) as caught:
+        with pytest.raises(SiteConfigError) as caught:
             narrowed(own, more)
         assert "P3" not in str(caught.value)
 
@@ -290,7 +276,7 @@ def test_the_clock_asks_for_the_last_days_only_where_a_query_names_none(site: Pa
     with (site / "ingest.toml").open("a") as stream:
         stream.write('[site]\npull = ["main"]\npull_days = 7\n')
     today = dt.date(2026, 3, 8)
-    with open_way(Home(site), "main") as way:
+    with open_ingest(SiteDirectory(site), "main") as way:
         ingestion = way.ingestion
     assert [one.query.since for one in scheduled(ingestion, today)] == [dt.date(2026, 3, 1)]
     for own in (Query(since=dt.date(2020, 1, 1)), Query(until=dt.date(2020, 1, 1))):
@@ -321,7 +307,7 @@ def test_serve_ends_with_a_sentence_when_it_cannot_listen(
             assert err.startswith("refused: ")
 
 
-@pytest.mark.parametrize("error", site_commands.EXPECTED)
+@pytest.mark.parametrize("error", ingest_errors.EXPECTED)
 def test_whatever_ends_serve_at_its_start_is_a_sentence(
     site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
@@ -329,7 +315,7 @@ def test_whatever_ends_serve_at_its_start_is_a_sentence(
         raise error("opted_out")  # the only one of them that takes no sentence takes a reason's code
 
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(Reception, "__enter__", fails)
+    monkeypatch.setattr(IngestService, "__enter__", fails)
     status, _, err = typed(capsys, site, "serve")
     assert status == 1
     assert err.startswith("refused: opted_out")
@@ -432,7 +418,7 @@ def test_a_name_of_nothing_in_quarantine_is_a_mistake_and_nothing_is_done(
     ):
         status, _, err = typed(capsys, site, "quarantine", *words)
         assert status == 1
-        assert "of nothing in quarantine" in err
+        assert "not in quarantine" in err
     assert not (tmp_path / "seen").exists()
     (entry,) = told(capsys, site, "quarantine", "list")["files"]
     assert (entry["name"], entry["attempts"]) == (name, 1)
@@ -445,7 +431,7 @@ def test_who_tries_again_is_told_what_was_left_out(
     for _ in range(2):
         assert told(capsys, site, "quarantine", "retry", status=1)["left_out"] == 0
     _, out, err = typed(capsys, site, "quarantine", "retry", name)
-    assert "say --once-more" in err
+    assert "add --once-more" in err
     assert "0 files read" in out
     assert told(capsys, site, "quarantine", "retry")["left_out"] == 1
     assert told(capsys, site, "quarantine", "retry", "--once-more", status=1)["files"] == 1
@@ -471,7 +457,7 @@ def test_manifests_of_several_studies_are_one_array(site: Path, capsys: pytest.C
     told(capsys, site, "ingest")
     found = told(capsys, site, "manifest")
     assert len(found) == 3
-    with open_way(Home(site), "main") as way:
+    with open_ingest(SiteDirectory(site), "main") as way:
         study = way.vault.studies()[0]
     assert told(capsys, site, "manifest", "--study", study) in found
     out = site.parent / "out"
@@ -492,6 +478,6 @@ def test_lists_are_told_as_json(site: Path, capsys: pytest.CaptureFixture[str]) 
     assert told(capsys, site, "opt-out", "list") == {"patients": 2}
     assert main(["--home", str(site), "project", "create", "study-1"]) == 0
     assert told(capsys, site, "project", "list") == ["main", "study-1"]
-    with open_way(Home(site), "main") as way:
+    with open_ingest(SiteDirectory(site), "main") as way:
         way.vault.hold("ab" * 16)
     assert told(capsys, site, "cohort", "--held") == ["ab" * 16]

@@ -3,69 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 import stat
-from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from agent.commands import project_of
-from agent.edges import projects
-from agent.stages.freeze import place_of
-from agent.stages.invert import fit_basis, save_basis
-from deploy.demo.train_networks import kept_network
-from policies.policy import preset
-from tests.agent.edges.test_synthesis import sha, toml
-from tests.agent.edges.test_vault import record
-from tests.agent.test_synthesis_commands import Typed, at, typed
-from tests.support import federation
-from tests.support.federation import Federation, Site
-from tests.support.networks import files
-from tests.support.verifiers import chests
+from agent.cli.release import project_of
+from agent.microaggregation.released_clusters import place_of
+from agent.storage import projects
+from tests.support.chest_clinic import PATIENTS, chest_clinic
+from tests.support.command_line import Typed, at, typed
+from tests.support.federation_world import Site
 
-__all__ = ["typed"]  # a fixture
-PATIENTS, SIDE = 44, 32
-
-
-@pytest.fixture(params=["as it is shipped"])
-def chest_clinic(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """An enrolled site with patients' chests; a generator that nobody trained, and verifiers that know chests."""
-    if request.param != "as it is shipped":
-        text = preset("internal")
-        monkeypatch.setattr(federation, "preset", lambda _: re.sub(r"(?m)^max_reid_rate = \S+", request.param, text))
-    named = dict(zip(("generator", "encoder"), files(1), strict=True))
-    named |= {name: kept_network(name) for name in ("verifier", "unseen")}
-    pictures = (chests(PATIENTS + 60, 5, side=SIDE, visits=1)[0] / 255).astype(np.float32)
-    named["basis"] = save_basis(fit_basis(pictures[PATIENTS:], 8, "public"))
-    for name, raw in named.items():
-        (tmp_path / f"{name}.safetensors").write_bytes(raw)
-    judges = {part: f"{part}.safetensors" for part in ("verifier", "unseen")}
-    table = {**judges, **{f"{part}_sha256": sha(named[part]) for part in judges}}
-    ksalsa = {
-        "mechanism": "ksalsa",
-        "cohort": {"modality": "OT"},
-        "clusters": {"k": 5, "l_diversity": 2},
-        "networks": {"generator": "generator.safetensors", "encoder": "encoder.safetensors", "passes": 2},
-        "alignment": {"steps": 2},
-    }
-    (tmp_path / "plain.toml").write_text(toml(ksalsa))
-    (tmp_path / "ksalsa.toml").write_text(toml({**ksalsa, "vetting": table}))
-    (tmp_path / "vetting.toml").write_text(toml({"vetting": table}))
-    (tmp_path / "other.toml").write_text(toml({"vetting": {**table, "verifier_sha256": "0" * 64}}))
-    with Federation(tmp_path) as joined:
-        site = joined.join("site-a")
-        with closing(projects.open_vault(site.home, "main")) as vault:
-            vault.keep_all(
-                [replace(record(n, n, "ab"[n % 2]), pixels=one) for n, one in enumerate(pictures[:PATIENTS])]
-            )
-        settings = site.home.root / "site.toml"
-        vouched = json.dumps([sha(raw) for raw in named.values()])
-        settings.write_text(settings.read_text().replace("public_components = []", f"public_components = {vouched}"))
-        yield site
+__all__ = ["chest_clinic", "typed"]  # fixtures
 
 
 @pytest.mark.parametrize("chest_clinic", ["max_reid_rate = 0.6"], indirect=True)
@@ -99,7 +50,11 @@ def test_of_a_few_pictures_no_vetting_can_say_that_few_are_like_somebody(
     base = ("--basis", tmp_path / "basis.safetensors", "--modality", "OT", "--k", 5)
     for config, more, told in (
         ("ksame", (*base, "--vetting", tmp_path / "other.toml"), "verifier.safetensors is not the pinned verifier"),
-        ("ksalsa", ("--config", tmp_path / "plain.toml", "--sheet", tmp_path / "s.html"), "has no [vetting]"),
+        (
+            "ksalsa",
+            ("--config", tmp_path / "plain.toml", "--sheet", tmp_path / "s.html"),
+            "which the configuration lacks",
+        ),
         ("ksalsa", ("--config", tmp_path / "ksalsa.toml", "--sheet", tmp_path / "plain.toml"), "name a new file"),
     ):
         said = typed(*at(chest_clinic), "release", config, *more)
@@ -108,7 +63,7 @@ def test_of_a_few_pictures_no_vetting_can_say_that_few_are_like_somebody(
     said = typed(*at(chest_clinic), "release", "ksame", *base, "--vetting", tmp_path / "vetting.toml")
     told = " ".join(said.out.split())
     assert said.status == 1
-    assert "pictures of 8 clusters compared with every comparable picture" in told
+    assert "images of 8 clusters compared with every comparable image" in told
     assert "planted near-duplicates that were caught, all: " in told
     assert "reid_rate: the rate must be measured, and at most 0.1" in told
 

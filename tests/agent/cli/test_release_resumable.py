@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import stat
@@ -14,33 +13,35 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from agent import commands, evaluate_command, private_commands
-from agent.attacks.dp_audit import AuditFailed
+from agent.cli import evaluate as evaluate_command
+from agent.cli import release_resumable, rounds, serve
 from agent.deidentify.record import Record
-from agent.edges import evaluation_page, privimage, projects
-from agent.edges.vault import Vault
-from agent.evaluating import look
-from agent.measures.evaluation import Effort
-from agent.measures.utility import Recipe
-from agent.mechanisms import privimage as mechanism
-from agent.nets.features import RandomFeatures
-from agent.stages import finetune
-from agent.stages.noise import SystemEntropy
-from agent.training.semantics import cluster_semantics
-from protos import hpke
-from protos.artifact import unpack_images
-from protos.shards import Png, plain_bytes
-from tests.agent.edges.test_synthesis import changed, toml
-from tests.agent.edges.test_vault import record
-from tests.agent.test_centroids import WRITTEN as CELLS
-from tests.agent.test_centroids import network_book
-from tests.agent.test_synthesis_commands import Typed, at, typed
-from tests.support.federation import Federation, Site
+from agent.dp import dpsgd
+from agent.dp.noise import SystemEntropy
+from agent.evaluation.released_set import Effort
+from agent.evaluation.utility import Recipe
+from agent.mechanisms.privimage import config as privimage
+from agent.mechanisms.privimage import mechanism
+from agent.models.features.extractors import RandomFeatures
+from agent.models.semantics.training import cluster_semantics
+from agent.privacy_audit.gate import NoiseAuditError
+from agent.release.held_out_evaluation import look
+from agent.reports import evaluation
+from agent.storage import projects
+from agent.storage.vault import Vault
+from protos.artifacts.arrays import unpack_images
+from protos.artifacts.shards import Png, plain_bytes
+from protos.encryption import hpke
+from tests.support.command_line import Typed, at, typed
+from tests.support.federation_world import Site
+from tests.support.mechanism_documents import CENTROIDS, centroids_codebook, changed, sha, toml
 from tests.support.networks import files
-from tests.support.private import SMALLEST, digest_of, public
-from tests.support.untouched import opened_once, untouched
+from tests.support.picture_folders import write_pictures
+from tests.support.release_site import enrolled_site, vouch_for
+from tests.support.small_privimage import SMALLEST, digest_of, public
+from tests.support.unchanged import opened_once, untouched
+from tests.support.vault_records import record
 
 __all__ = ["typed"]  # a fixture
 PATIENTS = 200
@@ -70,28 +71,17 @@ def ward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(privimage.diffusion, "PRESETS", {"smallest": SMALLEST})
     raw = cluster_semantics(RandomFeatures(1, 8, 2), public(), 3).file
     (tmp_path / "semantics.safetensors").write_bytes(raw)
-    (tmp_path / "pictures").mkdir()
-    for number, pixels in enumerate(public()):
-        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{number:02d}.png")
+    write_pictures(tmp_path, {f"{n:02d}.png": pixels for n, pixels in enumerate(public())})
     (tmp_path / "privimage.toml").write_text(toml(SMALL))
-    with Federation(tmp_path) as federation:
-        site = federation.join("site-a")
-        with closing(projects.open_vault(site.home, "main")) as vault:
-            vault.keep_all([shot(n) for n in range(PATIENTS)])
-        vouched(site, raw, pictures=digest_of(tmp_path / "pictures"))
+    digests = sha(raw), digest_of(tmp_path / "pictures")
+    with enrolled_site(tmp_path, [shot(n) for n in range(PATIENTS)], digests) as site:
         yield site
-
-
-def vouched(site: Site, *files: bytes, pictures: str = "0" * 64) -> None:
-    digests = json.dumps([*(hashlib.sha256(raw).hexdigest() for raw in files), pictures])
-    settings = site.home.root / "site.toml"
-    settings.write_text(settings.read_text().replace("public_components = []", f"public_components = {digests}"))
 
 
 @pytest.fixture
 def sound(monkeypatch: pytest.MonkeyPatch) -> None:
     """The audit of the noise, which has its own tests, is taken as passed."""
-    monkeypatch.setattr(private_commands, "gate", lambda *_: None)
+    monkeypatch.setattr(release_resumable, "gate", lambda *_: None)
 
 
 def released(typed: Typed, site: Site, folder: Path, *more: object) -> Any:
@@ -106,7 +96,7 @@ def test_a_release_goes_from_the_audit_to_a_verdict_and_says_both_epsilons(
     typed: Typed, ward: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(private_commands, "gate", lambda *told: asked.append(told))
+    monkeypatch.setattr(release_resumable, "gate", lambda *told: asked.append(told))
     said = released(typed, ward, tmp_path, "--out", tmp_path / "set.tar")
     assert said.status == 0, said.err
     assert [(type(told[0]), told[2]) for told in asked] == [(SystemEntropy, "cpu")], "the noise of the release itself"
@@ -139,7 +129,7 @@ def test_as_json_a_release_is_one_line_with_everything_that_is_said(typed: Typed
 def test_a_dry_run_says_price_number_and_bytes_without_an_audit_and_touches_nothing(
     typed: Typed, ward: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private_commands, "gate", lambda *_: pytest.fail("audited"))
+    monkeypatch.setattr(release_resumable, "gate", lambda *_: pytest.fail("audited"))
     monkeypatch.setattr(Vault, "cohort", lambda *_: pytest.fail("read"))
     opened_once(ward)
     with untouched(ward):
@@ -158,10 +148,10 @@ def test_on_a_machine_whose_noise_is_not_the_claimed_one_nothing_is_priced_or_gi
     """P10: the gate stands before the price."""
 
     def fails(*_: object) -> None:
-        raise AuditFailed("the noise is not the claimed one: nothing was priced")
+        raise NoiseAuditError("the noise is not the claimed one: nothing was priced")
 
-    monkeypatch.setattr(private_commands, "gate", fails)
-    monkeypatch.setattr(private_commands, "abandon", lambda *_: pytest.fail("given up"))
+    monkeypatch.setattr(release_resumable, "gate", fails)
+    monkeypatch.setattr(release_resumable, "abandon", lambda *_: pytest.fail("given up"))
     monkeypatch.setattr(Vault, "cohort", lambda *_: pytest.fail("read"))
     before = sizes(ward)
     for more in ((), ("--anew",), ("--out", tmp_path / "set.tar")):
@@ -175,12 +165,12 @@ def test_on_a_machine_whose_noise_is_not_the_claimed_one_no_part_is_taken_in_rou
     typed: Typed, ward: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P10: the gate stands before the first round, and so before the reservation of a run."""
-    honest = finetune.deviation
-    monkeypatch.setattr(finetune, "deviation", lambda *told: 0.5 * honest(*told))  # of masked parts alone
-    monkeypatch.setattr(commands.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(commands.quiet, "hush", lambda *_: None)
-    for later in ("greet", "close_interrupted", "Participant", "attend"):
-        monkeypatch.setattr(commands, later, lambda *_: pytest.fail("went on"))
+    honest = dpsgd.deviation
+    monkeypatch.setattr(dpsgd, "deviation", lambda *told: 0.5 * honest(*told))  # of masked parts alone
+    monkeypatch.setattr(serve.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(serve.flower_environment, "configure_environment", lambda *_: None)
+    for later in ("sync_with_coordinator", "close_open_grants", "Participant", "run_service"):
+        monkeypatch.setattr(rounds, later, lambda *_: pytest.fail("went on"))
     before = sizes(ward)
     said = typed(*at(ward), "serve", "--modality", "OT")
     assert said.status == 1
@@ -204,7 +194,7 @@ def test_what_was_interrupted_goes_on_as_it_was_typed_or_is_given_up_with_anew(
     other = ("release", "privimage", "--config", tmp_path / "other.toml")
     said = typed(*at(ward), *other)
     assert said.status == 1
-    assert "finish it as it was begun, or give it up with --anew, and its budget stays spent" in said.err
+    assert "finish it with these, or discard it with --anew; its budget stays spent" in said.err
     grants = list(ward.federation.store.state.grants)
     said = released(typed, ward, tmp_path)
     assert (said.status, "go on where it was interrupted" in said.out) == (0, True), said.err
@@ -229,8 +219,7 @@ def test_a_wrong_configuration_or_a_query_function_of_nobodys_word_prices_nothin
     (tmp_path / "privimage.toml").write_text(toml(changed(SMALL, semantics={"file": "gone"})))
     assert "gone: No such file" in released(typed, ward, tmp_path).err
     assert sizes(ward) == before
-    settings = ward.home.root / "site.toml"
-    settings.write_text(re.sub(r"public_components = .*", "public_components = []", settings.read_text()))
+    vouch_for(ward)
     (tmp_path / "privimage.toml").write_text(toml(SMALL))
     said = released(typed, ward, tmp_path, "--json")
     assert (said.status, said.line["admitted"], said.line["findings"][0]["rule"]) == (1, False, "provenance")
@@ -249,7 +238,7 @@ def test_more_pictures_than_an_artifact_may_hold_are_refused_before_the_audit_an
     before = sizes(ward)
     tightened(ward, "max_artifact_bytes", "40960")
     with monkeypatch.context() as patch:
-        patch.setattr(private_commands, "gate", lambda *_: pytest.fail("audited"))
+        patch.setattr(release_resumable, "gate", lambda *_: pytest.fail("audited"))
         patch.setattr(Vault, "cohort", lambda *_: pytest.fail("read"))
         told = "20 pictures of this size may take more than the policy's max_artifact_bytes, 40960: {} would fit"
         for more, fitting in (((), 19), (("--form", "dicom"), 15)):
@@ -259,7 +248,7 @@ def test_more_pictures_than_an_artifact_may_hold_are_refused_before_the_audit_an
         said = released(typed, ward, tmp_path)
         assert (said.status, "classes: a label of the set is at most 32 plain characters" in said.err) == (1, True)
     assert sizes(ward) == before
-    monkeypatch.setattr(private_commands, "gate", lambda *_: None)
+    monkeypatch.setattr(release_resumable, "gate", lambda *_: None)
     (tmp_path / "privimage.toml").write_text(toml(changed(SMALL, synthetic={"pictures": 19})))
     said = released(typed, ward, tmp_path, "--out", tmp_path / "set.tar")
     assert (said.status, (tmp_path / "set.tar").stat().st_size) == (0, 40960), said.err
@@ -268,10 +257,10 @@ def test_more_pictures_than_an_artifact_may_hold_are_refused_before_the_audit_an
 def test_a_reader_whom_the_policy_does_not_name_is_refused_before_the_audit_and_the_price(
     typed: Typed, ward: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private_commands, "gate", lambda *_: pytest.fail("audited"))
+    monkeypatch.setattr(release_resumable, "gate", lambda *_: pytest.fail("audited"))
     before, name = sizes(ward), hpke.write_reader(tmp_path, "reader")
     said = released(typed, ward, tmp_path, "--reader", tmp_path / "reader.pub")
-    assert (said.status, "policy.toml does not name this reader" in said.err) == (1, True), said.err
+    assert (said.status, "policy.toml does not name this recipient" in said.err) == (1, True), said.err
     assert (sizes(ward), len(name)) == (before, 64)
 
 
@@ -295,13 +284,11 @@ def test_what_the_ledger_will_charge_is_said_before_anything_is_spent(
 
 @pytest.mark.usefixtures("sound")
 def test_centroids_are_released_as_well(typed: Typed, ward: Site, tmp_path: Path) -> None:
-    named = dict(zip(("generator", "encoder", "codebook"), (*files(), network_book()), strict=True))
+    named = dict(zip(("generator", "encoder", "codebook"), (*files(), centroids_codebook()), strict=True))
     for name, raw in named.items():
         (tmp_path / f"{name}.safetensors").write_bytes(raw)
-    settings = ward.home.root / "site.toml"
-    settings.write_text(re.sub(r"public_components = .*", "public_components = []", settings.read_text()))
-    vouched(ward, *named.values())
-    text = CELLS.replace('"OP"', '"CT"').replace("count_noise = 7", "count_noise = 2")
+    vouch_for(ward, *map(sha, named.values()))
+    text = CENTROIDS.replace('"OP"', '"CT"').replace("count_noise = 7", "count_noise = 2")
     text = text.replace("noise_multiplier = 4.5", "noise_multiplier = 2.5")
     text = text.replace('["0", "1", "2"]', '["dark", "bright"]') + "k = 2\nmargin = 0\n"
     (tmp_path / "centroids.toml").write_text(text)
@@ -347,8 +334,8 @@ def test_a_set_is_judged_by_held_out_patients_on_a_page_for_this_site(
     before, page = sizes(ward), tmp_path / "page.html"
     said = typed(*judged(ward, tmp_path))
     assert said.status == 0, said.err
-    assert " ".join(said.out.split()).count(evaluation_page.WARNING) == 1
-    assert "held-out patients of this modality have been looked at 1 time(s)" in said.out
+    assert " ".join(said.out.split()).count(evaluation.WARNING) == 1
+    assert "the held-out patients of this modality have been evaluated 1 time(s)" in said.out
     assert [line for line in said.out.splitlines() if line.startswith("  look")], "progress"
     assert not re.search(r"\d\.\d", said.out), "no figure is printed: it stands on the page"
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
@@ -379,7 +366,7 @@ def test_patients_who_may_have_been_trained_on_are_not_looked_at(
     (tmp_path / "whole.toml").write_text(toml(changed(SMALL, cohort={"split": None, "parts": None, "part": None})))
     (tmp_path / "ksalsa.toml").write_text('mechanism = "ksalsa"\n')
     (tmp_path / "set.tar").write_bytes(b"no set")
-    trained = "figures of patients that were trained on choose a model by them; hold a part out"
+    trained = "evaluating on training patients would select a model by them: hold a part out"
     for order, told in (
         (judged(ward, tmp_path, config="whole"), trained),
         (judged(ward, tmp_path, part="release"), trained),
@@ -387,9 +374,9 @@ def test_patients_who_may_have_been_trained_on_are_not_looked_at(
             judged(ward, tmp_path, part="test"),
             "no such part; the configuration's split has held-out, release",
         ),
-        (judged(ward, tmp_path, config="ksalsa"), "evaluated are sets of privimage and centroids"),
+        (judged(ward, tmp_path, config="ksalsa"), "this command evaluates sets of privimage and centroids"),
         (judged(ward, tmp_path, config="gone"), "gone.toml cannot be read"),
-        (judged(ward, tmp_path), "set.tar is no set of pictures"),
+        (judged(ward, tmp_path), "set.tar is not a set of images"),
     ):
         said = typed(*order)
         assert (said.status, told in said.err) == (1, True), said.err
@@ -407,8 +394,8 @@ def test_a_disk_that_does_not_take_the_set_hides_no_verdict(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(private_commands, "write_whole", full)
+    monkeypatch.setattr(release_resumable, "replace_file", full)
     said = released(typed, ward, tmp_path, "--out", tmp_path / "set.tar")
     assert (said.status, "admitted at level A" in said.out) == (1, True)
-    assert "the set has left all the same" in " ".join(said.err.split())
+    assert "the set was released all the same" in " ".join(said.err.split())
     assert not (tmp_path / "set.tar").exists()

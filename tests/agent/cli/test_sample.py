@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agent import draw_command
-from agent.nets.latent_diffusion import PRESETS, latent_from
-from agent.stages.latent import LatentConfig, LatentDiffusion
-from agent.training.loop import own_generator
-from tests.agent.test_synthesis_commands import Typed, typed
-from tests.support.distilling import CONDITIONS, SIDE
+from agent.cli import sample as draw_command
+from agent.mechanisms.distillation.latent_model import LatentConfig, LatentDiffusion
+from agent.models.diffusion.latent import PRESETS, latent_from
+from agent.models.training_loop import torch_generator
+from tests.support.command_line import Typed, typed
+from tests.support.distillation_networks import CONDITIONS, SIDE
 from tests.support.latents import tiny_autoencoder
 
 __all__ = ["typed"]  # a fixture
@@ -46,12 +46,12 @@ def pixels(folder: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
 def test_a_model_draws_each_condition_and_lists_what_is_what(typed: Typed, model: Path, tmp_path: Path) -> None:
     said = typed(*order(model, tmp_path / "drawn", "--seed", 7))
     assert said.status == 0, said.err
-    assert "nobody has vetted these pictures" in " ".join(said.out.split())
+    assert "these images are not vetted" in " ".join(said.out.split())
     files = [f"{number}.png" for number in range(6)]
     labels = [name for name in CONDITIONS.names for _ in range(3)]
     assert rows(tmp_path / "drawn") == [["file", "label"], *map(list, zip(files, labels, strict=True))]
     found = pixels(tmp_path / "drawn")
-    expected = latent_from(model.read_bytes()).sample(np.array([0, 0, 0, 1, 1, 1]), own_generator(7))
+    expected = latent_from(model.read_bytes()).sample(np.array([0, 0, 0, 1, 1, 1]), torch_generator(7))
     assert found.shape == (6, SIDE, SIDE)
     assert np.array_equal(found, expected), "nothing else than the file and the seed decides"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drawn"], "nothing else is left"
@@ -79,8 +79,8 @@ def test_what_cannot_be_drawn_is_a_sentence_and_no_folder(typed: Typed, model: P
     before = sorted(tmp_path.rglob("*"))
     for words, told in (
         (order(model, tmp_path / "old"), "old: name a new folder"),
-        (order(model, tmp_path / "gone" / "x"), "name a new folder, in one that is there"),
-        (order(tmp_path / "gone", tmp_path / "x"), "there is no such file: gone"),
+        (order(model, tmp_path / "gone" / "x"), "name a new folder in an existing one"),
+        (order(tmp_path / "gone", tmp_path / "x"), "file not found: gone"),
         (order(tmp_path / "bad", tmp_path / "x"), "refused: "),
         ([*order(model, tmp_path / "x"), "--condition", "edema"], "the model knows effusion, none; or all"),
     ):

@@ -1,11 +1,9 @@
-"""Train, reproduce, tune and release as they are typed: what is told, what is written, what is refused, and when."""
+"""Train, tune and release as they are typed: what is told, what is written, what is refused, and when."""
 
 from __future__ import annotations
 
 import base64
-import csv
 import hashlib
-import json
 import os
 import re
 import signal
@@ -13,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,88 +23,53 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from agent import reproduce_command, synthesis_commands, synthesis_parser
-from agent.__main__ import main
+from agent.cli import options as synthesis_parser
+from agent.cli import train as synthesis_commands
+from agent.cli.main import main
 from agent.deidentify.record import Record
-from agent.edges import projects
-from agent.edges.vault import Vault
-from agent.mechanisms import AnonFaces, KSalsa
-from agent.nets.features import FEATURES, RandomFeatures, features_bytes, features_from
-from agent.nets.restyle import encoder_from, fingerprint
-from agent.nets.semantics import semantics_from
-from agent.nets.siamese import recogniser_from
-from agent.nets.stylegan import PRESETS, generator_from
-from agent.nets.trunk import Trunk, TrunkArchitecture
-from agent.nouns import CohortTooSmall, Selection
-from agent.nouns import Image as Picture
-from agent.phantoms.fundus import fundus_patients, write_aptos, write_eyepacs
-from agent.pipeline import release_synthetic
-from agent.reproduce import anonfaces, deid, distill_sources, distillation, ksalsa, privimage, sources
-from agent.reproduce.datasets import LOADERS
-from agent.reproduce.experiment import PRESETS as EXPERIMENTS
-from agent.reproduce.experiment import Settings
-from agent.stages.align import Alignment
-from agent.stages.mix import Mixing
-from agent.training.loop import seeded
-from policies.entries import Admitted
-from policies.statement import PAYLOAD_TYPE, Release, parse
-from protos.artifact import unpack_images
-from protos.envelope import open_sealed
-from tests.agent.edges.test_vault import key_of, open_vault, record
-from tests.agent.test_official import tiny
-from tests.agent.test_pipeline import stage
-from tests.agent.test_siamese import made
-from tests.support.federation import Federation, Site
-from tests.support.networks import codec, files, recogniser, recogniser_file
-from tests.support.untouched import opened_once, untouched
+from agent.domain import Image as Picture
+from agent.domain import Selection
+from agent.errors import CohortTooSmallError
+from agent.mechanisms.anonfaces.identity_mixing import Mixing
+from agent.mechanisms.ksalsa.style_alignment import Alignment
+from agent.mechanisms.registry import AnonFaces, KSalsa
+from agent.models.features.extractors import RandomFeatures, features_bytes, features_from
+from agent.models.features.trunk import Trunk, TrunkArchitecture
+from agent.models.recognition.recogniser import recogniser_from
+from agent.models.semantics.classifier import semantics_from
+from agent.models.stylegan.network import PRESETS, generator_from
+from agent.models.stylegan.restyle import encoder_from, fingerprint
+from agent.models.training_loop import seeded
+from agent.release.pipeline import release_synthetic
+from agent.storage import projects
+from agent.storage.vault import Vault
+from deploy.phantoms.fundus import fundus_patients
+from policies.ledger.entries import Admitted
+from policies.statements import PAYLOAD_TYPE, Release, parse
+from protos.artifacts.arrays import unpack_images
+from protos.common.dsse import open_sealed
+from tests.support.command_line import Typed, at, typed
+from tests.support.federation_world import Site
+from tests.support.mechanism_documents import ANONFACES, KSALSA, changed, lay_networks, toml
+from tests.support.networks import codec, pattern_pictures, recogniser
+from tests.support.picture_folders import write_pictures
+from tests.support.published_weights import tiny_ada
+from tests.support.release_site import enrolled_site
+from tests.support.site_world import site_world
+from tests.support.unchanged import opened_once, untouched
+from tests.support.vault_records import key_of, open_vault, record
 
-ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True)
-class Said:
-    status: int
-    out: str
-    err: str
-
-    @property
-    def line(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.out)
-        return found
-
-
-Typed = Callable[..., Said]
-
-
-@pytest.fixture
-def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Typed:
-    """A command as it is typed, without a site."""
-    for console in (synthesis_commands.OUT, synthesis_commands.ERR):
-        monkeypatch.setattr(console, "_width", 200)
-
-    def act(*words: object) -> Said:
-        capsys.readouterr()
-        status = main([str(word) for word in words])
-        said = capsys.readouterr()
-        return Said(status, said.out, said.err)
-
-    return act
+__all__ = ["typed"]  # a fixture
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def eyes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty pictures of thirty made people, and whose each is."""
+    """Sixty pictures of thirty made-up people, and whose each is."""
     folder = tmp_path_factory.mktemp("public")
-    (folder / "pictures").mkdir()
-    rows = [("file", "identity")]
-    for person in fundus_patients(30, np.random.default_rng(0), 32):
-        for number, photo in enumerate(person.photographs):
-            name = f"{person.number:03d}-{number}.png"
-            Image.fromarray(photo.pixels).save(folder / "pictures" / name)
-            rows.append((name, f"person {person.number}"))
-    with (folder / "who.csv").open("w", newline="") as stream:
-        csv.writer(stream).writerows(rows)
-    return folder
+    people = fundus_patients(30, np.random.default_rng(0), 32)
+    named = {f"{one.number:03d}-{n}.png": photo.pixels for one in people for n, photo in enumerate(one.photographs)}
+    return write_pictures(folder, named, identities={name: f"person {int(name[:3])}" for name in named})
 
 
 def words(network: str, eyes: Path, out: Path, *more: object) -> list[object]:
@@ -150,14 +113,9 @@ def test_features_are_trained_of_grey_pictures_too(typed: Typed, eyes: Path, tmp
 def patterns(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small grey pictures of people whom a recogniser comes to know in seconds."""
     folder = tmp_path_factory.mktemp("patterns")
-    (folder / "pictures").mkdir()
-    rows = [("file", "identity")]
-    for number, (pixels, who) in enumerate(zip(*made(people=120, pictures=3), strict=True)):
-        Image.fromarray(pixels).save(folder / "pictures" / f"{number:04d}.png")
-        rows.append((f"{number:04d}.png", f"person {who}"))
-    with (folder / "who.csv").open("w", newline="") as stream:
-        csv.writer(stream).writerows(rows)
-    return folder
+    images, who = pattern_pictures(people=120, pictures=3)
+    named = {f"{n:04d}.png": pixels for n, pixels in enumerate(images)}
+    return write_pictures(folder, named, identities=dict(zip(named, (f"person {one}" for one in who), strict=True)))
 
 
 def knowing(folder: Path, out: Path, seed: int, *more: object) -> list[object]:
@@ -186,9 +144,9 @@ def test_what_people_are_told_is_what_they_must_do_next(typed: Typed, patterns: 
     said = typed(*knowing(patterns, tmp_path, 0))
     file = tmp_path / "recogniser-0.safetensors"
     assert f"{file}: trained, on 360 pictures in 80 steps" in said.out
-    assert "if nobody of the cohort is on them, vouch for it in site.toml's public_components" in said.out
+    assert "if no patient of the cohort is in them, vouch for it in site.toml's public_components" in said.out
     assert digest(file) in said.out.splitlines()
-    assert re.search(r"on people it never saw: rank-1 \d\.\d+ \[", said.out)
+    assert re.search(r"on people outside the training: rank-1 \d\.\d+ \[", said.out)
 
 
 def test_a_recogniser_that_knows_nobody_is_no_file_and_what_it_reached_is_said(
@@ -209,14 +167,14 @@ def test_a_second_call_has_nothing_to_do_and_more_steps_go_on_from_there(
     first = typed(*words("generator", eyes, tmp_path, "--steps", 2, "--json")).line
     again = typed(*words("generator", eyes, tmp_path, "--steps", 2, "--json")).line
     assert again == {**first, "trained": False}
-    assert "nothing left to do" in typed(*words("generator", eyes, tmp_path, "--steps", 2)).out
+    assert "nothing to do: the training is complete" in typed(*words("generator", eyes, tmp_path, "--steps", 2)).out
     further = typed(*words("generator", eyes, tmp_path, "--steps", 4, "--json")).line
     assert (further["trained"], further["sha256"] == first["sha256"]) == (True, False)
     whole = typed(*words("generator", eyes, tmp_path / "whole", "--steps", 4, "--json")).line
     assert safetensors.torch.load_file(tmp_path / "generator.safetensors").keys()
     assert further["sha256"] == whole["sha256"], "a run that stopped on the way ends with the same network"
     fewer = typed(*words("generator", eyes, tmp_path, "--steps", 1))
-    assert (fewer.status, "longer already" in fewer.err) == (1, True)
+    assert (fewer.status, "already longer" in fewer.err) == (1, True)
     other = typed(*words("generator", eyes, tmp_path, "--steps", 4, "--seed", 1))
     assert (other.status, "another configuration" in other.err) == (1, True)
 
@@ -230,13 +188,13 @@ def test_pictures_that_cannot_be_used_are_counted_and_said(typed: Typed, eyes: P
     Image.fromarray((255 * (x**2 + y**2 < 100)).astype(np.uint8)).save(tmp_path / "pictures" / "spot.png")
     (tmp_path / "pictures" / "broken.png").write_bytes(b"x")
     said = typed(*words("features", tmp_path, tmp_path / "f", "--steps", 1))
-    told = "3 passed over: not readable, or smaller than 32 pixels a side once their dark border is cut"
+    told = "3 skipped: not readable, or smaller than 32 pixels a side once their dark border is cut"
     assert told in said.out
     assert "on 4 pictures" in said.out
 
 
 ORDERS: list[tuple[str, Sequence[object], str]] = [
-    ("no folder", ("--pictures", "gone"), "gone is no folder"),
+    ("not a folder", ("--pictures", "gone"), "gone is not a folder"),
     (
         "a size of which there is no generator",
         ("--side", 48),
@@ -282,7 +240,7 @@ def test_pictures_that_do_not_differ_are_a_sentence_and_not_a_fault(typed: Typed
         assert (said.status, "nothing to learn" in said.err) == (1, True), said.err
     (tmp_path / "pictures" / "b.png").unlink()
     said = typed(*words("generator", tmp_path, tmp_path / "one", "--steps", 1))
-    assert "fewer than two pictures" in said.err
+    assert "fewer than two images" in said.err
 
 
 def test_a_list_of_too_few_people_says_how_many_it_takes(typed: Typed, eyes: Path, tmp_path: Path) -> None:
@@ -302,11 +260,11 @@ def test_a_list_of_too_few_people_says_how_many_it_takes(typed: Typed, eyes: Pat
 def test_an_encoder_of_a_published_generator_needs_the_digest_that_its_authors_tell(
     typed: Typed, eyes: Path, tmp_path: Path
 ) -> None:
-    raw = safetensors.torch.save({f"G_ema.{n}": t.contiguous() for n, t in tiny().state_dict().items()})
+    raw = safetensors.torch.save({f"G_ema.{n}": t.contiguous() for n, t in tiny_ada().state_dict().items()})
     (tmp_path / "ada.safetensors").write_bytes(raw)
     order: list[object] = ["train", "encoder", "--pictures", eyes / "pictures", "--out", tmp_path / "e", "--steps", 2]
     order += ["--generator", f"stylegan2-ada:{tmp_path / 'ada.safetensors'}"]
-    assert "look up the SHA-256" in typed(*order).err
+    assert "get the SHA-256" in typed(*order).err
     assert "does not have the SHA-256" in typed(*order, "--sha256", "0" * 64).err
     said = typed(*order, "--sha256", hashlib.sha256(raw).hexdigest().upper(), "--json")
     assert said.status == 0, said.err
@@ -327,16 +285,11 @@ def test_an_encoder_of_a_published_generator_needs_the_digest_that_its_authors_t
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixty pictures of bright and of dark noise, in two folders, and the list of what each is."""
     folder, rng = tmp_path_factory.mktemp("shapes"), np.random.default_rng(0)
-    rows = [("file", "label")]
-    for number in range(60):
-        name = ("dark", "bright")[number % 2]
-        (folder / "pictures" / name).mkdir(parents=True, exist_ok=True)
-        pixels = (rng.random((8, 8)) * 90 + 150 * (number % 2)).astype(np.uint8)
-        Image.fromarray(pixels).save(folder / "pictures" / name / f"{number}.png")
-        rows.append((f"{name}/{number}.png", name))
-    with (folder / "labels.csv").open("w", newline="") as stream:
-        csv.writer(stream).writerows(rows)
-    return folder
+    shades = ("dark", "bright")
+    named = {
+        f"{shades[n % 2]}/{n}.png": (rng.random((8, 8)) * 90 + 150 * (n % 2)).astype(np.uint8) for n in range(60)
+    }
+    return write_pictures(folder, named, {name: name.partition("/")[0] for name in named})
 
 
 def queried(folder: Path, out: Path, *more: object) -> list[object]:
@@ -350,9 +303,7 @@ def test_semantics_are_learned_from_a_list_or_from_folders_and_what_they_reach_i
     said = typed(*queried(shapes, tmp_path, "--labels", shapes / "labels.csv", "--steps", 40))
     assert said.status == 0, said.err
     assert f"{file}: trained, on 60 pictures in 40 steps" in said.out
-    told = (
-        r"of pictures it never saw it names 1.000 \[0.\d+, 1.000\] rightly, of 2 labels; the commonest label alone "
-    )
+    told = r"on images outside the training it names 1.000 \[0.\d+, 1.000\], of 2 labels; always the commonest label "
     assert re.search(told, said.out), said.out
     assert digest(file) in said.out.splitlines()
     found = semantics_from(file.read_bytes())
@@ -366,7 +317,7 @@ def test_semantics_that_learned_nothing_are_said_to_guess(typed: Typed, shapes: 
     rows = ["file,label", *(f"{('dark', 'bright')[n % 2]}/{n}.png,{'abc'[n % 7 % 3]}" for n in range(60))]
     (tmp_path / "labels.csv").write_text("\n".join(rows))
     said = typed(*queried(shapes, tmp_path / "out", "--labels", tmp_path / "labels.csv", "--steps", 1))
-    assert (said.status, "no more than guessing" in said.out) == (0, True), said.out + said.err
+    assert (said.status, "no better than guessing" in said.out) == (0, True), said.out + said.err
 
 
 def test_without_labels_semantics_are_clusters_of_features(typed: Typed, shapes: Path, tmp_path: Path) -> None:
@@ -386,13 +337,13 @@ def test_without_labels_semantics_are_clusters_of_features(typed: Typed, shapes:
 def test_an_order_for_semantics_that_cannot_be_done_is_a_sentence(typed: Typed, shapes: Path, tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text("file,label\ndark/0.png,a\nbright/1.png,b\ndark/2.png,b\n")
     for more, told in (
-        (("--labels", "folders", "--features", "x"), "--features are for --clusters"),
-        (("--clusters", 1), "--clusters: 2 or more"),
+        (("--labels", "folders", "--features", "x"), "--features works with --clusters only"),
+        (("--clusters", 1), "--clusters: give 2 or more"),
         (("--clusters", 61), "do not make 61 clusters"),
         (("--clusters", 2, "--features", shapes / "labels.csv"), "not safetensors"),
-        (("--clusters", 2, "--features", shapes / "q"), "--features: there is no such file: q"),
+        (("--clusters", 2, "--features", shapes / "q"), "--features: file not found: q"),
         (("--labels", tmp_path / "labels.csv"), "1 have fewer: a"),
-        (("--labels", tmp_path / "gone.csv"), "gone.csv cannot be read"),
+        (("--labels", tmp_path / "gone.csv"), "gone.csv is not a CSV file"),
     ):
         said = typed(*queried(shapes, tmp_path / "out", *more, "--steps", 1))
         assert (said.status, told in said.err) == (1, True), said.err
@@ -409,9 +360,7 @@ def test_an_accelerator_that_is_not_there_is_said_before_a_picture_is_read(typed
     assert (said.status, "no accelerator" in said.err) == (1, True)
 
 
-def test_training_and_reproducing_need_no_site_and_everything_else_does(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_training_needs_no_site_and_everything_else_does(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for order in (["doctor"], ["tune", "--config", "x", "--menu", "2,3", "--out", "y"]):
         with pytest.raises(SystemExit) as caught:
             main(order)
@@ -423,7 +372,7 @@ def test_a_training_that_was_killed_goes_on_and_ends_with_the_same_network(
     typed: Typed, eyes: Path, tmp_path: Path
 ) -> None:
     order = [str(word) for word in words("generator", eyes, tmp_path / "killed", "--steps", 16, "--json")]
-    child = "import sys; from agent.__main__ import main; main(sys.argv[1:])"
+    child = "import sys; from agent.cli.main import main; main(sys.argv[1:])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", child, *order], cwd=ROOT, env=environment)
     deadline = time.monotonic() + 120
@@ -440,97 +389,10 @@ def test_a_training_that_was_killed_goes_on_and_ends_with_the_same_network(
     assert resumed.line == whole.line
 
 
-# -- reproduce
-
-TINY = Settings(
-    generator=PRESETS["tiny32"],
-    seeds=(0,),
-    ks=(2,),
-    generator_steps=2,
-    generator_batch=4,
-    pair_steps=2,
-    image_steps=1,
-    encoder_batch=2,
-    passes=1,
-    feature_steps=2,
-    recogniser_steps=2,
-    false_match_rate=0.2,
-    basis=4,
-    alignment=Alignment(steps=2),
-    epochs=1,
-    attack_steps=2,
-    views=2,
-)
-
-
-@pytest.fixture
-def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reproduce_command, "PRESETS", {"tiny": TINY})
-
-
-@pytest.mark.usefixtures("tiny_preset")
-def test_a_papers_table_is_one_command_on_a_folder_in_the_published_layout(typed: Typed, tmp_path: Path) -> None:
-    write_aptos(tmp_path / "aptos", fundus_patients(40, np.random.default_rng(0), 32, eyes=("right",)))
-    order = ["reproduce", "ksalsa-table2", "--data", tmp_path / "aptos", "--out", tmp_path / "kept"]
-    said = typed(*order, "--preset", "tiny")
-    assert said.status == 0, said.err
-    assert all(row in said.out for row in ("ksalsa-table2", "k-Same-Pixel", "k-Centroid", "k-SALSA"))
-    assert "aptos, 32 px; networks trained on D0" in said.out
-    assert re.search("came out|DID NOT COME OUT", said.out), "the paper's order, and whether it is there"
-    assert "encoder: step" in said.err, "what is being computed is said beside the table"
-    again = typed(*order, "--preset", "tiny", "--json")
-    assert {cell["row"] for cell in again.line["cells"]} >= {"k-SALSA", "k-Centroid", "k-Same-Pixel"}
-    assert again.err == ""
-
-
-@pytest.mark.usefixtures("tiny_preset")
-def test_what_an_experiment_cannot_be_done_with_is_a_sentence(typed: Typed, tmp_path: Path) -> None:
-    write_aptos(tmp_path / "aptos", fundus_patients(3, np.random.default_rng(0), 32))
-    (tmp_path / "none").mkdir()
-
-    def asked(experiment: str, folder: str, *more: object) -> str:
-        order = ["reproduce", experiment, "--data", tmp_path / folder, "--out", tmp_path / "o", "--preset", "tiny"]
-        said = typed(*order, *more)
-        assert said.status == 1
-        assert said.out == ""
-        return said.err
-
-    assert "gone is no folder" in asked("ksalsa-table1", "gone")
-    assert "none of the known layouts" in asked("ksalsa-table1", "none")
-    assert "--preset is one of: tiny" in asked("ksalsa-table1", "aptos", "--preset", "huge")
-    assert "trainLabels.csv is missing" in asked("ksalsa-table1", "aptos", "--layout", "eyepacs")
-    assert "too few patients" in asked("ksalsa-table1", "aptos", "--limit", 2)
-    assert "two pictures" in asked("anonfaces-table1", "aptos")
-    (tmp_path / "aptos" / "trainLabels.csv").write_text("image,level\n")
-    assert "several of the known layouts" in asked("ksalsa-table1", "aptos")
-
-
-def test_every_layout_is_known_by_its_own_list(tmp_path: Path) -> None:
-    people = fundus_patients(2, np.random.default_rng(0), 32)
-    write_aptos(tmp_path / "aptos", people)
-    write_eyepacs(tmp_path / "eyepacs", people)
-    for name in ("celeba", "celeba/list", "celeba2", "rafd", "cifar10", "camelyon17", "imagenet"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "cifar10" / "cifar-10-batches-bin").mkdir()
-    (tmp_path / "camelyon17" / "metadata.csv").write_text("")
-    (tmp_path / "imagenet" / "n01440764").mkdir()
-    (tmp_path / "celeba" / "list" / "identity_CelebA.txt").write_text("")
-    (tmp_path / "celeba2" / "identity_CelebA.txt").write_text("")
-    (tmp_path / "rafd" / "Rafd090_01_Caucasian_female_angry_frontal.jpg").write_bytes(b"")
-    for folder, layout in (*zip(LOADERS, LOADERS, strict=True), ("celeba2", "celeba")):
-        assert reproduce_command.layout_of(tmp_path / folder) == layout
-
-
 def test_what_the_parser_offers_is_what_there_is() -> None:
     """The parser needs no torch, so it has the names twice."""
-    tables = {*ksalsa.TABLES, *anonfaces.TABLES, *privimage.TABLES, *distillation.TABLES, *deid.TABLES}
-    assert set(synthesis_parser.EXPERIMENTS) == tables
-    assert (*LOADERS, distill_sources.MIMIC) == synthesis_parser.LAYOUTS
-    assert (sources.DIGITS, distill_sources.PHANTOMS) == (synthesis_parser.DIGITS, synthesis_parser.PHANTOMS)
     assert tuple(PRESETS) == synthesis_parser.SIZES
-    assert {*synthesis_parser.KINDS, "random"} == set(FEATURES)
     assert set(synthesis_parser.NETWORKS) == set(synthesis_commands.KINDS)
-    assert f"{', '.join(list(EXPERIMENTS)[:-1])} or {list(EXPERIMENTS)[-1]}" == "cpu32, cpu64 or paper512"
 
 
 # -- release and tune, at an enrolled site, with a coordinator that listens
@@ -549,27 +411,12 @@ def eye(number: int, person: int, pixels: np.ndarray[Any, Any] | None = None, la
 @pytest.fixture
 def clinic(tmp_path: Path) -> Iterator[Site]:
     """An enrolled site with 40 patients, and a configuration of both mechanisms beside it."""
-    with Federation(tmp_path) as federation:
-        site = federation.join("site-a")
-        with closing(projects.open_vault(site.home, "main")) as vault:
-            vault.keep_all([eye(n, n // 2) for n in range(80)])
-        named = dict(zip(("generator.safetensors", "encoder.safetensors"), files(1), strict=True))
-        named |= {f"recogniser-{seed}.safetensors": recogniser_file(seed) for seed in (0, 1)}
-        for name, raw in named.items():
-            (tmp_path / name).write_bytes(raw)
-        vouched = json.dumps([hashlib.sha256(raw).hexdigest() for raw in named.values()])
-        settings = site.home.root / "site.toml"
-        settings.write_text(settings.read_text().replace("public_components = []", f"public_components = {vouched}"))
-        head = '[cohort]\nmodality = "OT"\n[clusters]\nk = 5\nl_diversity = 2\n[networks]\n'
-        head += 'generator = "generator.safetensors"\nencoder = "encoder.safetensors"\npasses = 2\n'
-        (tmp_path / "ksalsa.toml").write_text(f'mechanism = "ksalsa"\n{head}[alignment]\nsteps = 2\n')
-        judges = '["recogniser-0.safetensors", "recogniser-1.safetensors"]'
-        (tmp_path / "anonfaces.toml").write_text(f'mechanism = "anonfaces"\n{head}recognisers = {judges}\n')
+    for name, document in (("ksalsa", KSALSA), ("anonfaces", ANONFACES)):
+        told = toml(changed(document, cohort={"modality": "OT"}, networks={"passes": 2}))
+        (tmp_path / f"{name}.toml").write_text(told)
+    digests = lay_networks(tmp_path, channels=1)
+    with enrolled_site(tmp_path, [eye(n, n // 2) for n in range(80)], digests) as site:
         yield site
-
-
-def at(site: Site) -> tuple[object, ...]:
-    return ("--home", site.home.root)
 
 
 def pseudonyms(site: Site) -> list[str]:
@@ -646,7 +493,7 @@ def test_what_tune_tried_stands_in_the_statement_of_the_next_release(
 ) -> None:
     config = tmp_path / "ksalsa.toml"
     tuned = typed(*at(clinic), "tune", "--config", config, "--menu", "5,9", "--out", tmp_path / "k.html")
-    assert "wrote k.html: made from patients, it stays at this site" in tuned.out
+    assert "wrote k.html: it is made from patients, so it stays at this site" in tuned.out
     assert "every later release of this project and modality says which k were tried" in tuned.out
     said = typed(*at(clinic), "release", "ksalsa", "--config", config, "--json")
     assert said.status == 0
@@ -665,7 +512,7 @@ def test_a_menu_that_is_none_is_a_mistake_of_usage(menu: str, capsys: pytest.Cap
     with pytest.raises(SystemExit) as caught:
         main(["--home", "x", "tune", "--config", "c", "--out", "o", f"--menu={menu}"])
     assert caught.value.code == 2
-    assert "two or more numbers, rising, from 2 on" in capsys.readouterr().err
+    assert "two or more ascending numbers from 2 on" in capsys.readouterr().err
 
 
 def test_tune_refuses_before_a_patient_is_read(
@@ -676,7 +523,7 @@ def test_tune_refuses_before_a_patient_is_read(
         (tmp_path / "ksalsa.toml").read_text().replace("l_diversity = 2", "l_diversity = 4")
     )
     for config, menu, out, told in (
-        ("ksalsa.toml", "5,8", "nowhere/k.html", "in a folder that is there"),
+        ("ksalsa.toml", "5,8", "nowhere/k.html", "in an existing folder"),
         ("diverse.toml", "3,8", "k.html", "l_diversity"),
         ("ksalsa.toml", "300,400", "k.html", "the cohort does not qualify"),
     ):
@@ -707,20 +554,20 @@ class Bad:
 
 
 BADS = {
-    "nobody": Bad([], CohortTooSmall),
-    "four patients": Bad([eye(n, n) for n in range(4)], CohortTooSmall),
-    "one patient with all the images": Bad([eye(n, max(0, n - 36)) for n in range(40)], CohortTooSmall),
-    "no labels": Bad([eye(n, n, label="") for n in range(12)], CohortTooSmall),
-    "labels of a few": Bad([eye(n, n, label="" if n > 3 else None) for n in range(12)], CohortTooSmall),
-    "one class": Bad([eye(n, n, label="a") for n in range(12)], CohortTooSmall),
-    "a class of one, for two clusters": Bad([eye(n, n, label="ab"[n == 0]) for n in range(12)], CohortTooSmall),
+    "nobody": Bad([], CohortTooSmallError),
+    "four patients": Bad([eye(n, n) for n in range(4)], CohortTooSmallError),
+    "one patient with all the images": Bad([eye(n, max(0, n - 36)) for n in range(40)], CohortTooSmallError),
+    "no labels": Bad([eye(n, n, label="") for n in range(12)], CohortTooSmallError),
+    "labels of a few": Bad([eye(n, n, label="" if n > 3 else None) for n in range(12)], CohortTooSmallError),
+    "one class": Bad([eye(n, n, label="a") for n in range(12)], CohortTooSmallError),
+    "a class of one, for two clusters": Bad([eye(n, n, label="ab"[n == 0]) for n in range(12)], CohortTooSmallError),
     "a class of one, for one cluster": Bad([eye(n, n, label="ab"[n == 0]) for n in range(9)], None, most=9),
-    "few of the size": Bad([eye(n, n, SMALL if n > 3 else None) for n in range(12)], CohortTooSmall, exact=True),
+    "few of the size": Bad([eye(n, n, SMALL if n > 3 else None) for n in range(12)], CohortTooSmallError, exact=True),
     "enough of the size": Bad([eye(n, n, SMALL if n > 7 else None) for n in range(16)], None, exact=True, most=8),
-    "too small to be fitted": Bad([eye(n, n, SMALL if n > 3 else None) for n in range(12)], CohortTooSmall),
-    "too small a field": Bad([eye(n, n, SPOT if n > 3 else None) for n in range(12)], CohortTooSmall, read=True),
-    "constant images": Bad([eye(n, n, BLANK) for n in range(12)], CohortTooSmall, read=True),
-    "black images": Bad([eye(n, n, 0 * BLANK) for n in range(12)], CohortTooSmall, read=True),
+    "too small to be fitted": Bad([eye(n, n, SMALL if n > 3 else None) for n in range(12)], CohortTooSmallError),
+    "too small a field": Bad([eye(n, n, SPOT if n > 3 else None) for n in range(12)], CohortTooSmallError, read=True),
+    "constant images": Bad([eye(n, n, BLANK) for n in range(12)], CohortTooSmallError, read=True),
+    "black images": Bad([eye(n, n, 0 * BLANK) for n in range(12)], CohortTooSmallError, read=True),
     "one constant image": Bad([eye(n, n, BLANK if n == 3 else None) for n in range(12)], None, most=11),
 }
 
@@ -733,7 +580,7 @@ def test_bad_input_is_refused_before_budget_is_spent_where_it_can_be_known_and_k
     mechanism: KSalsa | AnonFaces = AnonFaces(5, 2, codec(1), (recogniser(0), recogniser(1)), Mixing(5))
     if name == "ksalsa":
         mechanism = KSalsa(5, 2, codec(1), RandomFeatures(), RandomFeatures(), Alignment(steps=2))
-    s, reads, whole = stage(tmp_path), [], Vault.cohort
+    s, reads, whole = site_world(tmp_path), [], Vault.cohort
     monkeypatch.setattr(Vault, "cohort", lambda self, *a, **more: (reads.append(1), whole(self, *a, **more))[1])
     (tmp_path / "vault").mkdir()
     with closing(open_vault(tmp_path / "vault")) as vault:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import base64
 import hashlib
 import json
 import re
@@ -16,38 +16,38 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from agent import distill_commands, pipeline, private_commands, synthesis_parser
-from agent.edges import projects
-from agent.edges.vault import Vault
-from agent.nets.alignment import aligner_from
-from agent.nets.autoencoder import PRESETS, autoencoder_from
-from agent.nets.conditions import TEMPLATES
-from agent.nets.latent_diffusion import KIND as MODEL
-from agent.nets.siamese import Share
-from agent.nets.verifier import MADE, Verifier
-from agent.nets.weights import unpack
-from agent.stages import distil
-from agent.stages.plant import SINGLE
-from agent.stages.vet import Power, Vetted
-from agent.training import near
-from agent.training.recognition import TooFewPeople
-from agent.training.verification import VerificationConfig
-from coordinator.edges.architectures import approve_architecture, architecture_of
-from policies.policy import preset
-from protos.artifact import unpack_images
-from tests.agent.edges.test_edges_distill import PRIVATE, SMALL, pinned
-from tests.agent.edges.test_synthesis import changed, toml
-from tests.agent.edges.test_vault import record
-from tests.agent.test_synthesis_commands import Typed, at, typed
-from tests.support import federation
+from agent.cli import distillation_review, release_resumable, train_distillation
+from agent.mechanisms.distillation import options
+from agent.models.diffusion import near_duplicates
+from agent.models.diffusion.aligner import aligner_from
+from agent.models.diffusion.autoencoder import PRESETS, autoencoder_from
+from agent.models.diffusion.latent import KIND as MODEL
+from agent.models.diffusion.prompts import TEMPLATES
+from agent.models.recognition.recogniser_training import TooFewPeopleError
+from agent.models.recognition.verifier import MADE, Verifier
+from agent.models.recognition.verifier_training import VerificationConfig
+from agent.models.weights import unpack
+from agent.release import pipeline
+from agent.storage import projects
+from agent.storage.vault import Vault
+from coordinator.pools.architectures import approve_architecture, architecture_of
+from policies.review.policy import preset
+from protos.artifacts.arrays import unpack_images
+from tests.support import federation_world
 from tests.support.aligners import chests
-from tests.support.distilling import CONDITIONS, SIDE, network_files, public_pictures
-from tests.support.federation import Federation, Site
+from tests.support.command_line import Typed, at, typed
+from tests.support.distillation_networks import CONDITIONS, SIDE, network_files, public_images
+from tests.support.federation_world import Site
 from tests.support.latents import tiny_autoencoder_file
-from tests.support.private import digest_of
-from tests.support.untouched import opened_once, untouched
+from tests.support.mechanism_documents import DISTILL, DISTILL_DP, changed, pinned, toml
+from tests.support.picture_folders import write_pictures
+from tests.support.release_site import enrolled_site
+from tests.support.site_world import permissive
+from tests.support.small_distillation import believe_the_vetting
+from tests.support.small_privimage import digest_of
+from tests.support.unchanged import opened_once, untouched
+from tests.support.vault_records import record
 
 __all__ = ["typed"]  # a fixture
 PATIENTS = 30
@@ -62,18 +62,9 @@ def radiographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chests")
     images, labels = chests(240, 0, side=SIDE)
     names = ("none", "atelectasis", "cardiomegaly", "consolidation", "edema", "effusion")
-    (folder / "pictures").mkdir()
-    for column, values in (
-        ("label", [names[label] for label in labels]),
-        ("identity", [f"p{n // 2}" for n in range(240)]),
-    ):
-        with (folder / f"{column}.csv").open("w", newline="") as stream:
-            rows = csv.writer(stream)
-            rows.writerow(("file", column))
-            rows.writerows((f"{n:03d}.png", value) for n, value in enumerate(values))
-    for number, pixels in enumerate(images):
-        Image.fromarray(pixels).save(folder / "pictures" / f"{number:03d}.png")
-    return folder
+    named = {f"{n:03d}.png": pixels for n, pixels in enumerate(images)}
+    shown = {name: names[label] for name, label in zip(named, labels, strict=True)}
+    return write_pictures(folder, named, shown, {name: f"p{n // 2}" for n, name in enumerate(named)})
 
 
 def words(network: str, folder: Path, out: Path, *more: object) -> list[object]:
@@ -95,7 +86,7 @@ def test_an_autoencoder_is_trained_once_and_its_digest_is_told_again(
     assert said.line == {**told, "sha256": digest(file), "trained": True}
     assert autoencoder_from(file.read_bytes()).shape == (SIDE, SIDE)
     again = typed(*order, "--steps", 2)
-    assert "nothing left to do" in again.out
+    assert "nothing to do: the training is complete" in again.out
     assert digest(file) in again.out.splitlines(), "said again, so that it can be pinned"
     other = typed(*order, "--steps", 3)
     assert (other.status, "another configuration" in other.err) == (1, True), "its rates follow from its length"
@@ -117,15 +108,15 @@ def test_features_of_the_perceptual_loss_stand_in_the_autoencoders_file(
     [
         ("autoencoder", ("--preset", "huge"), "no autoencoder of 16 pixels; --preset is one of: tiny16"),
         ("autoencoder", ("--preset", "small64"), "no autoencoder of 16 pixels"),
-        ("autoencoder", ("--features", "gone"), "--features: there is no such file: gone"),
-        ("verifier", ("--identities", "gone.csv"), "gone.csv cannot be read"),
-        ("verifier", ("--identities", "x", "--autoencoder", "gone"), "--autoencoder: there is no such file: gone"),
-        ("verifier", ("--identities", "x", "--autoencoder", "{folder}/label.csv"), "file"),
-        ("aligner", ("--labels", "gone.csv"), "gone.csv cannot be read"),
-        ("aligner", ("--labels", "folders"), "lie in no folder"),
-        ("aligner", ("--labels", "{folder}/label.csv", "--templates", "gone.txt"), "gone.txt cannot be read"),
-        ("aligner", ("--labels", "{folder}/label.csv", "--templates", "{folder}/label.csv"), "templates"),
-        ("aligner", ("--labels", "{folder}/label.csv", "--identities", "gone.csv"), "gone.csv cannot be read"),
+        ("autoencoder", ("--features", "gone"), "--features: file not found: gone"),
+        ("verifier", ("--identities", "gone.csv"), "gone.csv is not a CSV file"),
+        ("verifier", ("--identities", "x", "--autoencoder", "gone"), "--autoencoder: file not found: gone"),
+        ("verifier", ("--identities", "x", "--autoencoder", "{folder}/labels.csv"), "file"),
+        ("aligner", ("--labels", "gone.csv"), "gone.csv is not a CSV file"),
+        ("aligner", ("--labels", "folders"), "are not in a folder"),
+        ("aligner", ("--labels", "{folder}/labels.csv", "--templates", "gone.txt"), "gone.txt is not UTF-8 text"),
+        ("aligner", ("--labels", "{folder}/labels.csv", "--templates", "{folder}/labels.csv"), "templates"),
+        ("aligner", ("--labels", "{folder}/labels.csv", "--identities", "gone.csv"), "gone.csv is not a CSV file"),
     ],
 )
 def test_an_order_that_cannot_be_done_is_a_sentence(
@@ -146,10 +137,10 @@ def test_a_second_opinion_is_of_another_seed_and_another_trunk(
     def trained(_images: object, whose: Any, config: VerificationConfig, *_: object) -> None:
         asked.append(config)
         assert len(np.unique(whose)) == 120
-        raise TooFewPeople("enough seen")
+        raise TooFewPeopleError("enough seen")
 
-    monkeypatch.setattr(distill_commands, "train_verifier", trained)
-    order = words("verifier", radiographs, tmp_path, "--identities", radiographs / "identity.csv", "--steps", 7)
+    monkeypatch.setattr(train_distillation, "train_verifier", trained)
+    order = words("verifier", radiographs, tmp_path, "--identities", radiographs / "who.csv", "--steps", 7)
     for more in ((), ("--second",)):
         said = typed(*order, *more)
         assert (said.status, "refused: enough seen" in said.err) == (1, True)
@@ -163,16 +154,16 @@ def test_an_autoencoder_gives_the_verifier_near_duplicates_of_its_own_kind(
     typed: Typed, radiographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.Tensor] = []
-    whole = near.near_duplicates
+    whole = near_duplicates.near_duplicates
 
     def watched(through: Any) -> Any:
         make = whole(through)
         return lambda images, dice: seen.append(images) or make(images, dice)
 
-    monkeypatch.setattr(distill_commands, "near_duplicates", watched)
+    monkeypatch.setattr(train_distillation, "near_duplicates", watched)
     monkeypatch.setattr(Verifier, "demand", lambda _: None)  # one step teaches nothing
     (file := tmp_path / "autoencoder.safetensors").write_bytes(tiny_autoencoder_file())
-    order = words("verifier", radiographs, tmp_path / "v", "--identities", radiographs / "identity.csv", "--steps", 1)
+    order = words("verifier", radiographs, tmp_path / "v", "--identities", radiographs / "who.csv", "--steps", 1)
     said = typed(*order, "--autoencoder", file, "--json")
     assert said.status == 0, said.err
     assert MADE in said.line["verified"]["caught"]
@@ -187,30 +178,30 @@ def test_an_autoencoder_gives_the_verifier_near_duplicates_of_its_own_kind(
 
 
 def test_a_verifier_that_knows_nobody_is_no_file(typed: Typed, radiographs: Path, tmp_path: Path) -> None:
-    order = words("verifier", radiographs, tmp_path, "--identities", radiographs / "identity.csv", "--steps", 1)
+    order = words("verifier", radiographs, tmp_path, "--identities", radiographs / "who.csv", "--steps", 1)
     said = typed(*order)
     assert (said.status, said.out) == (1, "")
-    assert "a verifier must reach an area under the curve above" in said.err
+    assert "it must reach an area under the curve above" in said.err
     assert not (tmp_path / "verifier-0.safetensors").exists()
 
 
 def test_an_aligner_says_what_it_knows_and_what_to_write_into_the_configuration(
     typed: Typed, radiographs: Path, tmp_path: Path
 ) -> None:
-    order = words("aligner", radiographs, tmp_path, "--labels", radiographs / "label.csv", "--steps", 60)
-    said = typed(*order, "--identities", radiographs / "identity.csv")
+    order = words("aligner", radiographs, tmp_path, "--labels", radiographs / "labels.csv", "--steps", 60)
+    said = typed(*order, "--identities", radiographs / "who.csv")
     assert said.status == 0, said.err
     names = '["atelectasis", "cardiomegaly", "consolidation", "edema", "effusion", "none"]'
     assert f"conditions = {names}, templates = {json.dumps(list(TEMPLATES))}" in " ".join(said.out.split())
     aligner = aligner_from((tmp_path / "aligner.safetensors").read_bytes())
     assert json.dumps(list(aligner.conditions.names)) == names
-    line = typed(*order, "--identities", radiographs / "identity.csv", "--json").line
+    line = typed(*order, "--identities", radiographs / "who.csv", "--json").line
     assert (line["trained"], line["names"]) == (False, json.loads(names))
     assert line["right"]["low"] > line["chance"]
 
 
 def test_an_aligner_that_knows_nothing_is_no_file(typed: Typed, radiographs: Path, tmp_path: Path) -> None:
-    said = typed(*words("aligner", radiographs, tmp_path, "--labels", radiographs / "label.csv", "--steps", 1))
+    said = typed(*words("aligner", radiographs, tmp_path, "--labels", radiographs / "labels.csv", "--steps", 1))
     assert (said.status, "an aligner must find the condition of more than" in said.err) == (1, True), said.err
     assert not (tmp_path / "aligner.safetensors").exists()
 
@@ -224,70 +215,43 @@ def test_an_autoencoder_of_other_pictures_is_refused_before_one_is_read(
 
 
 def test_what_the_parser_offers_is_what_there_is() -> None:
-    assert set(synthesis_parser.DISTILLING) == set(distill_commands.KINDS)
-    assert tuple(PRESETS) == synthesis_parser.AUTOENCODERS
+    assert set(options.NETWORKS) == set(train_distillation.KINDS)
+    assert tuple(PRESETS) == options.AUTOENCODERS
 
 
 # -- release
 
 
-def permissive(text: str) -> str:
-    """A policy that admits level C, and what is of no public origin."""
-    for key, value in (("levels", '["A", "B", "C"]'), ("components", '["public", "private"]')):
-        text, found = re.subn(rf"^{key} = [^\n#]*", f"{key} = {value} ", text, flags=re.MULTILINE)
-        assert found == 1
-    return text
-
-
 @pytest.fixture(params=["strict"])
 def ward(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """An enrolled site with patients; untrained networks, and a vetting that is taken at its word."""
-    good = Share(0.99, 0.95, 1.0)
-    monkeypatch.setattr(distil, "power", lambda *_: Power(good, good, good, dict.fromkeys(SINGLE, good), None))
-    monkeypatch.setattr(distil, "measured", lambda *_: Share(0.0, 0.0, 0.01))
-    monkeypatch.setattr(distil, "vet", every_fourth_dropped)
+    believe_the_vetting(monkeypatch)
     if request.param == "permissive":
-        monkeypatch.setattr(federation, "preset", lambda name: permissive(preset(name)))
+        monkeypatch.setattr(federation_world, "preset", lambda name: permissive(preset(name)))
     shelve(tmp_path)
-    with Federation(tmp_path) as joined:
-        site = joined.join("site-a")
-        with closing(projects.open_vault(site.home, "main")) as vault:
-            vault.keep_all([shot(n) for n in range(PATIENTS)])
-        digests = [value for key, value in pinned().items() if key.endswith("_sha256")]
-        settings = site.home.root / "site.toml"
-        vouched = json.dumps([*digests, digest_of(tmp_path / "pictures", SIDE)])
-        settings.write_text(settings.read_text().replace("public_components = []", f"public_components = {vouched}"))
+    digests = [value for key, value in pinned().items() if key.endswith("_sha256")]
+    vouched = [*digests, digest_of(tmp_path / "pictures", SIDE)]
+    with enrolled_site(tmp_path, [shot(n) for n in range(PATIENTS)], vouched) as site:
         yield site
 
 
 level_c = pytest.mark.parametrize("ward", ["permissive"], indirect=True)
 
 
-def every_fourth_dropped(images: np.ndarray[Any, Any], *_: object) -> Vetted:
-    """What an untrained verifier says is no use to a test of what is done with it."""
-    n = len(images)
-    reasons = tuple("" if number % 4 else "verifier" for number in range(n))
-    return Vetted(np.linspace(-5.0, 5.0, n), np.zeros(n, np.int64), reasons)
-
-
 def shelve(folder: Path) -> None:
     """Both configurations, and what they name."""
     for part, raw in network_files().items():
         (folder / f"{part}.safetensors").write_bytes(raw)
-    (folder / "pictures").mkdir()
-    rows = [("file", "label")]
-    for number, (pixels, label) in enumerate(zip(*public_pictures(), strict=True)):
-        Image.fromarray(pixels).save(folder / "pictures" / f"{number:02d}.png")
-        rows.append((f"{number:02d}.png", CONDITIONS.names[label]))
-    with (folder / "labels.csv").open("w", newline="") as stream:
-        csv.writer(stream).writerows(rows)
-    for name, document in (("distill", SMALL), ("distill-dp", PRIVATE)):
+    images, labels = public_images()
+    named = {f"{n:02d}.png": pixels for n, pixels in enumerate(images)}
+    write_pictures(folder, named, {name: CONDITIONS.names[label] for name, label in zip(named, labels, strict=True)})
+    for name, document in (("distill", DISTILL), ("distill-dp", DISTILL_DP)):
         (folder / f"{name}.toml").write_text(toml({**document, "networks": pinned()}))
 
 
 def shot(number: int) -> Any:
     """The picture of one patient."""
-    pixels, labels = public_pictures(2 * PATIENTS + 40)
+    pixels, labels = public_images(2 * PATIENTS + 40)
     kept = record(number, number, CONDITIONS.names[labels[number]])
     return replace(kept, pixels=(pixels[number + 40] / 255).astype(np.float32), modality="CR")
 
@@ -315,27 +279,41 @@ def test_a_release_of_level_c_goes_to_a_verdict_and_the_sheet_is_written_before_
     typed: Typed, ward: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sheet, seen = tmp_path / "sheet.html", []
-    leave = pipeline.leave
+    leave = pipeline.submit
 
     def leaves(*told: Any) -> Any:
         seen.append(sheet.exists())
         return leave(*told)
 
-    monkeypatch.setattr(pipeline, "leave", leaves)
-    monkeypatch.setattr(private_commands, "gate", lambda *_: pytest.fail("no noise is claimed"))
+    monkeypatch.setattr(pipeline, "submit", leaves)
+    monkeypatch.setattr(release_resumable, "gate", lambda *_: pytest.fail("no noise is claimed"))
     said = released(typed, ward, tmp_path, "--sheet", sheet, "--out", tmp_path / "set.tar")
     assert said.status == 0, said.err + said.out
     assert seen == [True]
     assert stat.S_IMODE(sheet.stat().st_mode) == 0o600
-    assert "This page shows pictures of patients" in sheet.read_text()
+    page = sheet.read_text()
+    assert "This page shows pictures of patients" in page
+    assert "FOR THIS SITE ONLY" in page
+    assert "default-src 'none'" in page
+    assert "<script" not in page
+    drawn = [base64.b64decode(found) for found in re.findall(r"base64,([A-Za-z0-9+/=]+)", page)]
+    assert len(drawn) > 1
+    held = {path: path.read_bytes() for path in ward.federation.home.root.rglob("*") if path.is_file()}
+    assert any(path.name == "images.tar" for path in held)
+    for path, raw in held.items():
+        assert "sheet" not in path.name
+        assert b"FOR THIS SITE ONLY" not in raw
+        assert not [picture for picture in drawn if picture in raw], f"{path.name} holds a picture of the sheet"
     told = " ".join(said.out.split())
     assert "it shows patients, so it stays at this site; delete it when decided" in told
     assert "admitted at level C" in told
-    assert re.search(r"effusion: 4 drawn, 3 kept, 1 too like somebody; the student learned 2", told)
+    assert re.search(r"effusion: 4 drawn, 3 kept, 1 too similar to a patient; the student learned 2", told)
     assert "re-identified by the second verifier: 0.00% (0.00% to 1.00%) of what leaves" in told
-    assert re.search(r"own pictures: 6 drawn, 2 too like somebody; 4 leave, or stand for the model", told)
-    assert re.search(r"threshold, verifier: odds of \S+; \S+% to \S+% of samples like nobody reach it \(95 %\)", told)
-    assert "level C: nothing is promised" in told
+    assert re.search(r"own pictures: 6 drawn, 2 too similar to a patient; 4 leave, or stand for the model", told)
+    assert re.search(
+        r"threshold, verifier: odds of \S+; \S+% to \S+% of samples without a similar patient reach it \(95 %\)", told
+    )
+    assert "level C: there is no guarantee" in told
     images, labels = unpack_images((tmp_path / "set.tar").read_bytes())
     assert images.shape[1:] == (SIDE, SIDE)
     assert set(labels) <= set(CONDITIONS.names)
@@ -373,8 +351,8 @@ def test_a_sheet_that_cannot_be_written_lets_nothing_leave_and_the_same_order_go
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill_commands, "write", full)
-        patch.setattr(pipeline, "leave", lambda *_: pytest.fail("left"))
+        patch.setattr(distillation_review, "write", full)
+        patch.setattr(pipeline, "submit", lambda *_: pytest.fail("left"))
         said = released(typed, ward, tmp_path, "--sheet", tmp_path / "sheet.html")
     assert said.status == 1
     assert "sheet.html: No space left on device: nothing has left" in " ".join(said.err.split())
@@ -391,7 +369,7 @@ def test_a_sheet_is_never_written_over_and_needs_a_folder(typed: Typed, ward: Si
         said = released(typed, ward, tmp_path, "--sheet", place)
         assert (said.status, "name a new file for the sheet" in said.err) == (1, True)
     said = released(typed, ward, tmp_path, "--sheet", tmp_path / "x", "--out", tmp_path / "x")
-    assert "--sheet and --out name one file" in said.err
+    assert "--sheet and --out are the same file" in said.err
     assert ((tmp_path / "old.html").read_text(), sizes(ward)) == ("old", before)
 
 
@@ -400,10 +378,10 @@ def test_a_model_leaves_as_weights_and_never_in_the_form_of_pictures(
     typed: Typed, ward: Site, tmp_path: Path
 ) -> None:
     before = sizes(ward)
-    document = {**changed(SMALL, output={"release": "model"}), "networks": pinned()}
+    document = {**changed(DISTILL, output={"release": "model"}), "networks": pinned()}
     (tmp_path / "distill.toml").write_text(toml(document))
     said = released(typed, ward, tmp_path, "--form", "dicom")
-    assert (said.status, "--form is of pictures" in said.err, sizes(ward)) == (1, True, before)
+    assert (said.status, "--form is for images" in said.err, sizes(ward)) == (1, True, before)
     blank = tmp_path / "blank.safetensors"
     said = released(typed, ward, tmp_path, "--blank", blank)
     assert (said.status, sizes(ward)) == (0, before), said.err
@@ -412,8 +390,8 @@ def test_a_model_leaves_as_weights_and_never_in_the_form_of_pictures(
     assert said.status == 0, said.err + said.out
     assert unpack((tmp_path / "model").read_bytes(), MODEL).kind == MODEL
     assert "name a new file" in released(typed, ward, tmp_path, "--blank", blank).err
-    (tmp_path / "distill.toml").write_text(toml({**SMALL, "networks": pinned()}))
-    assert "--blank is of a model" in released(typed, ward, tmp_path, "--blank", tmp_path / "b").err
+    (tmp_path / "distill.toml").write_text(toml({**DISTILL, "networks": pinned()}))
+    assert "--blank is for a model" in released(typed, ward, tmp_path, "--blank", tmp_path / "b").err
 
 
 @level_c
@@ -423,7 +401,7 @@ def test_a_dry_run_weighs_pictures_or_the_model_and_touches_nothing(typed: Typed
         said = released(typed, ward, tmp_path, "--dry-run", "--json")
         assert (said.status, said.line["would_go"], said.line["samples"]["exact"]) == (0, True, True), said.err
         (tmp_path / "distill.toml").write_text(
-            toml({**changed(SMALL, output={"release": "model"}), "networks": pinned()})
+            toml({**changed(DISTILL, output={"release": "model"}), "networks": pinned()})
         )
         said = released(typed, ward, tmp_path, "--dry-run")
     assert (said.status, "number  one model" in said.out, "level C" in said.out) == (0, True, True), said.err
@@ -436,11 +414,11 @@ def test_a_model_that_no_artifact_may_hold_is_refused_before_the_price(
     policy = ward.home.root / "policy.toml"
     policy.write_text(re.sub(r"max_artifact_bytes = \d+", "max_artifact_bytes = 10000", policy.read_text()))
     before = sizes(ward)
-    document = {**changed(SMALL, output={"release": "model"}), "networks": pinned()}
+    document = {**changed(DISTILL, output={"release": "model"}), "networks": pinned()}
     (tmp_path / "distill.toml").write_text(toml(document))
     said = released(typed, ward, tmp_path)
     assert (said.status, "a smaller preset" in said.err, sizes(ward)) == (1, True, before), said.err
-    (tmp_path / "distill.toml").write_text(toml({**changed(SMALL, output={"pictures": 900}), "networks": pinned()}))
+    (tmp_path / "distill.toml").write_text(toml({**changed(DISTILL, output={"pictures": 900}), "networks": pinned()}))
     said = released(typed, ward, tmp_path)
     assert (said.status, "write so many into [output] pictures" in said.err) == (1, True), said.err
 
@@ -449,7 +427,7 @@ def test_a_noisy_teacher_is_audited_priced_and_shown_beside_public_pictures_alon
     typed: Typed, ward: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(private_commands, "gate", lambda *told: asked.append(told))
+    monkeypatch.setattr(release_resumable, "gate", lambda *told: asked.append(told))
     sheet = tmp_path / "sheet.html"
     said = released(typed, ward, tmp_path, "--sheet", sheet, name="distill-dp")
     assert said.status == 0, said.err + said.out

@@ -15,29 +15,29 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from agent.console.app import beside
-from agent.console.books import Books, Held, Lent
-from agent.console.desk import Desk
+from agent.console.app import console_server
+from agent.console.context import SiteConsoleContext
+from agent.console.ledger_access import BorrowedLedger, SharedLedger, SiteLedger
 from agent.deidentify.record import Record
-from agent.desk import open_desk
-from agent.edges.home import MAIN, Home
-from agent.edges.log import open_log
-from agent.edges.reception import Reception
-from agent.edges.room import Arrival
-from agent.edges.way import open_way
-from agent.mechanisms.ksame import KSame
-from agent.phantoms.fundus import FundusPatient, fundus_patients
-from agent.pipeline import release_synthetic
-from agent.site import Waiting
-from agent.stages.invert import Basis, fit_basis
-from policies import governance
-from policies.sqlite import open_sqlite
-from policies.store import Store
-from protos.keyfile import pem, write_private
-from protos.web.login_command import FOLDER
-from protos.web.logins import Logins, make
-from tests.support.books import Person, policy
-from tests.support.federation import Federation
+from agent.event_log import open_log
+from agent.ingest.context import open_ingest
+from agent.ingest.service import IngestService
+from agent.mechanisms.common.linear_codec import Basis, fit_basis
+from agent.mechanisms.ksame.mechanism import KSame
+from agent.release.pipeline import release_synthetic
+from agent.release.ports import ApprovalPending
+from agent.runtime import open_runtime
+from agent.storage.site_directory import MAIN, SiteDirectory
+from agent.storage.spool import ReceivedFile
+from deploy.phantoms.fundus import FundusPatient, fundus_patients
+from policies.governance import decisions
+from policies.ledger.backends.sqlite import open_sqlite
+from policies.ledger.store import Store
+from protos.identity.key_files import pem, write_private
+from protos.web.client_certificates import PinnedCertificates, make
+from protos.web.login_cli import FOLDER
+from tests.support.federation_world import Federation
+from tests.support.ledger_world import Person, policy
 
 ROLES = {"olga": "operator", "rita": "researcher", "otto": "auditor", "dora": "compliance", "hugo": "hospital"}
 SIDE = 32  # pixels
@@ -62,10 +62,10 @@ class Hospital:
 
     root: Path
     federation: Federation
-    home: Home
+    home: SiteDirectory
     persons: dict[str, Person] = field(default_factory=dict)
     base: str = ""
-    desk: Desk | None = None
+    desk: SiteConsoleContext | None = None
 
     def patient_id(self, number: int) -> str:
         """As the PACS knows them."""
@@ -74,7 +74,7 @@ class Hospital:
     def fill(self, patients: int = 12) -> None:
         """Two eyes of each made patient come into the vault, in grey."""
         people = eyes(patients, 3)
-        with open_way(self.home, MAIN) as way:
+        with open_ingest(self.home, MAIN) as way:
             records = []
             for one in people:
                 person = way.who.person("", self.patient_id(one.number))
@@ -88,10 +88,10 @@ class Hospital:
 
     def refuse(self, count: int = 3, source: str = "export/DOE^JOHN.dcm") -> list[str]:
         """So many files are in quarantine, for what they are."""
-        with open_way(self.home, MAIN) as way:
+        with open_ingest(self.home, MAIN) as way:
             for n in range(count):
                 name = f"{n:032x}"
-                way.quarantine.refuse(name, "not_dicom", Arrival("folder", source, b"no image %d" % n), f"d{n}")
+                way.quarantine.refuse(name, "not_dicom", ReceivedFile("folder", source, b"no image %d" % n), f"d{n}")
             return [entry.name for entry in way.quarantine.entries()]
 
     def appoint(self) -> None:
@@ -103,15 +103,15 @@ class Hospital:
             for name, role in ROLES.items():
                 self.persons[name] = Person(name, role)
                 write_private(folder / f"{name}.key", pem(self.persons[name].key))
-                governance.appoint(store, name, role, self.persons[name].public)
+                decisions.appoint(store, name, role, self.persons[name].public)
 
     def release(self) -> str:
         """A k-anonymous set is made, and waits for both persons."""
         rng = np.random.default_rng(4)
-        with open_desk(self.home.root, lambda *_: None) as desk:
+        with open_runtime(self.home.root, lambda *_: None) as desk:
             try:
                 release_synthetic(desk.site, KSame(5, 2, public_basis()), "OT", rng)
-            except Waiting as waiting:
+            except ApprovalPending as waiting:
                 return waiting.goods.release.release
         raise AssertionError("it should wait")
 
@@ -122,7 +122,7 @@ class Hospital:
             key, crt, _ = make(name, dt.datetime.now(dt.UTC), "a password")
             write_private(key_file, key)
             crt_file.write_bytes(crt)
-            Logins(self.home.root / FOLDER).trust(name, crt)
+            PinnedCertificates(self.home.root / FOLDER).trust(name, crt)
         return crt_file, key_file
 
     def key(self, name: str) -> Path:
@@ -190,7 +190,7 @@ def hospital(root: Path, *, patients: int = 12, **changes: object) -> Iterator[H
         text = policy(**{"approvals": BOTH, **changes})
         site = federation.join("site-a", text)
         made = Hospital(root, federation, site.home)
-        with open_desk(site.home.root, lambda *_: None):
+        with open_runtime(site.home.root, lambda *_: None):
             pass  # the ledger begins with the site and its accounts
         made.appoint()
         made.fill(patients)
@@ -198,11 +198,13 @@ def hospital(root: Path, *, patients: int = 12, **changes: object) -> Iterator[H
 
 
 @contextmanager
-def serving(made: Hospital, books: Books | None = None, reception: Reception | None = None) -> Iterator[Hospital]:
+def serving(
+    made: Hospital, books: SiteLedger | None = None, reception: IngestService | None = None
+) -> Iterator[Hospital]:
     """Its console, while it runs; without ``books`` it borrows the ledger for each act."""
     (made.home.root / "console.toml").write_text('listen = "127.0.0.1:0"\n')
     log = open_log(made.home.root / "agent.log")
-    with beside(made.home, books or Lent(made.home), log, reception) as told:
+    with console_server(made.home, books or BorrowedLedger(made.home), log, reception) as told:
         found = re.search(r"https://[^,]+", told)
         assert found is not None
         made.base = found[0].replace("127.0.0.1", "localhost")
@@ -212,5 +214,5 @@ def serving(made: Hospital, books: Books | None = None, reception: Reception | N
 @contextmanager
 def held(made: Hospital) -> Iterator[Hospital]:
     """The console of a process that holds the ledger itself, as ``serve`` with a modality does."""
-    with open_desk(made.home.root, lambda *_: None) as desk, serving(made, Held(desk)) as running:
+    with open_runtime(made.home.root, lambda *_: None) as desk, serving(made, SharedLedger(desk)) as running:
         yield running

@@ -80,7 +80,7 @@ def test_two_people_review_and_sign_in_their_browsers_and_the_operator_sends(mad
             assert "Your approval is in the ledger." in dora.page.inner_text("main")
             dora.go("/opt-out")
             dora.page.get_by_label("Patient ids").first.fill(made.patient_id(2))
-            dora.page.get_by_role("button", name="Show what follows").click()
+            dora.page.get_by_role("button", name="Show the consequences").click()
             look(dora, "opt-out-look")
         with chrome.visitor(made.base, *made.login("hugo"), width=360, dark=True) as hugo:
             hugo.log_in(path)
@@ -94,7 +94,7 @@ def test_two_people_review_and_sign_in_their_browsers_and_the_operator_sends(mad
         with chrome.visitor(made.base, *made.login("olga")) as olga:
             olga.log_in(path)
             assert not olga.page.locator("main img").count(), "no picture for who does not decide"
-            olga.page.get_by_role("button", name="Hand it over").click()
+            olga.page.get_by_role("button", name="Send it").click()
             until(olga, "/releases", "has left")
             look(olga, "releases-left")
     assert release in made.federation.store.state.releases
@@ -132,8 +132,8 @@ def test_a_policy_is_loosened_in_the_browser_by_two_signatures_and_a_release_ref
 
 @pytest.mark.slow
 def test_without_scripts_every_page_still_works(made: Hospital, chrome: Chrome, tmp_path: Path) -> None:
-    from agent.edges import projects
-    from policies.statement import parse
+    from agent.storage import projects
+    from policies.statements import parse
 
     release = made.release()
     vault = projects.open_vault(made.home)

@@ -12,22 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from agent.console.books import Lent, NoLedger
-from agent.console.consequences import Consequences
-from agent.console.desk import Desk
-from agent.console.optout import foresee
+from agent.console.context import SiteConsoleContext
+from agent.console.ledger_access import BorrowedLedger, LedgerMissingError
+from agent.console.optout import preview
+from agent.console.optout_preview import Consequences
 from agent.deidentify.record import Record
-from agent.edges import projects
-from agent.edges.home import MAIN
-from agent.edges.log import open_log
-from agent.edges.room import Arrival
-from agent.edges.way import open_way
-from agent.nouns import Selection
-from policies import amendments, governance
-from policies.sqlite import open_sqlite
-from policies.store import LedgerBusy, Store
+from agent.domain import Selection
+from agent.event_log import open_log
+from agent.ingest.context import open_ingest
+from agent.storage import projects
+from agent.storage.site_directory import MAIN
+from agent.storage.spool import ReceivedFile
+from policies.governance import amendments
+from policies.governance import decisions as governance
+from policies.ledger.backends.sqlite import open_sqlite
+from policies.ledger.store import LedgerBusyError, Store
 from tests.agent.console.hospital import Client, Hospital, hospital, serving, words
-from tests.support.books import policy
+from tests.support.ledger_world import policy
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{7*7}}../../etc/passwd%0a\u202e"
 PAGES = {
@@ -64,7 +65,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hospital]:
 def idle(client: Client, page: str) -> str:
     for _ in range(300):
         told = words(client.get(page))
-        if "Under way" not in told:
+        if "Running" not in told:
             return told
         time.sleep(0.1)
     raise AssertionError(told)
@@ -136,12 +137,12 @@ def test_refused_files_are_listed_tried_again_and_given_up(place: Hospital) -> N
         assert "not_dicom" in page
         assert "Choose files" in words(olga.post("/quarantine/main/drop", name=names[:1])), "it is not confirmed"
         assert olga.post("/quarantine/main/retry", name=names[:2]).status_code == 303
-        assert "0 came in, 0 were known already, 2 refused." in idle(olga, "/quarantine")
+        assert "0 kept, 0 duplicates, 2 rejected." in idle(olga, "/quarantine")
         assert words(olga.get("/quarantine?code=not_dicom")).count("folder") == 3
-        assert "2 file(s) given up" in olga.told("/quarantine/main/drop", name=names[:2], sure="yes")
+        assert "2 file(s) deleted" in olga.told("/quarantine/main/drop", name=names[:2], sure="yes")
         assert "not in quarantine any more" in words(olga.post("/quarantine/main/drop", name=names[:1], sure="yes"))
         olga.post("/quarantine/main/retry", code="not_dicom", once_more="yes")
-        assert "1 refused" in idle(olga, "/quarantine")
+        assert "1 rejected" in idle(olga, "/quarantine")
         assert olga.get("/quarantine?project=other").status_code == 404
         olga.post("/quarantine/main/drop", name=names[2:], sure="yes")
     log = (place.home.root / "agent.log").read_text()
@@ -151,32 +152,32 @@ def test_refused_files_are_listed_tried_again_and_given_up(place: Hospital) -> N
 
 def test_ids_that_may_be_one_person_are_shown_until_a_person_decides(place: Hospital) -> None:
     with place.client("olga") as olga:
-        assert "may each be one person" not in words(olga.get("/ingest"))
-        with open_way(place.home, MAIN) as way:
+        assert "that may be one person each" not in words(olga.get("/ingest"))
+        with open_ingest(place.home, MAIN) as way:
             head = next(head for head in way.vault.heads())
             everybody = way.vault.images(Selection("OT", head.shape or ()))
             image = next(image for who, image in everybody if who == head.person)
             names = [f"{kind:032x}" for kind in range(0xF00, 0xF05)]
             twin = Record(*names[:4], "OT", "image", "", image.pixels, b"twin", False, names[4], "EYE")
             way.vault.keep(twin)
-            assert "1 groups of patient ids may each be one person" in words(olga.get("/ingest"))
+            assert "1 groups of patient ids that may be one person each" in words(olga.get("/ingest"))
             (group,) = way.vault.alike()
             way.vault.tell_apart(group.name)
-        assert "may each be one person" not in words(olga.get("/ingest"))
-        with open_way(place.home, MAIN) as way:
+        assert "that may be one person each" not in words(olga.get("/ingest"))
+        with open_ingest(place.home, MAIN) as way:
             way.vault.purge({twin.pseudonym})
 
 
 def test_what_waits_is_counted_and_read_on_demand(place: Hospital) -> None:
-    with open_way(place.home, MAIN) as way:
-        way.inbox.put(Arrival("dimse", "PACS1", b"no image either"))
+    with open_ingest(place.home, MAIN) as way:
+        way.inbox.put(ReceivedFile("dimse", "PACS1", b"no image either"))
     with place.client("olga") as olga:
-        assert "1 wait to be read" in words(olga.get("/ingest"))
+        assert "1 pending" in words(olga.get("/ingest"))
         assert olga.post("/ingest/main").status_code == 303
-        assert "0 came in" in idle(olga, "/ingest")
-        assert "0 wait to be read" in words(olga.get("/ingest"))
-        assert "may be drawn from 24 12" in words(olga.get("/ingest"))
-    with open_way(place.home, MAIN) as way:
+        assert "0 kept" in idle(olga, "/ingest")
+        assert "0 pending" in words(olga.get("/ingest"))
+        assert "eligible for releases 24 12" in words(olga.get("/ingest"))
+    with open_ingest(place.home, MAIN) as way:
         for entry in way.quarantine.entries():
             way.quarantine.remove(entry.name)
 
@@ -189,7 +190,7 @@ def test_the_pacs_page_says_what_the_log_told_of_and_knocks_when_asked(place: Ho
         told = words(olga.get("/pacs"))
         assert "C-STORE as LAZARET, plain TCP 127.0.0.1:11112 not in this process" in told
         assert "failed main: nobody answers there." in told
-        assert "Add it to the callers. 4 look into it" in told
+        assert "Add it to the callers. 4 check this" in told
         answer = olga.post("/pacs/pacs/main/ask")
         assert answer.status_code == 409
         assert "main:" in words(answer)
@@ -204,7 +205,7 @@ def test_an_entry_is_proved_and_the_search_finds_it(place: Hospital) -> None:
         found = words(rita.get("/ledger?text=dora"))
         assert "person dora, role compliance" in found
         assert "person hugo" not in found
-        assert "No entry is like that" in words(rita.get("/ledger?text=nobody"))
+        assert "No entry matches" in words(rita.get("/ledger?text=nobody"))
         seq = re.search(r'href="/ledger/(\d+)"', rita.get("/ledger?text=dora").text)
         assert seq is not None
         told = words(rita.get(f"/ledger/{seq[1]}"))
@@ -229,16 +230,16 @@ def test_a_person_who_is_dismissed_may_do_nothing_any_more(tmp_path: Path) -> No
 
 
 def test_without_a_ledger_the_console_says_what_to_do(tmp_path: Path) -> None:
-    from agent.edges.home import Home
+    from agent.storage.site_directory import SiteDirectory
 
-    with pytest.raises(NoLedger, match="appoint its persons"):
-        Lent(Home(tmp_path)).read()
+    with pytest.raises(LedgerMissingError, match="appoint its persons"):
+        BorrowedLedger(SiteDirectory(tmp_path)).read()
 
 
 def test_while_another_process_holds_the_ledger_it_is_read_and_not_written(place: Hospital) -> None:
-    books = Lent(place.home)
+    books = BorrowedLedger(place.home)
     size = books.read().state.size
-    code = "import sys, time\nfrom policies.sqlite import open_sqlite\nfrom pathlib import Path\n"
+    code = "import sys, time\nfrom policies.ledger.backends.sqlite import open_sqlite\nfrom pathlib import Path\n"
     code += "kept = open_sqlite(Path(sys.argv[1]))\nprint('open', flush=True)\ntime.sleep(60)"
     command = [sys.executable, "-c", code, str(place.home.root / "ledger.db")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
@@ -246,7 +247,7 @@ def test_while_another_process_holds_the_ledger_it_is_read_and_not_written(place
             assert other.stdout is not None
             assert other.stdout.readline() == b"open\n"
             assert books.read().state.size == size
-            with pytest.raises(LedgerBusy), books.write():
+            with pytest.raises(LedgerBusyError), books.write():
                 pass
             with place.client("dora") as dora:
                 assert dora.get("/ledger").status_code == 200
@@ -307,7 +308,7 @@ def test_what_tightens_is_put_in_force_by_one_and_what_loosens_only_by_both(tmp_
             keep(hugo, loose)
             assert "in force" in force(hugo)
         assert made.home.policy().approvals == frozenset()
-        assert Lent(made.home).read().state.amended["site-a"] > 1
+        assert BorrowedLedger(made.home).read().state.amended["site-a"] > 1
         assert made.federation.store.state.amended["site-a"] > 1
 
 
@@ -345,9 +346,9 @@ def test_an_opt_out_does_what_was_foreseen_and_nothing_before_it_is_confirmed(tm
             page = dora.post("/opt-out/look", patients=ids)
             told = words(page)
             assert "PAT-" not in page.text, "patient ids are not said again"
-            assert "3 patients named; of 2 something is known" in told
+            assert "3 patients named; 2 of them known here" in told
             assert "4 instances in 1 project are deleted" in told
-            assert "1 release can never leave" in told
+            assert "1 can never be sent" in told
             assert release in told
             assert "Budget that was spent stays spent" in told
             foreseen = _foreseen(made, ids)
@@ -355,14 +356,16 @@ def test_an_opt_out_does_what_was_foreseen_and_nothing_before_it_is_confirmed(tm
             token = re.search(r'name="token" value="([^"]+)"', page.text)
             assert token is not None
             assert "Confirm" in words(dora.post("/opt-out/do", token=token[1]))
-            assert "too long ago" in words(hugo.post("/opt-out/do", token=token[1], sure="yes")), "another's look"
-            assert "too long ago" in words(dora.post("/opt-out/do", token="x", sure="yes"))
+            assert "preview has expired" in words(hugo.post("/opt-out/do", token=token[1], sure="yes")), (
+                "another's look"
+            )
+            assert "preview has expired" in words(dora.post("/opt-out/do", token="x", sure="yes"))
             assert _instances(made) == 24
             assert "3 patient(s) have opted out; 4 of their" in dora.told("/opt-out/do", token=token[1], sure="yes")
-            assert "too long ago" in words(dora.post("/opt-out/do", token=token[1], sure="yes")), "once"
+            assert "preview has expired" in words(dora.post("/opt-out/do", token=token[1], sure="yes")), "once"
             assert _instances(made) == 24 - foreseen.instances
             assert foreseen.dying == (release,)
-            assert "can never leave" in words(dora.get(f"/releases/{release}"))
+            assert "can never be sent" in words(dora.get(f"/releases/{release}"))
             again = words(dora.post("/opt-out/look", patients=ids))
             assert "had opted out before" in again
             assert "0 instances" in again
@@ -376,13 +379,13 @@ def test_an_opt_out_does_what_was_foreseen_and_nothing_before_it_is_confirmed(tm
 
 
 def test_what_has_left_is_said_to_stay_and_its_pictures_to_be_forgotten(tmp_path: Path) -> None:
-    from agent.desk import open_desk
-    from agent.mechanisms.ksame import KSame
-    from agent.pipeline import release_synthetic
+    from agent.mechanisms.ksame.mechanism import KSame
+    from agent.release.pipeline import release_synthetic
+    from agent.runtime import open_runtime
     from tests.agent.console.hospital import public_basis
 
     with hospital(tmp_path, approvals="[]") as made:
-        with open_desk(made.home.root, lambda *_: None) as desk:
+        with open_runtime(made.home.root, lambda *_: None) as desk:
             import numpy as np
 
             rng = np.random.default_rng(1)
@@ -393,7 +396,7 @@ def test_what_has_left_is_said_to_stay_and_its_pictures_to_be_forgotten(tmp_path
         assert (foreseen.retired, foreseen.dying, foreseen.unrecorded) == (1, (), 0)
         assert 4 <= foreseen.beside <= 8
         before = _pictures(made, goods.release.release)
-        with open_way(made.home, MAIN) as way:
+        with open_ingest(made.home, MAIN) as way:
             person = way.who.person("", made.patient_id(3))
         projects.opt_out(made.home, person)
         assert before - _pictures(made, goods.release.release) == foreseen.retired
@@ -402,9 +405,9 @@ def test_what_has_left_is_said_to_stay_and_its_pictures_to_be_forgotten(tmp_path
 def _foreseen(made: Hospital, ids: str) -> Consequences:
     import datetime as dt
 
-    desk = Desk(made.home, Lent(made.home), None, lambda: dt.datetime.now(dt.UTC))
-    with open_way(made.home, MAIN) as way:
-        return foresee(desk, frozenset(way.who.person("", one) for one in ids.split()))
+    desk = SiteConsoleContext(made.home, BorrowedLedger(made.home), None, lambda: dt.datetime.now(dt.UTC))
+    with open_ingest(made.home, MAIN) as way:
+        return preview(desk, frozenset(way.who.person("", one) for one in ids.split()))
 
 
 def _instances(made: Hospital) -> int:

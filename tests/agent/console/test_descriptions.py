@@ -9,29 +9,29 @@ from pathlib import Path
 
 import pytest
 
-from agent.console import drafts, journal, words
-from agent.console.errand import Errand
-from agent.console.said import said, sentence
-from agent.mechanisms import __file__ as mechanisms
-from coordinator import promises
-from policies import amendments
-from policies.accounts import Account
-from policies.claims import NoClaim
-from policies.entries import InvalidEntry, Opened
-from policies.figures import rounded_up
-from policies.policy import parse, preset
-from policies.store import LedgerBusy, LedgerStopped
-from policies.terms import TERMS
-from protos.web.pages import Refusal
-from tests.support.books import BOTH, DP, K5, Hospital, policy
+from agent.console import descriptions, log_reader, policy_draft
+from agent.console.background_task import BackgroundTask
+from agent.console.errors import errors_as_pages, sentence
+from agent.mechanisms.registry import __file__ as mechanisms
+from coordinator import claim_descriptions
+from policies.accounting.claims import NoClaim
+from policies.accounting.rounding import rounded_up
+from policies.governance import amendments
+from policies.ledger.entries import InvalidEntryError, Opened
+from policies.ledger.state import Account
+from policies.ledger.store import LedgerBusyError, LedgerStoppedError
+from policies.review.mechanism_terms import TERMS
+from policies.review.policy import parse, preset
+from protos.web.router import PageError
+from tests.support.ledger_world import BOTH, DP, K5, Hospital, policy
 
 SITE = Hospital("site-a")
 
 
 def every_word() -> str:
     """All sentences of the module, and all templates."""
-    folder = Path(words.__file__).parent
-    return "\n".join(path.read_text() for path in [Path(words.__file__), *folder.glob("*.html")])
+    folder = Path(descriptions.__file__).parent
+    return "\n".join(path.read_text() for path in [Path(descriptions.__file__), *folder.glob("*.html")])
 
 
 def test_nothing_is_called_anonymous_and_no_epsilon_is_zero() -> None:
@@ -42,7 +42,7 @@ def test_nothing_is_called_anonymous_and_no_epsilon_is_zero() -> None:
 
 def test_an_epsilon_is_said_with_unit_relation_and_delta_and_rounded_up() -> None:
     release = SITE.release("g1", mechanism="federated", claim=DP, epsilon_nano=1_234_567_891, delta="4e-06")
-    assert words.loss(release) == "ε = 1.24 at δ = 4e-06, per patient (add or remove one)"
+    assert descriptions.loss(release) == "ε = 1.24 at δ = 4e-06, per patient (add or remove one)"
 
 
 @pytest.mark.parametrize(
@@ -55,53 +55,53 @@ def test_an_epsilon_is_said_with_unit_relation_and_delta_and_rounded_up() -> Non
     ],
 )
 def test_a_release_without_a_guarantee_by_noise_shows_no_epsilon(changes: dict[str, object]) -> None:
-    assert words.loss(SITE.release("g1", **changes)) == ""
+    assert descriptions.loss(SITE.release("g1", **changes)) == ""
 
 
 def test_k_is_said_in_patients_and_has_no_epsilon() -> None:
-    told = words.promise(K5)
+    told = descriptions.promise(K5)
     assert "5 different patients" in told
     assert "no epsilon" in told
-    assert words.promise(BOTH).startswith("2 uses")
-    assert "nothing" in words.promise(NoClaim())
+    assert descriptions.promise(BOTH).startswith("2 uses")
+    assert "no guarantee" in descriptions.promise(NoClaim())
 
 
 def test_figures_of_attacks_are_bounds_and_what_cannot_be_read_is_no_figure() -> None:
-    rows = words.attacks(SITE.release("g1", reid_rate="0.031", vetting_power="0.9", menu="5,8"))
+    rows = descriptions.attacks(SITE.release("g1", reid_rate="0.031", vetting_power="0.9", menu="5,8"))
     assert [row[1] for row in rows] == ["at most 3.1 %", "at least 90 %", "5, 8"]
     for odd in ("nan", "many", "inf"):
-        (row,) = words.attacks(SITE.release("g1", reid_rate=odd))
+        (row,) = descriptions.attacks(SITE.release("g1", reid_rate=odd))
         assert row[1] == "at most a figure that cannot be read"
-    assert words.attacks(SITE.release("g1")) == ()
+    assert descriptions.attacks(SITE.release("g1")) == ()
 
 
 def test_a_reviewer_of_heads_is_told_of_faces_and_that_the_brain_still_links_them() -> None:
     heads = {"mechanism": "remodel", "claim": NoClaim(), "vetted_against": "private"}
     release = SITE.release("g1", **heads, reid_rate="0.04", vetting_power="0.92")
-    rows = words.attacks(release)
+    rows = descriptions.attacks(release)
     assert [row[:2] for row in rows] == [
         ("Faces matched", "at most 4 %"),
         ("Unaltered faces matched", "at least 92 %"),
     ]
-    assert words.BRAIN == promises.BRAIN
-    assert words.BRAIN in rows[0][2]
-    assert words.BRAIN in dict(words.facts(release))["Method"]
+    assert descriptions.BRAIN == claim_descriptions.BRAIN
+    assert descriptions.BRAIN in rows[0][2]
+    assert descriptions.BRAIN in dict(descriptions.facts(release))["Method"]
     told = str(rows)
     assert "planted" not in told.lower()
     assert "verifier" not in told
-    pictures = str(words.attacks(SITE.release("g1", reid_rate="0.04", vetting_power="0.92")))
+    pictures = str(descriptions.attacks(SITE.release("g1", reid_rate="0.04", vetting_power="0.92")))
     assert "Planted copies caught" in pictures
-    assert words.BRAIN not in pictures
+    assert descriptions.BRAIN not in pictures
 
 
 def test_mixed_pictures_are_not_called_averages_nor_faces() -> None:
-    assert not re.search("average|face(?!S)", words.MECHANISMS["anonfaces"].replace("AnonFACES", ""))
+    assert not re.search("average|face(?!S)", descriptions.MECHANISMS["anonfaces"].replace("AnonFACES", ""))
 
 
 @pytest.mark.parametrize(("spent", "held"), [(400, 0), (0, 400), (200, 400)])
 def test_no_epsilon_of_a_budget_stands_bare(spent: int, held: int) -> None:
     account = Account(Opened("site-a/rdp", 1000, 4, "8.0", "4e-06"), held=held, spent=spent)
-    told = words.budget(account)
+    told = descriptions.budget(account)
     text = " ".join(map(str, told.values()))
     assert len(re.findall(r"ε = [\d.]+", text)) == 1 + bool(spent) + bool(held)
     assert all(
@@ -111,18 +111,18 @@ def test_no_epsilon_of_a_budget_stands_bare(spent: int, held: int) -> None:
 
 
 def test_every_method_of_the_law_has_a_name_here() -> None:
-    assert set(words.MECHANISMS) == set(TERMS)
+    assert set(descriptions.MECHANISMS) == set(TERMS)
     assert mechanisms
 
 
 def test_what_is_left_is_rounded_down_and_what_is_gone_up() -> None:
     account = Account(Opened("site-a/rdp", 1000, 4, "8.0", "4e-06"), held=1, spent=332)
-    share = words.share(account)
+    share = descriptions.share(account)
     assert (share["spent"], share["held"], share["left"]) == (33.2, 0.1, 66.7)
     odd = Account(Opened("site-a/rdp", 3000, 4, "8.0", "4e-06"), held=1, spent=1)
-    assert words.share(odd)["spent"] + words.share(odd)["held"] + words.share(odd)["left"] <= 100
-    assert words.share(Account(Opened("site-a/k", 0, 0, "", "")))["left"] == 0
-    assert words.share(Account(Opened("site-a/k", 1, 0, "", ""), spent=3))["left"] == 0
+    assert descriptions.share(odd)["spent"] + descriptions.share(odd)["held"] + descriptions.share(odd)["left"] <= 100
+    assert descriptions.share(Account(Opened("site-a/k", 0, 0, "", "")))["left"] == 0
+    assert descriptions.share(Account(Opened("site-a/k", 1, 0, "", ""), spent=3))["left"] == 0
     assert math.isclose(rounded_up(1.2300000000001, 2), 1.23)
 
 
@@ -130,15 +130,17 @@ def test_what_is_left_is_rounded_down_and_what_is_gone_up() -> None:
 
 
 def test_all_problems_of_a_draft_are_said_at_once() -> None:
-    made, wrong = drafts.problems(policy(epsilon=0, k_min=1, levels='["D"]', odd=1).replace("delta", "dleta"), 3)
+    made, wrong = policy_draft.problems(
+        policy(epsilon=0, k_min=1, levels='["D"]', odd=1).replace("delta", "dleta"), 3
+    )
     assert made is None
     assert {line.partition(":")[0] for line in wrong} == {"delta", "dleta", "epsilon", "k_min", "levels"}
-    assert drafts.problems("= no TOML", 1)[1]
+    assert policy_draft.problems("= no TOML", 1)[1]
 
 
 def test_a_delta_too_large_for_the_patients_is_a_problem() -> None:
-    assert drafts.problems(policy(delta="1e-3"), 999)[1] == ()
-    assert "number of this site's patients" in drafts.problems(policy(delta="1e-3"), 1000)[1][0]
+    assert policy_draft.problems(policy(delta="1e-3"), 999)[1] == ()
+    assert "number of this site's patients" in policy_draft.problems(policy(delta="1e-3"), 1000)[1][0]
 
 
 @pytest.mark.parametrize(
@@ -157,20 +159,20 @@ def test_a_delta_too_large_for_the_patients_is_a_problem() -> None:
 )
 def test_a_change_is_told_from_the_law_that_takes_the_strictest(key: str, value: object, change: str) -> None:
     before, after = parse(policy(), "a"), parse(policy(**{key: value}), "b")
-    (row,) = [row for row in drafts.compare(before, after, before) if row.key == key]
+    (row,) = [row for row in policy_draft.compare(before, after, before) if row.key == key]
     assert row.change == change
-    assert amendments.loosened(before, after) == ((key,) if change == "looser" else ())
-    assert amendments.loosened(before, before) == ()
+    assert amendments.loosened_keys(before, after) == ((key,) if change == "looser" else ())
+    assert amendments.loosened_keys(before, before) == ()
 
 
 def test_presets_loosen_as_their_names_say() -> None:
     known = {name: parse(preset(name), name) for name in ("internal", "controlled", "public")}
-    assert amendments.loosened(known["controlled"], known["internal"])
-    assert set(drafts.MEANINGS) == {row.key for row in drafts.compare(*known.values())}
+    assert amendments.loosened_keys(known["controlled"], known["internal"])
+    assert set(policy_draft.MEANINGS) == {row.key for row in policy_draft.compare(*known.values())}
 
 
 def test_a_proposal_is_of_one_text_and_of_one_place_in_history() -> None:
-    texts = [amendments.serial(text, number) for text, number in itertools.product(("a", "b"), (0, 1))]
+    texts = [amendments.amendment_serial(text, number) for text, number in itertools.product(("a", "b"), (0, 1))]
     assert len(set(texts)) == 4
 
 
@@ -178,20 +180,20 @@ def test_a_proposal_is_of_one_text_and_of_one_place_in_history() -> None:
 
 
 def test_a_fault_is_said_in_our_words_and_an_unknown_one_without_its_text() -> None:
-    assert "another command" in sentence(LedgerBusy("x"))
-    assert sentence(InvalidEntry("two roles must approve")) == "two roles must approve"
+    assert "another command" in sentence(LedgerBusyError("x"))
+    assert sentence(InvalidEntryError("two roles must approve")) == "two roles must approve"
     assert "DOE" not in sentence(RuntimeError("patient DOE^JOHN"))
-    with pytest.raises(Refusal) as caught, said():
-        raise LedgerStopped("the disk failed")
+    with pytest.raises(PageError) as caught, errors_as_pages():
+        raise LedgerStoppedError("the disk failed")
     assert caught.value.status == 503
-    with pytest.raises(RuntimeError), said():
+    with pytest.raises(RuntimeError), errors_as_pages():
         raise RuntimeError("patient DOE^JOHN")
 
 
 def test_one_errand_at_a_time_and_its_fault_is_told_without_its_text() -> None:
     import threading
 
-    gate, errand = threading.Event(), Errand()
+    gate, errand = threading.Event(), BackgroundTask()
 
     def act(progress: object) -> str:
         gate.wait(200)
@@ -211,15 +213,15 @@ def test_one_errand_at_a_time_and_its_fault_is_told_without_its_text() -> None:
 
 def test_the_log_is_read_back_and_torn_or_strange_lines_are_passed_over(tmp_path: Path) -> None:
     log = tmp_path / "agent.log"
-    assert journal.read(log) == []
+    assert log_reader.read(log) == []
     log.write_bytes(
         b'{"event": "pulled", "where": "main", "kept": 5, "count": 1, "timestamp": "2026-01-01T00:00:00Z"}\n'
         b'{"event": "pull_failed", "where": "main", "state": "no answer"}\n[1]\n{"event": 5}\n\xff\xfe\n'
         b'{"event": "ingested", "kept": "many", "where": "a\\u202eb"}\n{"event": "torn'
     )
-    events = journal.read(log)
+    events = log_reader.read(log)
     assert [e.name for e in events] == ["pulled", "pull_failed", "ingested"]
     assert (events[2].kept, events[2].where) == (0, "")
-    last = journal.last(events, "pulled", "pull_failed", where="main")
+    last = log_reader.last(events, "pulled", "pull_failed", where="main")
     assert last is not None
     assert last.fault

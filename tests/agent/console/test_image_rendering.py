@@ -9,11 +9,11 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from agent.console.nearest import SIDE, apart, difference, fetch, search, small
-from agent.console.pictures import HOTTEST, LARGEST, LEAST, heat, png, unpack
-from protos.artifact import pack_images
-from protos.blocks import BadArtifact
-from protos.shards import Dicom, Nifti, pack_shard
+from agent.console.image_rendering import HOTTEST, LARGEST, LEAST, heat, png, unpack
+from agent.console.nearest_image import SIDE, difference, fetch, image_vector, rms_difference, search
+from protos.artifacts.arrays import pack_images
+from protos.artifacts.byte_source import ArtifactFormatError
+from protos.artifacts.shards import Dicom, Nifti, pack_shard
 
 RNG = np.random.default_rng(0)
 
@@ -39,8 +39,8 @@ def test_a_copy_of_a_patients_picture_is_found_first_and_is_that_patients() -> N
 def test_the_search_says_the_same_as_comparing_every_pair_by_hand() -> None:
     real, made = cohort(), RNG.integers(0, 256, (5, 48, 40)).astype(np.uint8)
     for one in search(made, real).nearest:
-        mine = small(made[one.made])
-        each = [float(np.sqrt(np.mean((mine - small(picture * 255)) ** 2))) for _, picture in real]
+        mine = image_vector(made[one.made])
+        each = [float(np.sqrt(np.mean((mine - image_vector(picture * 255)) ** 2))) for _, picture in real]
         assert one.distance == pytest.approx(min(each), rel=1e-3)
         assert one.person == real[int(np.argmin(each))][0]
 
@@ -66,7 +66,7 @@ def test_strangers_are_other_patients_and_without_any_nothing_is_claimed() -> No
     twin = RNG.random((48, 40)).astype(np.float32)
     other = RNG.random((48, 40)).astype(np.float32)
     near = search(np.stack([as_made(twin)]), [("a", twin), ("a", twin), ("b", other)])
-    between = float(np.sqrt(np.mean((small(twin * 255) - small(other * 255)) ** 2)))
+    between = float(np.sqrt(np.mean((image_vector(twin * 255) - image_vector(other * 255)) ** 2)))
     assert near.strangers == pytest.approx(between, rel=1e-3)
     assert np.isnan(search(np.stack([as_made(twin)]), [("a", twin), ("a", other)]).strangers)
 
@@ -79,7 +79,7 @@ def test_an_empty_vault_is_no_distance() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 300), (33, 31), (512, 512), (64, 64, 3), (7, 500, 3)])
 def test_any_picture_is_made_small(shape: tuple[int, ...]) -> None:
-    made = small(RNG.integers(0, 256, shape).astype(np.uint8))
+    made = image_vector(RNG.integers(0, 256, shape).astype(np.uint8))
     assert 0 < made.size <= SIDE * SIDE
     assert 0 <= made.min() <= made.max() <= 255.01
 
@@ -89,7 +89,7 @@ def test_the_map_is_of_the_difference_and_black_where_there_is_none() -> None:
     b = a.copy()
     b[1, 2] = (100, 160, 90)
     assert difference(a, b)[1, 2] == 60
-    assert apart(a, a) == 0
+    assert rms_difference(a, a) == 0
     colours = heat(difference(a, b))
     assert colours[0, 0].tolist() == [0, 0, 4]
     assert int(colours[1, 2].sum()) > 400
@@ -130,5 +130,5 @@ def test_of_a_volume_the_middle_plane_is_shown_with_the_head_up() -> None:
 
 
 def test_what_is_no_set_is_not_shown() -> None:
-    with pytest.raises(BadArtifact):
+    with pytest.raises(ArtifactFormatError):
         unpack(b"a model, or anything else" * 100)

@@ -12,25 +12,25 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from agent.console import app, drafts
-from agent.console.books import Held
-from agent.console.desk import Desk
+from agent.console import app, policy_draft
+from agent.console.context import SiteConsoleContext
+from agent.console.ledger_access import SharedLedger
 from agent.console.releases import REFUSE, refusal_serial
-from agent.desk import open_desk
-from agent.edges.home import MAIN
-from agent.edges.log import open_log
-from agent.edges.room import Arrival
-from agent.edges.way import open_way
-from policies import amendments, governance
-from policies.search import Index
-from policies.statement import parse
-from protos.web.login_command import FOLDER
-from protos.web.logins import Logins
+from agent.event_log import open_log
+from agent.ingest.context import open_ingest
+from agent.runtime import open_runtime
+from agent.storage.site_directory import MAIN
+from agent.storage.spool import ReceivedFile
+from policies.governance import amendments, decisions
+from policies.index.search import Index
+from policies.statements import parse
+from protos.web.client_certificates import PinnedCertificates
+from protos.web.login_cli import FOLDER
 from protos.web.settings import ConsoleSettings
 from tests.agent.console.hospital import BOTH, ROLES, Hospital, hospital
-from tests.support.books import policy
+from tests.support.console_attack import Trial
 from tests.support.corpus import CORPUS, Form, Heard, Side
-from tests.support.trial import Trial
+from tests.support.ledger_world import policy
 
 INGEST = '[pacs.main]\naet = "MAINPACS"\nhost = "127.0.0.1"\nport = 9\ncalling = "LAZARET"\n[site]\npull = ["main"]\n'
 
@@ -46,7 +46,7 @@ REFUSED = {
 class Clerk:
     """Types what a person would type, and signs what is asked for."""
 
-    def __init__(self, place: Hospital, desk: Desk) -> None:
+    def __init__(self, place: Hospital, desk: SiteConsoleContext) -> None:
         self.place, self.desk = place, desk
 
     def fill(self, form: Form, name: str) -> Mapping[str, Any]:
@@ -55,12 +55,12 @@ class Clerk:
         if head.startswith("/releases") and tail in ("approve", "refuse"):
             return self._signed(form, self.of_release(name, head.rpartition("/")[2], tail))
         if form.path == "/policy/approve":
-            text = (self.place.home.root / drafts.FILE).read_text()
-            serial = amendments.serial(text, self.desk.books.read().state.amended.get("site-a", 0))
+            text = (self.place.home.root / policy_draft.FILE).read_text()
+            serial = amendments.amendment_serial(text, self.desk.books.read().state.amended.get("site-a", 0))
             words = (serial, amendments.ACTION, "site-a", amendments.digest(text))
             return self._signed(form, self.place.approval(name, *words))
         if tail in ("retry", "drop") and head.startswith("/quarantine"):
-            with open_way(self.place.home, MAIN) as way:
+            with open_ingest(self.place.home, MAIN) as way:
                 return {"name": (way.quarantine.entries()[0].name,), "sure": ("yes",) if tail == "drop" else ()}
         if form.path == "/opt-out/do":
             looked = [token for token, one in self.desk.memory.looked.items() if one.who == name]
@@ -98,16 +98,16 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
         place.refuse(2, source=CORPUS[0])
         for name in ROLES:
             place.login(name)
-        with open_desk(place.home.root, lambda *_: None) as opened:
-            books, log = Held(opened), open_log(place.home.root / "agent.log")
+        with open_runtime(place.home.root, lambda *_: None) as opened:
+            books, log = SharedLedger(opened), open_log(place.home.root / "agent.log")
             with Index(place.home.root / app.INDEX, books.disk) as index:
-                desk = Desk(place.home, books, log, lambda: dt.datetime.now(dt.UTC), None, index=index)
+                desk = SiteConsoleContext(place.home, books, log, lambda: dt.datetime.now(dt.UTC), None, index=index)
                 made = Trial(_side(place, desk), heard)
                 _happens(place, desk, made, release)
                 yield made
 
 
-def _side(place: Hospital, desk: Desk) -> Side:
+def _side(place: Hospital, desk: SiteConsoleContext) -> Side:
     crts: dict[str, bytes] = {}
 
     def certificate(name: str) -> bytes:
@@ -122,7 +122,7 @@ def _side(place: Hospital, desk: Desk) -> Side:
 
     clerk = Clerk(place, desk)
     return Side(
-        pages=app.pages(desk, ConsoleSettings(listen="127.0.0.1:0"), Logins(place.home.root / FOLDER)),
+        pages=app.pages(desk, ConsoleSettings(listen="127.0.0.1:0"), PinnedCertificates(place.home.root / FOLDER)),
         folder=place.root,
         home=place.home.root,
         log=place.home.root / "agent.log",
@@ -142,12 +142,12 @@ def _side(place: Hospital, desk: Desk) -> Side:
     )
 
 
-def _happens(place: Hospital, desk: Desk, trial: Trial, release: str) -> None:
+def _happens(place: Hospital, desk: SiteConsoleContext, trial: Trial, release: str) -> None:
     """A site's days: after each of them, whatever was not there before is tried."""
-    clerk, draft = Clerk(place, desk), place.home.root / drafts.FILE
+    clerk, draft = Clerk(place, desk), place.home.root / policy_draft.FILE
     tighter, looser = policy(approvals=BOTH, k_min=7), policy(approvals='["compliance"]')
-    with open_way(place.home, MAIN) as way:
-        way.inbox.put(Arrival("dimse", "PACS1", b"no image either"))
+    with open_ingest(place.home, MAIN) as way:
+        way.inbox.put(ReceivedFile("dimse", "PACS1", b"no image either"))
     draft.write_text(looser)
     for _ in range(2):
         trial.look()
@@ -156,7 +156,7 @@ def _happens(place: Hospital, desk: Desk, trial: Trial, release: str) -> None:
     for act in ("approve", "refuse"):  # the other person's word: it may be sent, and then it may not
         with desk.books.write() as store:
             for name in ("dora", "hugo") if act == "approve" else ("hugo",):
-                governance.approve(store, clerk.of_release(name, release, act))
+                decisions.approve(store, clerk.of_release(name, release, act))
         trial.look()
         trial.attack()
     draft.write_text(tighter)

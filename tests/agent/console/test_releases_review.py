@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-import agent.approval
-import agent.desk
-from agent.console import exhibits
-from agent.console.words import REFUSALS
-from agent.edges import projects
-from agent.edges.door import GrpcDoor
-from policies.entries import Approved, Expired
-from policies.sqlite import read_lines
-from policies.verify import verify
+import agent.release.approval
+import agent.runtime
+from agent.console import review_images
+from agent.console.descriptions import REFUSALS
+from agent.gateway.client import GatewayClient
+from agent.storage import projects
+from policies.audit.verify import verify
+from policies.ledger.backends.sqlite import read_lines
+from policies.ledger.entries import Approved, Expired
 from tests.agent.console.hospital import Client, Hospital, held, hospital, serving, words
-from tests.support.books import Person
+from tests.support.ledger_world import Person
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def waits(made: Hospital) -> list[str]:
 
 
 def account(made: Hospital) -> tuple[int, int]:
-    from agent.console.books import Lent
+    from agent.console.ledger_access import BorrowedLedger
 
-    k = Lent(made.home).read().state.accounts["site-a/k"]
+    k = BorrowedLedger(made.home).read().state.accounts["site-a/k"]
     return k.held, k.spent
 
 
@@ -58,7 +58,7 @@ def settled(client: Client) -> str:
     """What the releases' page says once nothing is under way."""
     for _ in range(200):
         told = words(client.get("/releases"))
-        if "Under way" not in told:
+        if "Running" not in told:
             return told
         time.sleep(0.1)
     raise AssertionError(told)
@@ -83,9 +83,9 @@ def test_a_release_leaves_when_both_have_signed_and_not_before(made: Hospital) -
         page = words(dora.get(f"/releases/{release}"))
         assert "At least 5 different patients" in page
         assert "Missing: compliance, hospital" in page
-        assert "cannot leave" in words(olga.post(f"/releases/{release}/send"))
+        assert "cannot be sent" in words(olga.post(f"/releases/{release}/send"))
         assert "in the ledger" in approve(dora, "dora", release, value)
-        assert "cannot leave" in words(dora.post(f"/releases/{release}/send")), "one role is not two"
+        assert "cannot be sent" in words(dora.post(f"/releases/{release}/send")), "one role is not two"
         approve(dora, "dora", release, value)
         assert "Missing: hospital" in words(dora.get(f"/releases/{release}")), "nor is one person twice"
         assert "in the ledger" in approve(hugo, "hugo", release, value)
@@ -122,15 +122,17 @@ def test_what_was_signed_is_this_persons_own_word_on_this_artifact_or_nothing(ma
     release = made.release()
     value = sha(made, release)
     with serving(made), made.client("dora") as dora:
-        assert "signed as hugo" in approve(dora, "hugo", release, value), "another's word, handed in by dora"
-        assert "something else" in approve(dora, "dora", release, value, "limit")
-        assert "something else" in approve(dora, "dora", release, "cd" * 32), "another artifact"
-        assert "something else" in approve(dora, "dora", release, value, "refuse")
-        assert "something else" in approve(dora, "dora", release, value, serial="another"), "it would not be counted"
+        assert "signature is of hugo" in approve(dora, "hugo", release, value), "another's word, handed in by dora"
+        assert "for another text" in approve(dora, "dora", release, value, "limit")
+        assert "for another text" in approve(dora, "dora", release, "cd" * 32), "another artifact"
+        assert "for another text" in approve(dora, "dora", release, value, "refuse")
+        assert "for another text" in approve(dora, "dora", release, value, serial="another"), (
+            "it would not be counted"
+        )
         for serial in (release, "another"):
-            assert "something else" in refuse(dora, "dora", release, f"{value} quality", serial)
+            assert "for another text" in refuse(dora, "dora", release, f"{value} quality", serial)
         _forged(dora, release, value)
-        assert "nobody has refused it" in words(dora.post(f"/releases/{release}/withdraw")).lower()
+        assert "it is not refused" in words(dora.post(f"/releases/{release}/withdraw")).lower()
         assert "Missing: compliance, hospital" in words(dora.get(f"/releases/{release}"))
     assert not [x for x in read_lines(made.home.root / "ledger.db") if isinstance(x.record.entry, Approved)]
     assert waits(made) == [release]
@@ -157,7 +159,7 @@ def test_a_refusal_is_signed_with_its_reason_and_the_release_is_gone(made: Hospi
         page = words(hugo.get(f"/releases/{release}/refuse?why=too_alike"))
         assert REFUSALS["too_alike"] in page
         assert hugo.get(f"/releases/{release}/refuse?why=nonsense").status_code == 400
-        assert "no known reason" in refuse(hugo, "hugo", release, f"{value} because")
+        assert "an unknown reason" in refuse(hugo, "hugo", release, f"{value} because")
         assert "another artifact" in refuse(hugo, "hugo", release, f"{'ab' * 32} too_alike")
         assert "Refused and withdrawn" in refuse(hugo, "hugo", release, f"{value} too_alike")
         assert dora.get(f"/releases/{release}").status_code == 404
@@ -182,15 +184,17 @@ def test_a_refusal_stands_while_the_coordinator_is_away_and_nothing_can_be_sent(
         approve(dora, "dora", release, value)
         approve(hugo, "hugo", release, value)
         with monkeypatch.context() as patch:
-            patch.setattr(agent.approval, "withdraw", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+            patch.setattr(
+                agent.release.approval, "withdraw", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full"))
+            )
             assert "disk full" in refuse(hugo, "hugo", release, f"{value} purpose").lower()
         assert "Refused by hugo" in words(dora.get(f"/releases/{release}"))
-        assert "does not leave" in words(dora.post(f"/releases/{release}/send"))
+        assert "so it cannot be sent" in words(dora.post(f"/releases/{release}/send"))
         assert "was refused already" in approve(dora, "dora", release, value)
         made.federation.server.stop(0).wait()
-        monkeypatch.setattr(agent.desk, "GrpcDoor", partial(GrpcDoor, patience_s=0.1))
+        monkeypatch.setattr(agent.runtime, "GatewayClient", partial(GatewayClient, patience_s=0.1))
         assert dora.post(f"/releases/{release}/withdraw").status_code == 303
-        assert "The coordinator could not be told yet" in settled(dora)
+        assert "The coordinator could not be informed yet" in settled(dora)
     assert (waits(made), account(made)) == ([], (0, 1))
 
 
@@ -201,9 +205,9 @@ def test_a_copy_of_a_patient_among_the_pictures_is_shown_first_and_marked(made: 
 
     import numpy as np
 
-    from agent.kept import artifact_of, keep, listed, statement_of
-    from agent.nouns import Selection
-    from protos.artifact import pack_images, unpack_images
+    from agent.domain import Selection
+    from agent.release.unsent import artifact_of, keep, listed, statement_of
+    from protos.artifacts.arrays import pack_images, unpack_images
 
     release = made.release()
     vault = projects.open_vault(made.home)
@@ -277,8 +281,8 @@ def test_a_picture_is_forgotten_as_soon_as_its_patient_opts_out_anywhere(made: H
         for person in persons:
             projects.opt_out(made.home, person)  # by the command, in another process
         assert dora.get(path).status_code == 404
-        assert "can never leave" in words(dora.get(f"/releases/{release}"))
-        assert "cannot leave" in words(dora.post(f"/releases/{release}/send"))
+        assert "can never be sent" in words(dora.get(f"/releases/{release}"))
+        assert "cannot be sent" in words(dora.post(f"/releases/{release}/send"))
 
 
 def test_pictures_are_kept_for_half_an_hour_and_of_few_releases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,16 +291,16 @@ def test_pictures_are_kept_for_half_an_hour_and_of_few_releases(monkeypatch: pyt
 
     import numpy as np
 
-    from agent.console.desk import Memory
+    from agent.console.context import ConsoleState
 
-    desk: Any = SimpleNamespace(memory=Memory())
+    desk: Any = SimpleNamespace(memory=ConsoleState())
     for n in range(5):
-        shown = exhibits.Shown(1000.0 + n, "", np.zeros((0, 1, 1), np.uint8))
-        exhibits._keep(desk, f"r{n}", shown)
-    monkeypatch.setattr(time, "monotonic", lambda: 1004.0 + exhibits.KEPT_S)
-    assert [n for n in range(5) if exhibits.recall(desk, f"r{n}")] == [4]
-    exhibits.forget(desk)
-    assert exhibits.recall(desk, "r4") is None
+        shown = review_images.ReleaseImages(1000.0 + n, "", np.zeros((0, 1, 1), np.uint8))
+        review_images._keep(desk, f"r{n}", shown)
+    monkeypatch.setattr(time, "monotonic", lambda: 1004.0 + review_images.KEPT_S)
+    assert [n for n in range(5) if review_images.recall(desk, f"r{n}")] == [4]
+    review_images.forget(desk)
+    assert review_images.recall(desk, "r4") is None
 
 
 def test_beside_a_process_that_holds_the_ledger_the_same_is_done_and_the_books_stay_sound(made: Hospital) -> None:
@@ -314,17 +318,17 @@ def test_beside_a_process_that_holds_the_ledger_the_same_is_done_and_the_books_s
 def test_no_page_opens_a_kept_set_but_that_of_the_release_which_is_shown(
     made: Hospital, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agent.edges.sealed import SealedPlace
+    from agent.storage.encrypted_sqlite import EncryptedCheckpointStore
 
     release = made.release()
     opened: list[str] = []
-    read = SealedPlace.read
+    read = EncryptedCheckpointStore.read
 
-    def counted(self: SealedPlace) -> bytes | None:
+    def counted(self: EncryptedCheckpointStore) -> bytes | None:
         opened.append(repr(self))
         return read(self)
 
-    monkeypatch.setattr(SealedPlace, "read", counted)
+    monkeypatch.setattr(EncryptedCheckpointStore, "read", counted)
     with serving(made), made.client("dora") as dora, made.client("olga") as olga:
         for path in ("/", "/releases"):
             assert dora.get(path).status_code == 200
@@ -339,12 +343,12 @@ def test_no_page_opens_a_kept_set_but_that_of_the_release_which_is_shown(
 def test_a_release_that_another_process_forgets_meanwhile_is_no_such_release(
     made: Hospital, monkeypatch: pytest.MonkeyPatch, half: bool
 ) -> None:
-    from agent.console import desk as console_desk
+    from agent.console import context
 
     release = made.release()
-    waiting = console_desk.Desk.waiting
+    waiting = context.SiteConsoleContext.waiting
 
-    def forgotten(self: console_desk.Desk) -> tuple[console_desk.Waiting, ...]:
+    def forgotten(self: context.SiteConsoleContext) -> tuple[context.PendingRelease, ...]:
         found = waiting(self)
         vault = projects.open_vault(made.home)
         try:
@@ -356,15 +360,15 @@ def test_a_release_that_another_process_forgets_meanwhile_is_no_such_release(
             vault.close()
         return found
 
-    monkeypatch.setattr(console_desk.Desk, "waiting", forgotten)
+    monkeypatch.setattr(context.SiteConsoleContext, "waiting", forgotten)
     with serving(made), made.client("dora") as dora:
         answer = dora.get(f"/releases/{release}")
         assert answer.status_code == 404
-        assert "No release of that name waits" in words(answer)
+        assert "No release of that name is pending" in words(answer)
 
 
 def test_an_opt_out_names_the_way_out_where_nobody_approves() -> None:
-    from agent.console.consequences import Consequences, sentences
+    from agent.console.optout_preview import Consequences, sentences
 
     told = " ".join(text for _, text in sentences(Consequences(1, 1, 0, (), ("release-a",), (), 0, 0, 0)))
     assert "`release withdraw`" in told

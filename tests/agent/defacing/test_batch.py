@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.__main__ import main
-from agent.edges import defaced_files
-from agent.edges.defaced_files import LOG, defaced, planned
-from agent.edges.defacing import Taken, Tools
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
-from agent.phantoms.head_writing import nifti
+from agent.cli.main import main
+from agent.defacing import batch as defaced_files
+from agent.defacing.batch import LOG, deface_batch, plan_batch
+from agent.defacing.engine import DefacedStudy, DefacingMethod
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from deploy.phantoms.head_files import nifti
 
-TOOLS = Tools("deface", None, None, "a" * 64)  # type: ignore[arg-type]
+TOOLS = DefacingMethod("deface", None, None, "a" * 64)  # type: ignore[arg-type]
 
 
 class Result:
@@ -29,16 +29,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Whatever holds a 7 is a fault, an 8 a refusal; anything else comes out with one voxel less."""
     done: list[str] = []
 
-    def take_off(sources: Any, *_: Any, **__: Any) -> Taken:
+    def take_off(sources: Any, *_: Any, **__: Any) -> DefacedStudy:
         values = sources[0].volume.values
         if (values == 7).any():
             raise ValueError("the voxel of Jane Doe")
         if (values == 8).any():
-            raise NotDefaced("no_head")
+            raise NotDefacedError("no_head")
         done.append("one")
         bare = values.copy()
         bare[0, 0, 0] = 0
-        return Taken(Result(), (bare,), 1.0, 0, 0, (0.1,))  # type: ignore[arg-type]
+        return DefacedStudy(Result(), (bare,), 1.0, 0, 0, (0.1,))  # type: ignore[arg-type]
 
     monkeypatch.setattr(defaced_files, "take_off", take_off)
     return done
@@ -51,12 +51,12 @@ def folder(root: Path, **filled: int) -> Path:
 
 
 def states(source: Path, out: Path) -> dict[str, str]:
-    return {row.path: row.state for rows in defaced(planned(source, out), out, TOOLS) for row in rows}
+    return {row.path: row.state for rows in deface_batch(plan_batch(source, out), out, TOOLS) for row in rows}
 
 
 def test_one_study_that_fails_keeps_no_other_waiting_and_says_nothing_of_it(tmp_path: Path) -> None:
     source, out = folder(tmp_path, a=7, b=8, c=1), tmp_path / "out"
-    rows = [row for some in defaced(planned(source, out), out, TOOLS) for row in some]
+    rows = [row for some in deface_batch(plan_batch(source, out), out, TOOLS) for row in some]
     assert [row.state for row in rows] == ["fault", "no_head", "defaced"]
     assert "Jane" not in json.dumps([row.told() for row in rows])
     assert sorted(path.name for path in out.iterdir()) == ["c.nii", LOG]

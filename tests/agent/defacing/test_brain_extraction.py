@@ -9,14 +9,14 @@ import pytest
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.edges.atlas import atlas, register
-from agent.heads.bet import bet, filled, levels, sphere
-from agent.heads.brain import Atlas, Brain, carried, dice, extract, grown, likeness
-from agent.heads.cavity import cavity, hounsfield
-from agent.heads.grid import spacing
-from agent.heads.reasons import NotDefaced
-from agent.heads.skin import head_mask
-from agent.nouns import Volume
+from agent.defacing.bet import bet, filled, levels, sphere
+from agent.defacing.brain_extraction import Atlas, Brain, carried, dice, extract, grown, likeness
+from agent.defacing.ct_brain import cavity, hounsfield
+from agent.defacing.head_mask import head_mask
+from agent.defacing.template import atlas, register
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import spacing
 from tests.support.heads import real_head
 
 pytestmark = pytest.mark.timeout(900)  # brains are looked for, and heads drawn: a busy machine takes its time
@@ -73,14 +73,14 @@ def test_a_surface_that_leaves_the_picture_is_cut_and_stays_full() -> None:
 def test_bet_finds_a_ball_within_a_shell_on_any_grid(
     mm: tuple[float, float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.heads.bet.ITERATIONS", 200)
+    monkeypatch.setattr("agent.defacing.bet.ITERATIONS", 200)
     volume = ball(mm, 70, 8)
     litres = float(bet(volume).sum() * np.prod(mm)) / 1e6
     assert litres == pytest.approx(4 / 3 * np.pi * 0.7**3, rel=0.12)
 
 
 def test_nothing_to_put_a_sphere_into_is_no_head() -> None:
-    with pytest.raises(NotDefaced, match="no_head"):
+    with pytest.raises(NotDefacedError, match="no_head"):
         levels(np.zeros((40, 40, 40), np.float32), 2.0)
 
 
@@ -110,7 +110,7 @@ def test_the_same_volume_gives_the_same_brain_bit_for_bit() -> None:
 
 
 def test_a_surface_that_burst_through_the_skull_is_not_believed_far_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.heads.bet.ITERATIONS", 200)
+    monkeypatch.setattr("agent.defacing.bet.ITERATIONS", 200)
     volume, _ = real_head(3.0)
     solid = Volume(np.where(volume.values > 25, 120, 0).astype(np.uint8), volume.affine)  # no gap to the skull
     broken = extract(solid, template(), lambda *_: lies())
@@ -129,7 +129,7 @@ def test_a_mask_of_the_operators_own_takes_the_place_of_the_union() -> None:
 
 @pytest.mark.parametrize("mask", [np.zeros((61, 73, 61), bool), np.ones((4, 4, 4), bool)])
 def test_a_mask_that_is_empty_or_of_another_grid_is_refused(mask: NDArray[np.bool_]) -> None:
-    with pytest.raises(NotDefaced, match="mask_does_not_fit"):
+    with pytest.raises(NotDefacedError, match="mask_does_not_fit"):
         extract(real_head(3.0)[0], template(), lambda *_: lies(), mask)
 
 
@@ -204,7 +204,7 @@ def test_the_cavity_of_the_skull_is_the_brain_in_ct() -> None:
 
 def test_a_skull_that_holds_nothing_is_no_head() -> None:
     air = Volume(np.full((60, 60, 60), -1000, np.float32), np.diag([3.0, 3.0, 3.0, 1.0]))
-    with pytest.raises(NotDefaced, match="no_head"):
+    with pytest.raises(NotDefacedError, match="no_head"):
         cavity(air)
 
 

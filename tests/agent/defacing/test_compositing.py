@@ -11,18 +11,18 @@ import pytest
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads.change import Defaced, checked
-from agent.heads.contour import Field, outside, signed
-from agent.heads.contrast import LEAST, Contrast, learned
-from agent.heads.gamma import transform
-from agent.heads.grid import Cube, resample
-from agent.heads.paste import Paste, made_head, pasted
-from agent.heads.reasons import NotDefaced
-from agent.heads.region import Region
-from agent.heads.skin import head_mask, noise
-from agent.nouns import Volume
-from agent.phantoms.heads import Grid, Scan, isotropic
-from agent.stages.remodel import remodel
+from agent.defacing.change import Defaced, checked
+from agent.defacing.compositing import Paste, made_head, pasted
+from agent.defacing.distance_field import Field, outside, signed
+from agent.defacing.face_region import Region
+from agent.defacing.head_mask import head_mask, noise
+from agent.defacing.intensity_model import LEAST, Contrast, learned
+from agent.defacing.privacy_transform import transform
+from agent.defacing.remodel import remodel
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import Cube, resample
+from deploy.phantoms.heads import Grid, Scan, isotropic
 from tests.support.heads import phantoms, scan
 from tests.support.pasting import SIDE, averaged, ghosted, head_of, with_face
 
@@ -81,7 +81,7 @@ def test_a_margin_that_is_not_kept_is_seen() -> None:
     made = scan(0)
     done = _done("face")
     broken = Defaced(np.where(made.brain, done.values + 1, done.values).astype(done.values.dtype), done.changed)
-    with pytest.raises(NotDefaced, match="brain_changed"):
+    with pytest.raises(NotDefacedError, match="brain_changed"):
         checked(made.volume, made.brain, broken)
 
 
@@ -191,7 +191,7 @@ def test_a_series_that_shares_nothing_with_the_head_is_refused() -> None:
     made = scan(0)
     far = made.volume.affine.copy()
     far[:3, 3] += 900.0
-    with pytest.raises(NotDefaced, match="other_frame"):
+    with pytest.raises(NotDefacedError, match="other_frame"):
         _change(made, Region()).onto(
             Volume(made.volume.values, far), np.zeros_like(made.brain), np.random.default_rng(1)
         )
@@ -248,7 +248,7 @@ def test_a_drawn_head_fills_its_cube() -> None:
 @pytest.mark.parametrize("value", [0.0, 0.3])
 def test_an_even_cube_is_no_head(value: float) -> None:
     _, cube = _cube()
-    with pytest.raises(NotDefaced, match="no_head"):
+    with pytest.raises(NotDefacedError, match="no_head"):
         made_head(np.full(cube.shape, value, np.float32), cube)
 
 
@@ -300,7 +300,7 @@ def test_a_contrast_is_learned_that_is_not_monotone() -> None:
 
 def test_too_little_tissue_teaches_nothing() -> None:
     few = _tissue(LEAST - 1)
-    with pytest.raises(NotDefaced, match="other_frame"):
+    with pytest.raises(NotDefacedError, match="other_frame"):
         learned(few, few, few, np.zeros(10), np.empty((0, 3), np.float32))
 
 

@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.heads.change import Change, Defaced, checked
-from agent.heads.grid import resample
-from agent.heads.head import Head
-from agent.heads.reasons import REASONS, NotDefaced
-from agent.heads.removal import METHODS
-from agent.nouns import Volume
-from agent.phantoms.heads import axial
-from agent.stages.deface import Series, deface
+from agent.defacing.change import Change, Defaced, checked
+from agent.defacing.deface import Series, deface
+from agent.defacing.head import HeadScan
+from agent.defacing.removal_methods import METHODS
+from agent.domain import Volume
+from agent.volumes.errors import REASONS, NotDefacedError
+from agent.volumes.grid import resample
+from deploy.phantoms.heads import axial
 from tests.support.heads import bad, phantoms, scan, true_head
 
 
-def examine(volume: Volume) -> Head:
+def examine(volume: Volume) -> HeadScan:
     """The phantom's own truth for its scan; of anything else nothing is known."""
     if volume is not scan(0).volume:
-        raise NotDefaced("too_coarse")
+        raise NotDefacedError("too_coarse")
     return true_head(0)
 
 
@@ -40,7 +40,7 @@ class Broken:
 
     how: str
 
-    def __call__(self, head: Head, rng: np.random.Generator) -> Change:
+    def __call__(self, head: HeadScan, rng: np.random.Generator) -> Change:
         return self
 
     def onto(self, volume: Volume, keep: Any, rng: np.random.Generator) -> Defaced:
@@ -87,7 +87,7 @@ def test_a_flipped_series_keeps_its_own_axes() -> None:
     )
     seen: list[Volume] = []
 
-    def look(found: Volume) -> Head:
+    def look(found: Volume) -> HeadScan:
         seen.append(found)
         return true_head(0)
 
@@ -110,7 +110,7 @@ def test_a_method_that_breaks_a_promise_gives_out_nothing(how: str, code: str) -
 
 
 def test_a_method_that_changes_nothing_leaves_the_face_on() -> None:
-    with pytest.raises(NotDefaced) as caught:
+    with pytest.raises(NotDefacedError) as caught:
         deface([Series(scan(0).volume)], examine, Broken("nothing"), dice())
     assert caught.value.code == "nothing_changed"
 
@@ -122,13 +122,13 @@ def test_a_sign_of_zero_and_a_nan_are_differences() -> None:
     for bad_value in (-0.0, np.nan):
         values = zeros.copy()
         values[0, 0, 0] = bad_value
-        with pytest.raises(NotDefaced, match="brain_changed"):
+        with pytest.raises(NotDefacedError, match="brain_changed"):
             checked(volume, keep, Defaced(values, ~keep))
 
 
 def test_a_study_in_two_frames_is_refused_unless_they_are_aligned() -> None:
     study = [Series(flair(), "other"), Series(scan(0).volume, "f")]
-    with pytest.raises(NotDefaced) as caught:
+    with pytest.raises(NotDefacedError) as caught:
         deface(study, examine, METHODS["deface"], dice())
     assert caught.value.code == "other_frame"
     asked = []
@@ -149,7 +149,7 @@ def test_a_series_is_not_believed_to_lie_where_it_says(frames: tuple[str, str], 
     affine = thick.affine.copy()
     affine[2, 3] += moved
     study = [Series(scan(0).volume, frames[0]), Series(Volume(thick.values, affine), frames[1])]
-    with pytest.raises(NotDefaced) as caught:
+    with pytest.raises(NotDefacedError) as caught:
         deface(study, examine, METHODS["strip"], dice())
     assert caught.value.code == "other_frame"
 
@@ -158,14 +158,14 @@ def test_an_alignment_is_not_believed_either() -> None:
     study = [Series(flair(), "other"), Series(scan(0).volume, "f")]
     wrong = np.eye(4)
     wrong[1, 3] = 40.0
-    with pytest.raises(NotDefaced) as caught:
+    with pytest.raises(NotDefacedError) as caught:
         deface(study, examine, METHODS["strip"], dice(), lambda *_: wrong)
     assert caught.value.code == "other_frame"
 
 
 def test_without_a_fine_series_no_study_is_de_faced() -> None:
     for study in ([Series(flair())], [Series(flair()), Series(flair())]):
-        with pytest.raises(NotDefaced) as caught:
+        with pytest.raises(NotDefacedError) as caught:
             deface(study, examine, METHODS["deface"], dice())
         assert caught.value.code == ("too_coarse" if len(study) == 1 else "no_reference")
 
@@ -174,11 +174,11 @@ def test_a_finest_series_without_a_head_decides_for_the_study() -> None:
     bottle = bad()["bottle"]
     fine = Volume(bottle.values, np.diag([1.0, 1.0, 1.0, 1.0]))
 
-    def look(volume: Volume) -> Head:
+    def look(volume: Volume) -> HeadScan:
         if volume is fine:
-            raise NotDefaced("no_head")
+            raise NotDefacedError("no_head")
         return true_head(0)
 
-    with pytest.raises(NotDefaced) as caught:
+    with pytest.raises(NotDefacedError) as caught:
         deface([Series(scan(0).volume), Series(fine)], look, METHODS["deface"], dice())
     assert caught.value.code == "no_head"

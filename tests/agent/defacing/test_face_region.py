@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agent.heads.region import Region
+from agent.defacing.face_region import Region
 from tests.support.heads import scan
 
 FACE = ("nose_tip", "nasion", "mouth", "chin", "eye_left", "eye_right", "ear_left", "ear_right", "brow")

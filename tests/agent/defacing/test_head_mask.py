@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads.reasons import NotDefaced
-from agent.heads.skin import head_mask, noise, threshold
-from agent.nouns import Volume
+from agent.defacing.head_mask import head_mask, noise, threshold
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
 from tests.support.heads import real_head
 
 
@@ -159,7 +159,7 @@ def test_air_of_nothing_but_padding_is_that_padding() -> None:
 
 def test_a_picture_without_air_is_refused() -> None:
     volume, _ = head()
-    with pytest.raises(NotDefaced, match="part_of_head"):
+    with pytest.raises(NotDefacedError, match="part_of_head"):
         noise(volume, np.ones(volume.values.shape, dtype=bool))
 
 
@@ -174,5 +174,5 @@ def test_a_picture_without_air_is_refused() -> None:
     ],
 )
 def test_what_is_no_head_is_refused(values: NDArray[Any], code: str) -> None:
-    with pytest.raises(NotDefaced, match=code):
+    with pytest.raises(NotDefacedError, match=code):
         head_mask(Volume(values, np.diag([3.0, 3.0, 3.0, 1.0])))

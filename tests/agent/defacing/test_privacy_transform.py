@@ -9,9 +9,11 @@ import pytest
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.heads import gamma as module
-from agent.heads.brain import Brain
-from agent.heads.gamma import (
+from agent.defacing import privacy_transform
+from agent.defacing.brain_extraction import Brain
+from agent.defacing.head import HeadScan
+from agent.defacing.head_mask import head_mask
+from agent.defacing.privacy_transform import (
     Coarse,
     Gamma,
     Population,
@@ -23,23 +25,21 @@ from agent.heads.gamma import (
     support,
     transform,
 )
-from agent.heads.grid import cube_at, spacing
-from agent.heads.head import Head
-from agent.heads.hull import exact_hull
-from agent.heads.reasons import NotDefaced
-from agent.heads.skin import head_mask
-from agent.nouns import Volume
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import cube_at, spacing
 from tests.support.heads import scan
+from tests.support.paper_hull import exact_hull
 
 SIDE = 32
 SMOOTH = Coarse(shape="smooth")
 
 
 @cache
-def head(number: int, visit: int = 0) -> Head:
+def head(number: int, visit: int = 0) -> HeadScan:
     """A phantom with the truth about its brain, so that nothing but gamma is tested."""
     made = scan(number, visit)
-    return Head(made.volume, head_mask(made.volume), Brain(made.brain, 1.0, made.to_template))
+    return HeadScan(made.volume, head_mask(made.volume), Brain(made.brain, 1.0, made.to_template))
 
 
 @cache
@@ -48,15 +48,15 @@ def population() -> Population:
     return population_of([head(number) for number in range(100, 104)], SIDE)
 
 
-def with_outside(of: Head, values: NDArray[np.generic]) -> Head:
+def with_outside(of: HeadScan, values: NDArray[np.generic]) -> HeadScan:
     """The same brain in another head."""
     volume = Volume(
         np.where(of.brain.mask, of.volume.values, values).astype(of.volume.values.dtype), of.volume.affine
     )
-    return Head(volume, head_mask(volume), of.brain)
+    return HeadScan(volume, head_mask(volume), of.brain)
 
 
-def with_other_face(of: Head) -> Head:
+def with_other_face(of: HeadScan) -> HeadScan:
     """A longer nose, another chin, other ears: blocks of skin put onto the head where those are."""
     cube = cube_at(of.brain.to_template, 1, 1.0).affine
     to_cube = np.linalg.inv(cube) @ of.volume.affine
@@ -68,14 +68,14 @@ def with_other_face(of: Head) -> Head:
     ears = (np.abs(np.abs(x) - 75) < 22) & (np.abs(y + 15) < 12) & (np.abs(z + 30) < 16)
     skin = nose | chin | ears
     other = with_outside(of, np.where(skin, np.percentile(of.volume.values, 90), of.volume.values))
-    return Head(other.volume, of.skin | skin, of.brain)  # the same threshold, so that nothing else moves
+    return HeadScan(other.volume, of.skin | skin, of.brain)  # the same threshold, so that nothing else moves
 
 
-def plain(of: Head) -> NDArray[np.bool_]:
+def plain(of: HeadScan) -> NDArray[np.bool_]:
     """The paper's hull, on the cube."""
     cube = cube_at(of.brain.to_template, SIDE)
     hull = exact_hull(of.skin, of.volume.affine)
-    found: NDArray[np.bool_] = module._onto(of, hull, cube) >= 0.5
+    found: NDArray[np.bool_] = privacy_transform._onto(of, hull, cube) >= 0.5
     return found
 
 
@@ -103,7 +103,7 @@ def test_the_papers_hull_tells_those_faces_apart() -> None:
 def test_nothing_outside_the_brain_reaches_gamma() -> None:
     mine = head(1)
     noise = np.random.default_rng(0).integers(0, 200, mine.volume.values.shape)
-    other = Head(with_outside(mine, np.where(mine.skin, noise, 0)).volume, mine.skin, mine.brain)
+    other = HeadScan(with_outside(mine, np.where(mine.skin, noise, 0)).volume, mine.skin, mine.brain)
     assert same(transform(mine, SIDE, population()), transform(other, SIDE, population()))
 
 
@@ -113,13 +113,13 @@ def test_a_smooth_hull_has_the_back_of_the_head_and_not_the_face() -> None:
     assert (coarse_support(with_other_face(mine), population(), SMOOTH) == wanted).all()
     wide = mine.skin.copy()
     wide[:, :12] |= np.roll(mine.skin, -5, axis=1)[:, :12]  # 20 mm more at the back
-    longer = Head(mine.volume, wide, mine.brain)
+    longer = HeadScan(mine.volume, wide, mine.brain)
     assert (coarse_support(longer, population(), SMOOTH) > wanted).any()
     assert (coarse_support(longer, population(), Coarse()) == coarse_support(mine, population(), Coarse())).all()
 
 
 def test_without_the_population_over_the_face_a_smooth_hull_would_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "faces", lambda at: np.zeros(len(at), bool))
+    monkeypatch.setattr(privacy_transform, "faces", lambda at: np.zeros(len(at), bool))
     mine, other = head(0), with_other_face(head(0))
     fine = Coarse(shape="smooth", smooth_deg=20.0, step_mm=2.0, range_mm=30.0)
     assert (coarse_support(mine, population(), fine) != coarse_support(other, population(), fine)).any()
@@ -164,7 +164,7 @@ def test_the_brain_is_its_own_values_and_nothing_lies_beside_it() -> None:
     values = rng.integers(1, 200, cube.shape).astype(np.int16)
     mask = np.linalg.norm(np.indices(cube.shape) - 15.5, axis=0) < 8
     skin = np.linalg.norm(np.indices(cube.shape) - 15.5, axis=0) < 12
-    made = transform(Head(Volume(values, cube.affine), skin, Brain(mask, 1.0, np.eye(4))), SIDE, population())
+    made = transform(HeadScan(Volume(values, cube.affine), skin, Brain(mask, 1.0, np.eye(4))), SIDE, population())
     assert (made.brain == mask).all()
     assert not made.intensities[~mask].any()
     top = np.percentile(values[mask], 99.0)
@@ -174,7 +174,7 @@ def test_the_brain_is_its_own_values_and_nothing_lies_beside_it() -> None:
 def test_a_finer_grid_is_averaged_and_the_edge_of_the_brain_keeps_its_level() -> None:
     mine = head(2)
     flat = np.where(mine.brain.mask, 80, 4000).astype(np.uint16)  # bright all round
-    made = transform(Head(Volume(flat, mine.volume.affine), mine.skin, mine.brain), SIDE, population())
+    made = transform(HeadScan(Volume(flat, mine.volume.affine), mine.skin, mine.brain), SIDE, population())
     assert np.allclose(made.intensities[made.brain], 1.0 / 1.5, atol=1e-5)
     volume = float(mine.brain.mask.sum()) * float(spacing(mine.volume.affine).prod())
     assert float(made.brain.sum()) * made.cube.mm**3 == pytest.approx(volume, rel=0.03)
@@ -193,7 +193,7 @@ def test_the_stack_is_hull_brain_and_intensities() -> None:
 def test_a_support_is_how_far_the_head_reaches() -> None:
     cube = cube_at(np.eye(4), SIDE)
     ball = np.linalg.norm(np.indices(cube.shape) - 15.5, axis=0) <= 10
-    made = Head(Volume(np.ones(cube.shape, np.int16), cube.affine), ball, Brain(ball, 1.0, np.eye(4)))
+    made = HeadScan(Volume(np.ones(cube.shape, np.int16), cube.affine), ball, Brain(ball, 1.0, np.eye(4)))
     reach = support(made, ball, 500)
     assert reach == pytest.approx(80.0, abs=4.0)
     points = (np.argwhere(ball) - 15.5) * 8.0
@@ -288,8 +288,8 @@ def test_a_gamma_that_shows_more_than_the_brain_cannot_be_built() -> None:
 
 def test_what_has_no_brain_in_the_cube_is_refused() -> None:
     mine = head(0)
-    none = Head(mine.volume, mine.skin, Brain(np.zeros_like(mine.skin), 1.0, mine.brain.to_template))
-    with pytest.raises(NotDefaced, match="brain_volume"):
+    none = HeadScan(mine.volume, mine.skin, Brain(np.zeros_like(mine.skin), 1.0, mine.brain.to_template))
+    with pytest.raises(NotDefacedError, match="brain_volume"):
         transform(none, SIDE, population())
     with pytest.raises(ValueError, match="other directions"):
         transform(mine, SIDE, population(), Coarse(directions=100))

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from scipy.ndimage import map_coordinates
 from scipy.spatial import ConvexHull, Delaunay
 
-from agent.heads.hull import exact_hull, filled, intersections, rotated, rotations, sampled_hull, surface
-from agent.heads.reasons import NotDefaced
-from agent.heads.skin import head_mask
+from agent.defacing.head_mask import head_mask
+from agent.defacing.privacy_transform import filled
+from agent.volumes.errors import NotDefacedError
 from tests.support.heads import real_head
+from tests.support.paper_hull import exact_hull, intersections, rotated, rotations, sampled_hull, surface
 
 EYE = np.eye(4)
 
@@ -88,7 +89,7 @@ def middles_inside(mask: NDArray[np.bool_]) -> bool:
     "mask", [np.zeros((9, 9, 9), bool), np.pad(np.ones((5, 5, 1), bool), ((2, 2), (2, 2), (4, 4)))]
 )
 def test_nothing_and_a_plate_have_no_hull(mask: NDArray[np.bool_]) -> None:
-    with pytest.raises(NotDefaced, match="no_head"):
+    with pytest.raises(NotDefacedError, match="no_head"):
         exact_hull(mask, EYE)
 
 

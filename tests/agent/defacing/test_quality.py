@@ -10,43 +10,43 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agent.edges.atlas import atlas, register
-from agent.heads.brain import Brain
-from agent.heads.head import Head, examined
-from agent.heads.quality import Signs, broken, judge, signs
-from agent.heads.reasons import NotDefaced
-from agent.heads.skin import head_mask
-from agent.nouns import Volume
-from agent.phantoms.head_bad import bad_heads, bottle, knee
+from agent.defacing.brain_extraction import Brain
+from agent.defacing.head import HeadScan
+from agent.defacing.head_mask import head_mask
+from agent.defacing.quality import QualityMeasures, broken, examined, judge, measure
+from agent.defacing.template import atlas, register
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from deploy.phantoms.head_malformed import bad_heads, bottle, knee
 from tests.support.heads import phantoms, real_head
 
 pytestmark = pytest.mark.timeout(900)  # brains are looked for, and heads drawn: a busy machine takes its time
 
 Values = NDArray[np.generic]
 template = cache(atlas)
-GOOD = Signs(0.58, 4110.0, 1800.0, 0.44, 0.957, 0.986, 0.0, 0.0, 0.0, 20.0, 1.0, 0.94)  # of the real head
+GOOD = QualityMeasures(0.58, 4110.0, 1800.0, 0.44, 0.957, 0.986, 0.0, 0.0, 0.0, 20.0, 1.0, 0.94)  # of the real head
 
 
 @cache
-def head() -> Head:
+def head() -> HeadScan:
     return examined(real_head(3.0)[0], template(), register)
 
 
-def part(*box: slice) -> Head:
+def part(*box: slice) -> HeadScan:
     """The same head in a smaller picture."""
     whole = head()
     first = np.array([side.start or 0 for side in box])
     affine = whole.volume.affine.copy()
     affine[:3, 3] += affine[:3, :3] @ first
     brain = replace(whole.brain, mask=whole.brain.mask[box], tight=whole.brain.tight[box])
-    return Head(Volume(whole.volume.values[box], affine), whole.skin[box], brain)
+    return HeadScan(Volume(whole.volume.values[box], affine), whole.skin[box], brain)
 
 
 ALL = slice(None)
 
 
 def test_the_numbers_of_the_real_head_are_what_the_limits_were_set_against() -> None:
-    found = signs(head())
+    found = measure(head())
     assert broken(found) == broken(GOOD) == ""
     assert found.likeness == pytest.approx(GOOD.likeness, abs=0.06)
     assert found.head_ml == pytest.approx(GOOD.head_ml, rel=0.03)
@@ -80,7 +80,7 @@ def test_each_rule_is_tripped_by_its_number(changed: dict[str, float], code: str
     assert broken(replace(GOOD, **changed)) == code
 
 
-@pytest.mark.parametrize("name", Signs.__slots__)
+@pytest.mark.parametrize("name", QualityMeasures.__slots__)
 def test_a_number_that_is_none_loses(name: str) -> None:
     assert broken(replace(GOOD, **{name: float("nan")})) != ""
 
@@ -98,7 +98,7 @@ def test_a_number_that_is_none_loses(name: str) -> None:
     ],
 )
 def test_a_part_of_a_head_is_refused(box: tuple[slice, ...], code: str) -> None:
-    with pytest.raises(NotDefaced, match=code):
+    with pytest.raises(NotDefacedError, match=code):
         judge(part(*box))
 
 
@@ -111,43 +111,43 @@ def test_a_head_whose_face_was_taken_off_before_is_refused() -> None:
     values = whole.volume.values.copy()
     values[:, 58:, :22] = 0
     defaced = Volume(values, whole.volume.affine)
-    with pytest.raises(NotDefaced, match="no_face"):
-        judge(Head(defaced, head_mask(defaced), whole.brain))
+    with pytest.raises(NotDefacedError, match="no_face"):
+        judge(HeadScan(defaced, head_mask(defaced), whole.brain))
 
 
 def test_a_head_without_its_skull_is_refused() -> None:
     whole = head()
-    with pytest.raises(NotDefaced, match="brain_extracted"):
-        judge(Head(whole.volume, whole.brain.mask, whole.brain))
+    with pytest.raises(NotDefacedError, match="brain_extracted"):
+        judge(HeadScan(whole.volume, whole.brain.mask, whole.brain))
 
 
-def other(mask: NDArray[np.bool_], tight: NDArray[np.bool_]) -> Head:
+def other(mask: NDArray[np.bool_], tight: NDArray[np.bool_]) -> HeadScan:
     whole = head()
-    return Head(whole.volume, whole.skin, Brain(mask | tight, 0.95, whole.brain.to_template, tight, 0.6))
+    return HeadScan(whole.volume, whole.skin, Brain(mask | tight, 0.95, whole.brain.to_template, tight, 0.6))
 
 
 def test_half_a_brain_is_not_symmetric() -> None:
     tight = head().brain.tight.copy()
     tight[: tight.shape[0] // 2 - 6] = False
-    with pytest.raises(NotDefaced, match="brain_asymmetric"):
+    with pytest.raises(NotDefacedError, match="brain_asymmetric"):
         judge(other(head().brain.mask, tight))
 
 
 def test_a_mask_that_reaches_the_skin_is_refused() -> None:
-    with pytest.raises(NotDefaced, match="brain_at_skin"):
+    with pytest.raises(NotDefacedError, match="brain_at_skin"):
         judge(other(head().skin, head().brain.tight))
 
 
 def test_a_brain_too_small_is_refused() -> None:
     tight = head().brain.tight.copy()
     tight[:, :, 22:] = False
-    with pytest.raises(NotDefaced, match="brain_volume"):
+    with pytest.raises(NotDefacedError, match="brain_volume"):
         judge(other(head().brain.mask, tight))
 
 
 def test_masks_that_do_not_lie_on_the_volume_make_no_head() -> None:
     with pytest.raises(ValueError, match="one grid"):
-        Head(head().volume, head().skin[:-1], head().brain)
+        HeadScan(head().volume, head().skin[:-1], head().brain)
 
 
 def _noisy(values: Values) -> Values:
@@ -213,10 +213,10 @@ def test_made_heads_pass_in_every_contrast(contrast: str) -> None:
 
 @pytest.mark.parametrize("made", [bottle, knee])
 def test_what_is_no_head_is_refused(made: Callable[[float], Volume], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.heads.bet.ITERATIONS", 100)  # nothing of the brain decides here
+    monkeypatch.setattr("agent.defacing.bet.ITERATIONS", 100)  # nothing of the brain decides here
     centre = np.eye(4)
     centre[:3, 3] = (0, 0, 24)  # laid where a brain would be
-    with pytest.raises(NotDefaced, match="no_head"):
+    with pytest.raises(NotDefacedError, match="no_head"):
         examined(made(3.0), template(), lambda *_: centre)
 
 
@@ -240,6 +240,6 @@ bad = cache(lambda: bad_heads(phantoms(), 3.0))
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_bad_heads_are_refused_by_the_rule_that_says_why(name: str) -> None:
-    with pytest.raises(NotDefaced) as refusal:
+    with pytest.raises(NotDefacedError) as refusal:
         examined(bad()[name], template(), register)
     assert refusal.value.code in BAD[name]

@@ -9,27 +9,26 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agent.edges.atlas import atlas
-from agent.heads.average import AverageHead, average_of, whole
-from agent.heads.brain import Brain
-from agent.heads.change import checked
-from agent.heads.gamma import Gamma, transform
-from agent.heads.head import Head
-from agent.heads.reasons import NotDefaced
-from agent.heads.region import Region
-from agent.heads.skin import head_mask
-from agent.nets.volume_gan import remodeller_from
-from agent.nouns import Volume
-from agent.phantoms.heads import Scan, isotropic
-from agent.stages.remodel import Draws, around_template, remodel
+from agent.defacing.brain_extraction import Brain
+from agent.defacing.change import checked
+from agent.defacing.deid_gan.network import remodeller_from
+from agent.defacing.face_region import Region
+from agent.defacing.head import HeadScan
+from agent.defacing.head_mask import head_mask
+from agent.defacing.privacy_transform import Gamma, transform, whole_head
+from agent.defacing.remodel import HeadGenerator, around_template, remodel
+from agent.defacing.template import atlas
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
 from deploy.demo.train_networks import kept_network
+from deploy.phantoms.heads import Scan, isotropic
 from tests.support.heads import phantoms, scan
 from tests.support.pasting import SIDE, VIEWS, averaged, depth, head_of, shows, with_face
 
 pytestmark = pytest.mark.timeout(900)  # brains are looked for, and heads drawn: a busy machine takes its time
 
 
-def _remodelled(made: Scan, region: Region, seed: int = 5, draws: Draws | None = None) -> Volume:
+def _remodelled(made: Scan, region: Region, seed: int = 5, draws: HeadGenerator | None = None) -> Volume:
     head, rng = head_of(made), np.random.default_rng(seed)
     change = remodel(head, averaged() if draws is None else draws, region, rng)
     values = checked(head.volume, made.brain, change.onto(head.volume, made.brain, rng)).values
@@ -134,30 +133,6 @@ def test_another_spacing_hides_the_face_as_well() -> None:
     assert shows(_remodelled(made, Region()), _remodelled(with_face(made, 6.0), Region())) == 0.0
 
 
-def _gamma(number: int) -> Gamma:
-    return transform(head_of(scan(number)), SIDE, averaged().population)
-
-
-def test_an_average_head_holds_a_brain_and_never_shows_the_same_face_twice() -> None:
-    gamma = _gamma(0)
-    one, again, other = (averaged().draw(gamma, np.random.default_rng(seed)) for seed in (1, 1, 2))
-    assert (one.shape, one.dtype) == ((SIDE, SIDE, SIDE), np.float32)
-    assert float(one.min()) >= 0.0
-    assert float(one.max()) <= 1.0
-    assert np.array_equal(one, again)
-    assert not np.array_equal(one, other)
-    skin = head_mask(Volume(one, gamma.cube.affine))
-    assert float((gamma.brain & ~skin).sum()) < 0.01 * float(gamma.brain.sum())
-
-
-def test_an_average_uses_nothing_of_gamma() -> None:
-    """Not even how large the brain is: by that alone people were found."""
-    gamma = _gamma(0)
-    other = Gamma(*(np.zeros_like(part) for part in (gamma.hull, gamma.brain, gamma.intensities)), gamma.cube)
-    drawn = [averaged().draw(given, np.random.default_rng(1)) for given in (gamma, other)]
-    assert np.array_equal(*drawn)
-
-
 def test_a_network_is_shown_nobodys_brain() -> None:
     """By the size of a head that was drawn around the patient's own brain people were found."""
     net = around_template(remodeller_from(kept_network("remodeller"), "public"), atlas())
@@ -172,24 +147,11 @@ def test_a_network_is_shown_nobodys_brain() -> None:
     assert not np.array_equal(drawn[0], net.draw(own, np.random.default_rng(2)))
 
 
-def test_an_average_of_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 public heads"):
-        average_of([head_of(scan(0))], 16)
-
-
 def test_a_head_without_a_brain_cannot_be_scaled() -> None:
     made = scan(0)
-    empty = Head(made.volume, head_mask(made.volume), Brain(np.zeros_like(made.brain), 1.0, made.to_template))
-    with pytest.raises(NotDefaced, match="brain_volume"):
-        whole(empty, SIDE)
-
-
-def test_public_heads_of_another_shape_are_refused() -> None:
-    public = averaged()
-    with pytest.raises(ValueError, match="cube"):
-        AverageHead(public.heads, public.surfaces[:, 1:], public.population)
-    with pytest.raises(ValueError, match="another side"):
-        public.draw(transform(head_of(scan(0)), 16, public.population), np.random.default_rng(1))
+    empty = HeadScan(made.volume, head_mask(made.volume), Brain(np.zeros_like(made.brain), 1.0, made.to_template))
+    with pytest.raises(NotDefacedError, match="brain_volume"):
+        whole_head(empty, SIDE)
 
 
 class Nothing:
@@ -207,7 +169,7 @@ class Nothing:
 
 @pytest.mark.parametrize(("value", "code"), [(0.0, "no_head"), (float("nan"), "not_finite")])
 def test_a_network_that_draws_no_head_changes_nothing(value: float, code: str) -> None:
-    with pytest.raises(NotDefaced, match=code):
+    with pytest.raises(NotDefacedError, match=code):
         remodel(head_of(scan(0)), Nothing(value), Region(), np.random.default_rng(1))
 
 

@@ -10,28 +10,28 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agent.heads.brain import Brain
-from agent.heads.change import checked
-from agent.heads.grid import resample
-from agent.heads.head import Head
-from agent.heads.reasons import NotDefaced
-from agent.heads.removal import BUFFER_MM, LABELS, METHODS, air, deface, lower_hull, quickshear
-from agent.nouns import Volume
+from agent.defacing.brain_extraction import Brain
+from agent.defacing.change import checked
+from agent.defacing.head import HeadScan
+from agent.defacing.removal_methods import BUFFER_MM, LABELS, METHODS, air, deface, lower_hull, quickshear
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import resample
 from tests.support import heads
 
 RNG = np.random.default_rng(0)
 
 
-def whole(mm: float = 4.0) -> Head:
+def whole(mm: float = 4.0) -> HeadScan:
     """A made person with nose and chin, with the true brain and the true place."""
     return heads.true_head(0, 0, mm)
 
 
-def with_brain(head: Head, mask: NDArray[np.bool_]) -> Head:
+def with_brain(head: HeadScan, mask: NDArray[np.bool_]) -> HeadScan:
     return replace(head, brain=Brain(mask, 1.0, head.brain.to_template))
 
 
-def laid(method: str, head: Head, volume: Volume | None = None) -> tuple[Volume, NDArray[np.bool_], Volume]:
+def laid(method: str, head: HeadScan, volume: Volume | None = None) -> tuple[Volume, NDArray[np.bool_], Volume]:
     """A method onto a series: the series, what is kept of it, what it became."""
     volume = volume or head.volume
     at = (head.volume.affine, volume.values.shape, volume.affine)
@@ -64,7 +64,7 @@ def test_a_method_that_forgot_to_keep_the_brain_would_be_caught() -> None:
     head = whole()
     forgotten = np.zeros(head.brain.mask.shape, bool)
     made = METHODS["strip"](head, RNG).onto(head.volume, forgotten, RNG)
-    with pytest.raises(NotDefaced, match="brain_changed"):
+    with pytest.raises(NotDefacedError, match="brain_changed"):
         checked(head.volume, head.brain.mask, made)
 
 
@@ -146,14 +146,14 @@ def sheared(volume: Volume, brain: NDArray[np.bool_], buffer: float) -> NDArray[
         return np.asarray(package.quickshear(ones, mask, buffer).dataobj) == 0
 
 
-def ball(shape: tuple[int, int, int], edges: tuple[float, float, float]) -> Head:
+def ball(shape: tuple[int, int, int], edges: tuple[float, float, float]) -> HeadScan:
     """A head with an egg for a brain, in the middle of a picture of this shape."""
     affine = np.diag([*edges, 1.0])
     at = (np.indices(shape).T * edges).T - (np.array(shape) * edges / 2)[:, None, None, None]
     brain = ((at / np.array([65.0, 80.0, 60.0])[:, None, None, None]) ** 2).sum(axis=0) < 1
     values = np.full(shape, 100, np.int16)
     values[:, :2], values[:, -2:] = 0, 0
-    return Head(Volume(values, affine), values > 50, Brain(brain, 1.0, np.eye(4)))
+    return HeadScan(Volume(values, affine), values > 50, Brain(brain, 1.0, np.eye(4)))
 
 
 def test_on_a_cube_the_cut_is_that_of_the_package() -> None:
@@ -181,7 +181,7 @@ def test_on_a_short_stack_the_package_cuts_too_few_rows_and_ours_does_not() -> N
     assert rows <= 25  # of 100: as many as there are slices
 
 
-def gap(head: Head, cut: NDArray[np.bool_]) -> float:
+def gap(head: HeadScan, cut: NDArray[np.bool_]) -> float:
     """How far straight under the brain a cut ends, in mm, where it comes nearest."""
     brain, gone = head.brain.mask.any(axis=0), cut.any(axis=0)
     rows = np.flatnonzero(brain.any(axis=1) & gone.any(axis=1))
@@ -210,7 +210,7 @@ def test_the_lower_hull_is_convex_and_under_everything() -> None:
 
 def test_no_brain_no_plane() -> None:
     head = ball((50, 50, 50), (4.0, 4.0, 4.0))
-    with pytest.raises(NotDefaced, match="brain_volume"):
+    with pytest.raises(NotDefacedError, match="brain_volume"):
         quickshear(with_brain(head, np.zeros_like(head.brain.mask)), RNG)
 
 
@@ -218,5 +218,5 @@ def test_no_front_no_layer() -> None:
     head = whole()
     away = head.brain.to_template.copy()
     away[1, 3] -= 400.0
-    with pytest.raises(NotDefaced, match="no_face"):
+    with pytest.raises(NotDefacedError, match="no_face"):
         METHODS["facemask"](replace(head, brain=replace(head.brain, to_template=away)), RNG)

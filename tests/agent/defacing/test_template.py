@@ -12,21 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent.edges import atlas as module
-from agent.edges.atlas import atlas, register, rigid
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
+from agent.defacing import template as module
+from agent.defacing.template import atlas, register, rigid
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
 from tests.support.heads import real_head
 
 _LOADED = """
 import sys
-from agent.edges.atlas import _bundled, _packaged
+from agent.defacing.template import _bundled, _packaged
 _packaged("t1"), _bundled()
 print("nilearn" in sys.modules, "niimath" in sys.modules)
 """
 _KILLED = """
 import sys
-from agent.edges.atlas import atlas, register
+from agent.defacing.template import atlas, register
 from tests.support.heads import real_head
 template, head = atlas(), real_head(3.0)[0]
 print("ready", flush=True)
@@ -87,7 +87,7 @@ def test_two_series_of_one_head_are_laid_onto_each_other_without_scale() -> None
 @pytest.mark.slow
 def test_a_series_of_another_size_is_not_the_same_head() -> None:
     head, _ = real_head(3.0)
-    with pytest.raises(NotDefaced, match="other_frame"):
+    with pytest.raises(NotDefacedError, match="other_frame"):
         rigid(Volume(head.values, head.affine @ np.diag([1.2, 1.0, 0.9, 1.0])), head)
 
 
@@ -107,12 +107,12 @@ def test_a_series_of_another_size_is_not_the_same_head() -> None:
     ],
 )
 def test_a_program_that_fails_hangs_or_talks_nonsense_is_a_refusal(tmp_path: Path, body: str) -> None:
-    with pytest.raises(NotDefaced, match="not_registered"):
+    with pytest.raises(NotDefacedError, match="not_registered"):
         program(tmp_path, body).aligned(small(), small())
 
 
 def test_a_missing_program_is_a_refusal(tmp_path: Path) -> None:
-    with pytest.raises(NotDefaced, match="not_registered"):
+    with pytest.raises(NotDefacedError, match="not_registered"):
         module._Niimath(str(tmp_path / "nowhere")).aligned(small(), small())
 
 
@@ -124,7 +124,7 @@ def test_what_the_program_says_is_what_comes_back(tmp_path: Path) -> None:
 
 def test_the_program_may_write_no_file(tmp_path: Path) -> None:
     made = tmp_path / "made"
-    with pytest.raises(NotDefaced, match="not_registered"):
+    with pytest.raises(NotDefacedError, match="not_registered"):
         program(tmp_path, f"sleep 0.3; cat > {made}").aligned(small(), small())
     assert not made.exists() or made.stat().st_size == 0
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.__main__ import main
-from agent.edges import public_heads
-from agent.edges.public_heads import Kept, examine, found
-from agent.heads.head import Head
-from agent.heads.reasons import NotDefaced
-from agent.nets.volume_gan import remodeller_from
-from agent.phantoms.head_writing import bids, nifti
+from agent.cli.main import main
+from agent.defacing import training_heads
+from agent.defacing.deid_gan.network import remodeller_from
+from agent.defacing.head import HeadScan
+from agent.defacing.training_heads import ExaminedHeads, examine, find_heads
+from agent.volumes.errors import NotDefacedError
+from deploy.phantoms.head_files import bids, nifti
 from tests.support.heads import bad, phantoms, scan, true_head
 
 PERSONS = (0, 1, 2)
@@ -33,14 +33,14 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Heads are known by the phantom's own truth, and how often one is examined is counted."""
     asked: list[int] = []
 
-    def look(volume: Any, *_: Any) -> Head:
+    def look(volume: Any, *_: Any) -> HeadScan:
         for n in PERSONS:
             if np.array_equal(np.asarray(volume.values, np.uint16), scan(n).volume.values):
                 asked.append(n)
                 return true_head(n)
-        raise NotDefaced("no_head")
+        raise NotDefacedError("no_head")
 
-    monkeypatch.setattr(public_heads, "examined", look)
+    monkeypatch.setattr(training_heads, "examined", look)
     return asked
 
 
@@ -62,9 +62,9 @@ def test_a_bids_folder_trains_a_network_and_goes_on(
 
 
 def test_kept_heads_are_what_was_examined(public: Path, known: list[int], tmp_path: Path) -> None:
-    heads, left = examine(found(public), tmp_path)
+    heads, left = examine(find_heads(public), tmp_path)
     assert left == {}
-    assert isinstance(heads, Kept)
+    assert isinstance(heads, ExaminedHeads)
     assert len({person for person, _ in heads}) == 3
     for (_, head), n in zip(heads, PERSONS, strict=True):
         truth = true_head(n)
@@ -79,7 +79,7 @@ def test_what_is_no_head_is_left_out_and_told(known: list[int], tmp_path: Path) 
     folder = tmp_path / "any"
     nifti(folder / "a.nii.gz", scan(0).volume)
     nifti(folder / "b.nii.gz", bad()["bottle"])
-    heads, left = examine(found(folder), tmp_path / "out")
+    heads, left = examine(find_heads(folder), tmp_path / "out")
     assert (len(heads), left) == (1, {"no_head": 1})
 
 

@@ -17,9 +17,9 @@ from pydicom.data import get_testdata_file
 from pydicom.dataset import FileMetaDataset
 from pydicom.uid import UID, EncapsulatedPDFStorage, ExplicitVRLittleEndian, MRImageStorage
 
-from agent.deidentify.reasons import Refused
-from agent.deidentify.tags import Deidentifier
-from agent.deidentify.trace import dumps, loads
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.ps315.action_trace import dumps, loads
 from tests.support.instances import WHO, item, mr, written
 
 MARK = "ZQXJ"  # every planted string has it, and no honest value does
@@ -173,11 +173,11 @@ def test_parts_of_an_identity_cannot_be_shifted_between_fields() -> None:
 
 @pytest.mark.parametrize("patient", ["", "   ", "\u3000"])
 def test_a_patient_without_an_identifier_is_refused(patient: str) -> None:
-    with pytest.raises(Refused, match="missing_patient"):
+    with pytest.raises(FileRejectedError, match="missing_patient"):
         WHO.pseudonym("A", patient)
     dataset = mr()
     dataset.PatientID = patient
-    with pytest.raises(Refused, match="missing_patient"):
+    with pytest.raises(FileRejectedError, match="missing_patient"):
         WHO.apply(dataset)
 
 
@@ -197,34 +197,34 @@ def test_the_result_says_that_and_how_it_was_de_identified() -> None:
 def test_reports_plans_and_waveforms_are_refused(name: str) -> None:
     dataset = pydicom.dcmread(get_testdata_file(name, download=False))
     dataset.PatientID = "1"
-    with pytest.raises(Refused, match="not_an_image"):
+    with pytest.raises(FileRejectedError, match="not_an_image"):
         WHO.apply(dataset)
 
 
 def test_an_encapsulated_document_is_refused() -> None:
     dataset = item((0x00080016, "UI", EncapsulatedPDFStorage), (0x00080018, "UI", "1.2.3"), (0x00100020, "LO", "1"))
     dataset.EncapsulatedDocument = b"%PDF-1.7 of Mr Smith"
-    with pytest.raises(Refused, match="not_an_image"):
+    with pytest.raises(FileRejectedError, match="not_an_image"):
         WHO.apply(dataset)
 
 
 def test_a_class_that_the_standard_does_not_define_is_refused() -> None:
     dataset = mr()
     dataset.SOPClassUID = UID("1.3.12.2.1107.5.9.1")
-    with pytest.raises(Refused, match="incomplete"):
+    with pytest.raises(FileRejectedError, match="incomplete"):
         WHO.apply(dataset)
 
 
 @pytest.mark.parametrize("name", ["MR_small_RLE.dcm", "MR_small_jp2klossless.dcm", "MR_small_bigendian.dcm"])
 def test_compressed_pixel_data_is_refused_because_its_stream_may_hold_words(name: str) -> None:
-    with pytest.raises(Refused, match="unsupported_encoding"):
+    with pytest.raises(FileRejectedError, match="unsupported_encoding"):
         WHO.apply(pydicom.dcmread(get_testdata_file(name, download=False)))
 
 
 def test_pixel_data_shorter_than_its_header_says_is_refused() -> None:
     dataset = mr()
     dataset.PixelData = dataset.PixelData[:-2]
-    with pytest.raises(Refused, match="undecodable"):
+    with pytest.raises(FileRejectedError, match="undecodable"):
         WHO.apply(dataset)
 
 
@@ -242,14 +242,14 @@ def test_sequences_are_cleaned_to_the_depth_limit_and_refused_beyond_it() -> Non
     dataset.ReferencedImageSequence = [_nested(15)]
     assert WHO.apply(dataset).PatientIdentityRemoved == "YES"
     dataset.ReferencedImageSequence = [_nested(16)]
-    with pytest.raises(Refused, match="too_deep"):
+    with pytest.raises(FileRejectedError, match="too_deep"):
         WHO.apply(dataset)
 
 
 def test_too_many_elements_are_refused() -> None:
     dataset = mr()
     dataset.ReferencedImageSequence = [item((0x00081155, "UI", "1.2"), (0x00081150, "UI", "1.2"))] * 50_001
-    with pytest.raises(Refused, match="too_deep"):
+    with pytest.raises(FileRejectedError, match="too_deep"):
         WHO.apply(dataset)
 
 
@@ -318,7 +318,7 @@ def test_another_process_gives_the_same_identities_to_nested_references() -> Non
     before = io.BytesIO()
     dataset.save_as(before)
     code = (
-        "import io,sys,pydicom;from agent.deidentify.tags import Deidentifier;"
+        "import io,sys,pydicom;from agent.deidentify.deidentifier import Deidentifier;"
         "d=Deidentifier(bytes(range(32)),'HOSPITAL').apply(pydicom.dcmread(io.BytesIO(sys.stdin.buffer.read())));"
         "print(d.PatientID,d.AccessionNumber,d.StudyID,d.StudyInstanceUID,"
         "d.ReferencedImageSequence[0].ReferencedSOPInstanceUID)"

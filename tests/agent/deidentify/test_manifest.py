@@ -8,20 +8,20 @@ import pydicom
 import pytest
 from pydicom.data import get_testdata_file
 
-from agent.deidentify.manifest import Instance, explain, manifest
-from agent.deidentify.profile import Pixels, Profile
-from agent.deidentify.tags import Deidentifier
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.manifest import InstanceChange, explain, manifest
+from agent.deidentify.ps315.options import Pixels, Profile
 
 WHO = Deidentifier(bytes(range(32)), "H")
 STUDY = "0" * 32
 
 
-def _instances() -> list[Instance]:
+def _instances() -> list[InstanceChange]:
     names = ("CT_small.dcm", "MR_small.dcm")
     sets = [pydicom.dcmread(get_testdata_file(name, download=False)) for name in names]
     digits = [f"{n:032x}" for n in range(2)]
     traces = [WHO.clean(ds).trace for ds in sets]
-    return [Instance(d, d, d, t, pixels=Pixels("vouched")) for d, t in zip(digits, traces, strict=True)]
+    return [InstanceChange(d, d, d, t, pixels=Pixels("vouched")) for d, t in zip(digits, traces, strict=True)]
 
 
 def test_a_manifest_is_json_and_does_not_depend_on_the_order_of_instances() -> None:
@@ -63,7 +63,7 @@ def test_an_explanation_has_one_sentence_for_each_step() -> None:
 
 def test_what_was_done_to_the_pixels_is_among_the_codes() -> None:
     one = _instances()[0]
-    cleaned = Instance(one.name, one.before, one.after, one.trace, pixels=Pixels("cleaned"))
+    cleaned = InstanceChange(one.name, one.before, one.after, one.trace, pixels=Pixels("cleaned"))
     assert "113101" in manifest(STUDY, [cleaned], Profile())["codes"]
 
 
@@ -71,7 +71,7 @@ def test_what_was_done_to_the_pixels_is_among_the_codes() -> None:
 def test_names_that_are_not_keyed_are_refused(bad: str) -> None:
     one = _instances()[0]
     with pytest.raises(ValueError, match="keyed"):
-        Instance(bad, one.before, one.after, one.trace)
+        InstanceChange(bad, one.before, one.after, one.trace)
     with pytest.raises(ValueError, match="keyed"):
         manifest(bad, [one])
 
@@ -83,4 +83,4 @@ def test_an_empty_study_an_instance_twice_and_a_finding_with_a_value_are_refused
     with pytest.raises(ValueError, match="each once"):
         manifest(STUDY, [one, one])
     with pytest.raises(ValueError, match="finding"):
-        Instance(one.name, one.before, one.after, one.trace, ("name: Smith",))
+        InstanceChange(one.name, one.before, one.after, one.trace, ("name: Smith",))

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydicom import DataElement, Dataset
 
-from agent.deidentify.reasons import Refused
-from agent.deidentify.rules import Rules
-from agent.deidentify.tags import Deidentifier
-from agent.edges.reader import Limits, Reader
+from agent.deidentify.admission_rules import Rules
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import FileRejectedError
+from agent.ingest.parser_process import Limits, ParserProcess
 from tests.support.instances import mr
 
 WHO = Deidentifier(b"\7" * 32, "KH NORD")
@@ -27,9 +27,9 @@ HEX = "0" * 32
 
 
 @pytest.fixture(scope="module")
-def reader() -> Iterator[Reader]:
+def reader() -> Iterator[ParserProcess]:
     """The real worker, shared."""
-    with Reader(RULES, WHO, Limits()) as made:
+    with ParserProcess(RULES, WHO, Limits()) as made:
         yield made
 
 
@@ -86,8 +86,8 @@ def _element(tag: int, vr: str, value: bytes) -> bytes:
         ("Müller1".encode(), "UN"),
     ],
 )
-def test_a_patient_id_that_is_not_one_plain_text_is_refused(patient: bytes, vr: str, reader: Reader) -> None:
-    with pytest.raises(Refused, match="missing_patient"):
+def test_a_patient_id_that_is_not_one_plain_text_is_refused(patient: bytes, vr: str, reader: ParserProcess) -> None:
+    with pytest.raises(FileRejectedError, match="missing_patient"):
         reader.read(_file(patient, vr), HEX)
 
 
@@ -105,16 +105,18 @@ def test_a_patient_id_that_is_not_one_plain_text_is_refused(patient: bytes, vr: 
     ],
 )
 def test_every_spelling_that_is_accepted_is_the_same_patient(
-    patient: bytes, vr: str, issuer: bytes | None, reader: Reader
+    patient: bytes, vr: str, issuer: bytes | None, reader: ParserProcess
 ) -> None:
     assert reader.read(_file(patient, vr, issuer), HEX).pseudonym == WHO.person("KH NORD", "A00123")
 
 
-def test_the_number_of_another_issuer_is_another_patient_and_a_spoilt_issuer_is_refused(reader: Reader) -> None:
+def test_the_number_of_another_issuer_is_another_patient_and_a_spoilt_issuer_is_refused(
+    reader: ParserProcess,
+) -> None:
     assert reader.read(_file(b"A00123", issuer=b"KH SUED"), HEX).pseudonym == WHO.person("kh sued", "A00123")
     assert WHO.person("KH SUED", "A00123") != WHO.person("", "A00123")
     for issuer in (b"KH NORD\\KH SUED", b"KH NORD\\", b"KH\x02NORD", b"KH N\xd6RD"):
-        with pytest.raises(Refused, match="missing_patient"):
+        with pytest.raises(FileRejectedError, match="missing_patient"):
             reader.read(_file(b"A00123", issuer=issuer), HEX)
     with pytest.raises(ValueError, match="issuer"):
         Deidentifier(b"\7" * 32, "KH\u200bNORD")
@@ -131,7 +133,7 @@ def test_the_number_of_another_issuer_is_another_patient_and_a_spoilt_issuer_is_
     ],
 )
 def test_an_id_in_its_declared_character_set_is_the_same_in_every_other(
-    charset: bytes, patient: bytes, text: str, reader: Reader
+    charset: bytes, patient: bytes, text: str, reader: ParserProcess
 ) -> None:
     assert reader.read(_file(patient, charset=charset), HEX).pseudonym == WHO.person("", text)
 
@@ -150,9 +152,9 @@ def test_an_id_in_its_declared_character_set_is_the_same_in_every_other(
     ],
 )
 def test_bytes_that_are_not_of_the_declared_character_set_are_refused(
-    charset: bytes, patient: bytes, reader: Reader
+    charset: bytes, patient: bytes, reader: ParserProcess
 ) -> None:
-    with pytest.raises(Refused, match="missing_patient"):
+    with pytest.raises(FileRejectedError, match="missing_patient"):
         reader.read(_file(patient, charset=charset), HEX)
 
 
@@ -162,7 +164,7 @@ def test_a_data_set_that_was_already_read_as_text_is_judged_by_what_is_left() ->
         dataset.PatientID = patient
         if charset:
             dataset[0x00080005] = DataElement(0x00080005, "CS", charset)
-        with pytest.raises(Refused, match="missing_patient"):
+        with pytest.raises(FileRejectedError, match="missing_patient"):
             WHO.person_of(dataset)
     dataset.SpecificCharacterSet = "ISO_IR 192"
     assert WHO.person_of(dataset) == WHO.person("", "MÜLLER1")
@@ -186,9 +188,9 @@ def test_no_character_that_nobody_sees_makes_another_patient(patient: str, place
     if unseen == "\0" and place >= len(patient):
         assert WHO.person("", told) == WHO.person("", patient)
         return
-    with pytest.raises(Refused, match="missing_patient"):
+    with pytest.raises(FileRejectedError, match="missing_patient"):
         WHO.person("", told)
-    with pytest.raises(Refused, match="missing_patient"):
+    with pytest.raises(FileRejectedError, match="missing_patient"):
         WHO.pseudonym(told, "7")
 
 

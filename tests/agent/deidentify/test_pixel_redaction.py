@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydicom.data import get_testdata_file
 
-from agent.deidentify import pixels, regions
+from agent.deidentify import pixel_redaction
+from agent.deidentify.admission_rules import Rules, judge, same_instance
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.pixel_redaction import Blank, Part, Rectangle
+from agent.deidentify.pixels import pixel_data
 from agent.deidentify.prescan import EXPLICIT_LE, read_meta
-from agent.deidentify.reasons import Refused
-from agent.deidentify.regions import Blank, Part, Rectangle
-from agent.deidentify.rules import Rules, judge, same_instance
-from agent.deidentify.tags import Deidentifier
-from agent.edges.reader import Limits, Reader
+from agent.ingest.parser_process import Limits, ParserProcess
 
 TOP = Rectangle(0, 0, 40, 320)
 ULTRASOUND = Rules(modalities=frozenset({"US"}))
@@ -43,7 +44,7 @@ def _region(left: int, top: int, right: int, bottom: int) -> pydicom.Dataset:
 def _code(dataset: pydicom.Dataset, rules: Rules) -> str:
     try:
         judge(dataset, EXPLICIT_LE, rules)
-    except Refused as refusal:
+    except FileRejectedError as refusal:
         return refusal.code
     return "accepted"
 
@@ -92,9 +93,9 @@ def test_ultrasound_regions_stay_and_everything_else_is_blanked() -> None:
     rules = replace(ULTRASOUND, us_regions=True)
     dataset = _ultrasound(SequenceOfUltrasoundRegions=[_region(10, 50, 99, 149), _region(200, 60, 219, 79)])
     assert _code(dataset, rules) == "accepted"
-    values = pixels.decode(dataset, EXPLICIT_LE)
-    parts = regions.plan(dataset, (), us_regions=True)
-    blanked = regions.blank(values, parts, "RGB")
+    values = pixel_data.decode(dataset, EXPLICIT_LE)
+    parts = pixel_redaction.plan(dataset, (), us_regions=True)
+    blanked = pixel_redaction.blank(values, parts, "RGB")
     expected = np.zeros_like(values)  # corners are inclusive
     expected[50:150, 10:100] = values[50:150, 10:100]
     expected[60:80, 200:220] = values[60:80, 200:220]
@@ -120,9 +121,9 @@ def test_regions_that_make_no_sense_are_refused(region: tuple[int, int, int, int
 
 def test_a_region_that_is_the_whole_picture_blanks_nothing_and_so_does_not_count() -> None:
     dataset = _ultrasound(SequenceOfUltrasoundRegions=[_region(0, 0, 319, 239)])
-    parts = regions.plan(dataset, (), us_regions=True)
-    with pytest.raises(Refused, match="burned_in_risk"):
-        regions.blank(pixels.decode(dataset, EXPLICIT_LE), parts, "RGB")
+    parts = pixel_redaction.plan(dataset, (), us_regions=True)
+    with pytest.raises(FileRejectedError, match="burned_in_risk"):
+        pixel_redaction.blank(pixel_data.decode(dataset, EXPLICIT_LE), parts, "RGB")
 
 
 @pytest.mark.parametrize(("photometric", "black"), [("MONOCHROME2", -5), ("MONOCHROME1", 900)])
@@ -130,7 +131,7 @@ def test_black_is_the_darkest_value_of_the_picture_in_every_frame(photometric: s
     values = np.full((3, 8, 8), 7, dtype=np.int16)
     values[0, 7, 7], values[2, 6, 6] = -5, 900
     before = values.copy()
-    out = regions.blank(values, (Part((Rectangle(0, 0, 2, 8),), keep=False),), photometric)
+    out = pixel_redaction.blank(values, (Part((Rectangle(0, 0, 2, 8),), keep=False),), photometric)
     assert (out[:, :2] == black).all()
     assert np.array_equal(out[:, 2:], before[:, 2:])
     assert np.array_equal(values, before)
@@ -150,11 +151,11 @@ def test_blanking_inside_and_keeping_inside_are_each_others_opposite(
     black = 0 if colour else values.min()
     inside = np.zeros((12, 9), dtype=bool)
     inside[corners[0] : corners[2], corners[1] : corners[3]] = True
-    blanked = regions.blank(values, (Part((part,), keep=False),), photometric)
+    blanked = pixel_redaction.blank(values, (Part((part,), keep=False),), photometric)
     assert (blanked[inside] == black).all()
     assert np.array_equal(blanked[~inside], values[~inside])
     if not inside.all():
-        kept = regions.blank(values, (Part((part,), keep=True),), photometric)
+        kept = pixel_redaction.blank(values, (Part((part,), keep=True),), photometric)
         assert (kept[~inside] == black).all()
         assert np.array_equal(kept[inside], values[inside])
 
@@ -179,7 +180,7 @@ def test_a_rule_that_blanks_nothing_cannot_be_written(arguments: tuple[object, .
 def test_the_reader_blanks_what_is_kept_and_shown_and_writes_it_down() -> None:
     rules = replace(ULTRASOUND, blanks=(BANNER,))
     data = Path(str(get_testdata_file("examples_rgb_color.dcm", download=False))).read_bytes()
-    with Reader(rules, Deidentifier(b"\7" * 32), Limits()) as reader:
+    with ParserProcess(rules, Deidentifier(b"\7" * 32), Limits()) as reader:
         record = reader.read(data, "0" * 32)
     kept = pydicom.dcmread(io.BytesIO(record.payload)).pixel_array
     source = pydicom.dcmread(io.BytesIO(data)).pixel_array
@@ -216,5 +217,5 @@ def test_file_meta_that_speaks_of_another_object_is_refused(keyword: str) -> Non
     dataset = pydicom.dcmread(io.BytesIO(data))
     same_instance(read_meta(data), dataset)
     setattr(dataset, keyword, "1.2.3")
-    with pytest.raises(Refused, match="instance_mismatch"):
+    with pytest.raises(FileRejectedError, match="instance_mismatch"):
         same_instance(read_meta(data), dataset)

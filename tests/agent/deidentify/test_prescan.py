@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from pydicom.data import get_testdata_file
 from pydicom.uid import ExplicitVRLittleEndian
 
-from agent.deidentify import nifti, pixels
-from agent.deidentify.faces import may_show_a_face
+from agent.deidentify import nifti
+from agent.deidentify.admission_rules import Rules, judge
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.face_risk import may_show_a_face
+from agent.deidentify.pixels import pixel_data
 from agent.deidentify.prescan import EXPLICIT_LE, MAX_ELEMENTS, read_meta, scan
-from agent.deidentify.reasons import Refused
 from agent.deidentify.record import Record
-from agent.deidentify.rules import Rules, judge
-from agent.phantoms import scanners
+from deploy.phantoms import scanner_files
 
 HEX = "0" * 32
 
@@ -55,44 +56,44 @@ def test_the_scan_lets_real_files_pass_and_counts_every_element(name: str) -> No
 
 @pytest.mark.parametrize("depth", [17, 1000, 20_000])
 def test_nested_sequences_are_refused_at_once(depth: int) -> None:
-    bomb = scanners.sequence_bomb(min(depth, 3000))
+    bomb = scanner_files.sequence_bomb(min(depth, 3000))
     started = time.process_time()
-    with pytest.raises(Refused, match="too_deep"):
+    with pytest.raises(FileRejectedError, match="too_deep"):
         _scan(bomb)
     assert time.process_time() - started < 1.0
 
 
 def test_open_ended_sequences_are_refused_at_once() -> None:
-    head = scanners.sequence_bomb(0)
+    head = scanner_files.sequence_bomb(0)
     level = b"\x08\0\x40\x11SQ\0\0\xff\xff\xff\xff" + b"\xfe\xff\x00\xe0\xff\xff\xff\xff"
-    with pytest.raises(Refused, match="too_deep"):
+    with pytest.raises(FileRejectedError, match="too_deep"):
         _scan(head + level * 5000)
     un = b"\x09\0\x40\x11UN\0\0\xff\xff\xff\xff" + b"\xfe\xff\x00\xe0\xff\xff\xff\xff"
     implicit = b"\x08\0\x40\x11\xff\xff\xff\xff" + b"\xfe\xff\x00\xe0\xff\xff\xff\xff"
-    with pytest.raises(Refused, match="too_deep"):
+    with pytest.raises(FileRejectedError, match="too_deep"):
         _scan(head + un + implicit * 100)
 
 
 def test_sixteen_levels_are_still_allowed() -> None:
-    assert _scan(scanners.sequence_bomb(16)) == 32
+    assert _scan(scanner_files.sequence_bomb(16)) == 32
 
 
 def test_a_length_beyond_the_end_of_the_file_is_refused() -> None:
-    with pytest.raises(Refused, match="truncated"):
-        _scan(scanners.length_beyond_end())
+    with pytest.raises(FileRejectedError, match="truncated"):
+        _scan(scanner_files.length_beyond_end())
 
 
 def test_an_item_longer_than_its_sequence_is_refused() -> None:
-    data = scanners.sequence_bomb(0) + b"\x08\0\x40\x11SQ\0\0" + struct.pack("<I", 8)
+    data = scanner_files.sequence_bomb(0) + b"\x08\0\x40\x11SQ\0\0" + struct.pack("<I", 8)
     data += b"\xfe\xff\x00\xe0" + struct.pack("<I", 10) + b"\x08\0\x60\0CS\x02\0OT"
-    with pytest.raises(Refused, match="malformed"):
+    with pytest.raises(FileRejectedError, match="malformed"):
         _scan(data)
 
 
 def test_more_elements_than_any_image_has_are_refused() -> None:
     element = b"\x08\0\x60\0CS\x02\0OT"
-    with pytest.raises(Refused, match="too_deep"):
-        _scan(scanners.sequence_bomb(0) + element * (MAX_ELEMENTS + 1))
+    with pytest.raises(FileRejectedError, match="too_deep"):
+        _scan(scanner_files.sequence_bomb(0) + element * (MAX_ELEMENTS + 1))
 
 
 @given(st.lists(st.tuples(st.integers(132, 9000), st.integers(0, 255)), min_size=1, max_size=8))
@@ -103,7 +104,7 @@ def test_a_damaged_file_passes_or_is_refused_and_nothing_else(damage: list[tuple
         data[position] = value
     try:
         assert _scan(bytes(data)) > 0
-    except Refused as refusal:
+    except FileRejectedError as refusal:
         assert refusal.code in ("truncated", "malformed", "too_deep", "not_dicom")  # noqa: PT017
 
 
@@ -113,7 +114,7 @@ def test_a_file_cut_anywhere_in_its_header_is_refused() -> None:
     for end in range(200, len(data) - len(whole.PixelData), 97):
         try:
             _scan(data[:end])
-        except Refused:
+        except FileRejectedError:
             continue
         assert "PixelData" not in pydicom.dcmread(io.BytesIO(data[:end]))  # cut between two elements
 
@@ -165,7 +166,7 @@ SECONDARY = "1.2.840.10008.5.1.4.1.1.7"
     ],
 )
 def test_everything_else_is_refused_with_its_reason(changes: dict[str, object], code: str) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(FileRejectedError) as caught:
         judge(_mr(**changes), EXPLICIT_LE, RULES)
     assert caught.value.code == code
 
@@ -173,13 +174,13 @@ def test_everything_else_is_refused_with_its_reason(changes: dict[str, object], 
 def test_a_marked_annotation_is_refused_even_from_a_vouched_capture_device() -> None:
     rules = Rules(modalities=frozenset({"OT"}), secondary_capture_modalities=frozenset({"OT"}))
     judge(_mr(SOPClassUID=SECONDARY, Modality="OT"), EXPLICIT_LE, rules)
-    with pytest.raises(Refused, match="burned_in_risk"):
+    with pytest.raises(FileRejectedError, match="burned_in_risk"):
         judge(_mr(SOPClassUID=SECONDARY, Modality="OT", BurnedInAnnotation="YES"), EXPLICIT_LE, rules)
 
 
 def test_deflated_and_unknown_transfer_syntaxes_are_refused() -> None:
     for syntax in ("1.2.840.10008.1.2.1.99", "1.2.840.10008.1.2.4.102", "1.2.3"):
-        with pytest.raises(Refused, match="unsupported_encoding"):
+        with pytest.raises(FileRejectedError, match="unsupported_encoding"):
             judge(_mr(), syntax, RULES)
 
 
@@ -211,10 +212,10 @@ def test_a_face_is_assumed_unless_the_file_says_otherwise(changes: dict[str, obj
 )
 def test_lossless_variants_decode_to_the_same_pixels(name: str) -> None:
     plain, other = (pydicom.dcmread(io.BytesIO(_bytes(n))) for n in ("MR_small.dcm", name))
-    expected = pixels.decode(plain, plain.file_meta.TransferSyntaxUID)
-    values = pixels.decode(other, other.file_meta.TransferSyntaxUID)
+    expected = pixel_data.decode(plain, plain.file_meta.TransferSyntaxUID)
+    values = pixel_data.decode(other, other.file_meta.TransferSyntaxUID)
     assert np.array_equal(values, expected)
-    rewritten = pixels.native(other, values)
+    rewritten = pixel_data.native(other, values)
     assert rewritten.file_meta.TransferSyntaxUID == ExplicitVRLittleEndian
     assert rewritten.PixelData == plain.PixelData
 
@@ -223,15 +224,15 @@ def test_a_name_hidden_in_the_unused_bits_of_the_pixels_is_cleared() -> None:
     dataset = _mr(BitsStored=12, HighBit=11, PixelRepresentation=0)
     clean = np.full((64, 64), 77, dtype="<u2")
     dataset.PixelData = (clean | 0xA000).tobytes()
-    values = pixels.decode(dataset, EXPLICIT_LE)
+    values = pixel_data.decode(dataset, EXPLICIT_LE)
     assert np.array_equal(values, clean)
-    assert pixels.native(dataset, values).PixelData == clean.tobytes()
+    assert pixel_data.native(dataset, values).PixelData == clean.tobytes()
 
 
 def test_signed_pixels_with_unused_bits_keep_their_sign() -> None:
     dataset = _mr(BitsStored=12, HighBit=11, PixelRepresentation=1)
     dataset.PixelData = np.full((64, 64), 0x0FFF, dtype="<u2").tobytes()  # -1 in twelve bits
-    assert (pixels.decode(dataset, EXPLICIT_LE) == -1).all()
+    assert (pixel_data.decode(dataset, EXPLICIT_LE) == -1).all()
 
 
 def test_comments_in_a_compressed_stream_do_not_come_through() -> None:
@@ -253,18 +254,18 @@ def test_comments_in_a_compressed_stream_do_not_come_through() -> None:
         + stream[offset + 4 + grown :]
     )
     dataset.PixelData = stream
-    values = pixels.decode(dataset, dataset.file_meta.TransferSyntaxUID)
+    values = pixel_data.decode(dataset, dataset.file_meta.TransferSyntaxUID)
     assert np.array_equal(values, pydicom.dcmread(io.BytesIO(_bytes("MR_small.dcm"))).pixel_array)
-    assert comment not in pixels.native(dataset, values).PixelData
+    assert comment not in pixel_data.native(dataset, values).PixelData
 
 
 def test_eight_bit_pixels_span_zero_to_one_and_monochrome1_is_inverted() -> None:
     dataset = pydicom.Dataset()
     dataset.PhotometricInterpretation = "MONOCHROME2"
     values = np.array([[0, 51], [204, 255]], dtype=np.uint8)
-    assert np.allclose(pixels.unit_range(dataset, values), [[0, 0.2], [0.8, 1]], rtol=0, atol=1e-6)
+    assert np.allclose(pixel_data.unit_range(dataset, values), [[0, 0.2], [0.8, 1]], rtol=0, atol=1e-6)
     dataset.PhotometricInterpretation = "MONOCHROME1"
-    assert pixels.unit_range(dataset, values)[0, 0] == 1.0
+    assert pixel_data.unit_range(dataset, values)[0, 0] == 1.0
 
 
 def test_the_linear_window_follows_the_standards_formula() -> None:
@@ -273,13 +274,13 @@ def test_the_linear_window_follows_the_standards_formula() -> None:
     values = np.array([[0, 2048, 4095]], dtype=np.uint16)
     # y = ((x - (c - 0.5)) / (w - 1) + 0.5): 0 -> 0, 4095 -> 1
     expected = [[0.0, (2048 - 2047.5) / 4095 + 0.5, 1.0]]
-    assert np.allclose(pixels.unit_range(dataset, values), expected, rtol=0, atol=1e-6)
+    assert np.allclose(pixel_data.unit_range(dataset, values), expected, rtol=0, atol=1e-6)
 
 
 def test_a_flat_image_and_a_broken_window_give_finite_pixels() -> None:
     dataset = pydicom.Dataset()
     dataset.WindowCenter, dataset.WindowWidth = 10, 0
-    unit = pixels.unit_range(dataset, np.full((2, 2), 7, dtype=np.int16))
+    unit = pixel_data.unit_range(dataset, np.full((2, 2), 7, dtype=np.int16))
     assert np.array_equal(unit, np.zeros((2, 2), dtype=np.float32))
 
 
@@ -318,22 +319,22 @@ def test_a_nifti2_volume_comes_through_too() -> None:
 
 def test_an_inflating_bomb_is_stopped_at_the_limit() -> None:
     bomb = gzip.compress(b"\0" * (64 << 20))
-    with pytest.raises(Refused, match="too_large"):
+    with pytest.raises(FileRejectedError, match="too_large"):
         nifti.inflate(bomb, 1 << 20)
 
 
 def test_damaged_volumes_are_refused_with_their_reason() -> None:
     data = _volume().to_bytes()
     packed = gzip.compress(data)
-    with pytest.raises(Refused, match="truncated"):
+    with pytest.raises(FileRejectedError, match="truncated"):
         nifti.inflate(packed[:-20], 1 << 20)
-    with pytest.raises(Refused, match="malformed"):
+    with pytest.raises(FileRejectedError, match="malformed"):
         nifti.inflate(packed[:12] + b"\xff" * 40 + packed[52:], 1 << 20)
-    with pytest.raises(Refused, match="truncated"):
+    with pytest.raises(FileRejectedError, match="truncated"):
         nifti.clean(data[:-4], 1 << 20)
-    with pytest.raises(Refused, match="too_large"):
+    with pytest.raises(FileRejectedError, match="too_large"):
         nifti.clean(data, 100)
-    with pytest.raises(Refused, match="not_dicom"):
+    with pytest.raises(FileRejectedError, match="not_dicom"):
         nifti.clean(zlib.compress(data), 1 << 20)
 
 
@@ -341,7 +342,7 @@ def test_a_volume_of_complex_or_infinite_numbers_is_refused() -> None:
     complex_image = nibabel.Nifti1Image(np.ones((2, 2, 2), dtype=np.complex64), np.eye(4))
     infinite = nibabel.Nifti1Image(np.full((2, 2, 2), np.inf, dtype=np.float32), np.eye(4))
     for image in (complex_image, infinite):
-        with pytest.raises(Refused, match="undecodable"):
+        with pytest.raises(FileRejectedError, match="undecodable"):
             nifti.clean(image.to_bytes(), 1000)
 
 
@@ -372,4 +373,4 @@ def test_a_record_with_anything_raw_or_out_of_range_cannot_be_built(changes: dic
 
 def test_an_unknown_reason_code_cannot_be_raised() -> None:
     with pytest.raises(ValueError, match="unknown reason code"):
-        Refused("because")
+        FileRejectedError("because")

@@ -20,12 +20,12 @@ from pydicom.data import get_testdata_file
 from pydicom.encaps import encapsulate
 from pydicom.uid import UID
 
+from agent.deidentify.admission_rules import Rules
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.prescan import DEFLATED_LE, read_meta
-from agent.deidentify.reasons import Refused
-from agent.deidentify.rules import Rules
-from agent.deidentify.tags import Deidentifier
-from agent.edges.reader import Limits, Reader
-from agent.phantoms import scanners
+from agent.ingest.parser_process import Limits, ParserProcess
+from deploy.phantoms import scanner_files
 
 HEX: Final = "0" * 32
 RULES: Final = Rules(modalities=frozenset({"CT", "MR"}), image_types=frozenset({("DERIVED", "SECONDARY")}))
@@ -102,8 +102,8 @@ def _escaping() -> bytes:
 
 
 BOMBS: Final[dict[str, tuple[Callable[[], bytes], str]]] = {
-    "20 KB of nested sequences": (lambda: scanners.sequence_bomb(1000), "too_deep"),
-    "a length of 4 GiB": (scanners.length_beyond_end, "truncated"),
+    "20 KB of nested sequences": (lambda: scanner_files.sequence_bomb(1000), "too_deep"),
+    "a length of 4 GiB": (scanner_files.length_beyond_end, "truncated"),
     "deflated 1 MB to 1 GiB": (_deflated, "too_large"),
     "gzipped volume 1 MB to 1 GiB": (_zipped_volume, "too_large"),
     "RLE of 65535 x 65535": (lambda: _compressed(_RLE_STREAM, _RLE, 65535, 65535), "too_large"),
@@ -122,9 +122,9 @@ BOMBS: Final[dict[str, tuple[Callable[[], bytes], str]]] = {
 
 
 @pytest.fixture(scope="module")
-def reader() -> Iterator[Reader]:
+def reader() -> Iterator[ParserProcess]:
     """One worker, warm: what a bomb costs is counted from there."""
-    with Reader(RULES, Deidentifier(b"\7" * 32), Limits()) as made:
+    with ParserProcess(RULES, Deidentifier(b"\7" * 32), Limits()) as made:
         made.read(_good(), HEX)
         yield made
 
@@ -142,7 +142,7 @@ def _cpu(pid: int) -> float:
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_refused_for_less_than_a_second_and_200_mb_and_the_next_file_is_read(
-    name: str, reader: Reader
+    name: str, reader: ParserProcess
 ) -> None:
     make, code = BOMBS[name]
     data = make()
@@ -151,7 +151,7 @@ def test_a_bomb_is_refused_for_less_than_a_second_and_200_mb_and_the_next_file_i
     assert pid is not None
     Path(f"/proc/{pid}/clear_refs").write_text("5")  # forget the peak
     before, seconds = _peak(pid), _cpu(pid)
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(FileRejectedError) as caught:
         reader.read(data, HEX, "somebody")
     cost = _peak(pid) - before
     print(f"{name}: {len(data)} bytes, {(_cpu(pid) - seconds) * 1000:.0f} ms CPU, {cost / MEGABYTE:.1f} MB")
@@ -163,7 +163,7 @@ def test_a_bomb_is_refused_for_less_than_a_second_and_200_mb_and_the_next_file_i
 
 
 @pytest.mark.parametrize("head", [b"MZ\x90\0" + b"PE\0\0" * 20, b"II*\0\x08\0\0\0" + b"\1" * 60])
-def test_a_programme_or_picture_in_the_preamble_is_gone_and_written_down(head: bytes, reader: Reader) -> None:
+def test_a_programme_or_picture_in_the_preamble_is_gone_and_written_down(head: bytes, reader: ParserProcess) -> None:
     data = _good()
     record = reader.read(head.ljust(128, b"\0") + data[128:], HEX)
     assert record.payload[:128] == b"\0" * 128
@@ -172,7 +172,7 @@ def test_a_programme_or_picture_in_the_preamble_is_gone_and_written_down(head: b
     assert record.after == reader.read(data, HEX).after
 
 
-def test_a_uid_that_is_a_path_becomes_a_keyed_name(reader: Reader) -> None:
+def test_a_uid_that_is_a_path_becomes_a_keyed_name(reader: ParserProcess) -> None:
     dataset = _mr()
     dataset.SOPInstanceUID = dataset.file_meta.MediaStorageSOPInstanceUID = "../../ESCAPED"
     record = reader.read(_saved(dataset), HEX)
@@ -180,7 +180,7 @@ def test_a_uid_that_is_a_path_becomes_a_keyed_name(reader: Reader) -> None:
     assert b"ESCAPED" not in record.payload
 
 
-def test_a_data_set_that_is_not_encoded_as_its_file_says_is_refused(reader: Reader) -> None:
+def test_a_data_set_that_is_not_encoded_as_its_file_says_is_refused(reader: ParserProcess) -> None:
     # pydicom would parse it as it is, so what was scanned and what is parsed would differ
     dataset = _mr()
     dataset.file_meta.TransferSyntaxUID = UID("1.2.840.10008.1.2")
@@ -190,28 +190,28 @@ def test_a_data_set_that_is_not_encoded_as_its_file_says_is_refused(reader: Read
     dataset.save_as(meta_only, implicit_vr=True, little_endian=True)
     implicit = meta_only.getvalue()
     head = implicit[: implicit.index(b"\x08\0", 300)]
-    with pytest.raises(Refused, match="malformed"):
+    with pytest.raises(FileRejectedError, match="malformed"):
         reader.read(head + explicit[offset:], HEX)
 
 
-def test_a_deflated_file_within_the_limit_is_read(reader: Reader) -> None:
+def test_a_deflated_file_within_the_limit_is_read(reader: ParserProcess) -> None:
     dataset = _mr()
     dataset.file_meta.TransferSyntaxUID = UID(DEFLATED_LE)
     assert reader.read(_saved(dataset), HEX).after == reader.read(_good(), HEX).after
 
 
 @pytest.mark.parametrize(("cut", "code"), [(-200, "truncated"), (0, "malformed")])
-def test_a_damaged_deflated_file_is_refused(cut: int, code: str, reader: Reader) -> None:
+def test_a_damaged_deflated_file_is_refused(cut: int, code: str, reader: ParserProcess) -> None:
     dataset = _mr()
     dataset.file_meta.TransferSyntaxUID = UID(DEFLATED_LE)
     data = _saved(dataset)
     start = read_meta(data).offset
     broken = data[:cut] if cut else data[:start] + b"\xff" * 64 + data[start + 64 :]
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(FileRejectedError) as caught:
         reader.read(broken, HEX)
     assert caught.value.code == code
 
 
-def test_a_zipped_volume_within_the_limit_is_read(reader: Reader) -> None:
+def test_a_zipped_volume_within_the_limit_is_read(reader: ParserProcess) -> None:
     volume = nibabel.Nifti1Image(np.arange(27, dtype=np.int16).reshape(3, 3, 3), np.eye(4))
     assert reader.read(gzip.compress(volume.to_bytes()), HEX, "somebody").kind == "volume"

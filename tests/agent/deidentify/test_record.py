@@ -12,20 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from agent.__main__ import main
-from agent.deidentify.colour import grey
-from agent.deidentify.record import Record
-from agent.edges.cohorts import Head, decode, head_of
-from agent.edges.home import Home
-from agent.edges.levels import packed, unpacked
-from agent.edges.notes import Notes
-from agent.edges.ocr import Ocr
-from agent.edges.projects import open_vault
-from agent.edges.vault import Vault
-from agent.edges.withheld import Bare
-from agent.nouns import Selection
-from agent.phantoms import fundus
-from agent.phantoms.persons import ISSUER
+from agent.cli.main import main
+from agent.deidentify.record import Record, grey
+from agent.domain import Selection
+from agent.ingest.ocr import Ocr
+from agent.storage.instance_index import DefacedInstance, InstanceRecord, decode, head_of
+from agent.storage.pixel_codec import packed, unpacked
+from agent.storage.projects import open_vault
+from agent.storage.site_database import SiteDatabase
+from agent.storage.site_directory import SiteDirectory
+from agent.storage.vault import Vault
+from deploy.phantoms import fundus
+from deploy.phantoms.persons import ISSUER
 
 KEY, OTHER = bytes(range(32)), bytes(range(32, 64))
 BT601 = (0.299, 0.587, 0.114)
@@ -49,7 +47,7 @@ def _noise(*shape: int) -> np.ndarray:
 @pytest.fixture
 def vault(tmp_path: Path) -> Vault:
     """Two coloured pictures of two sizes, and one grey one."""
-    vault = Vault(Notes(tmp_path / "vault.db", KEY), tmp_path / "main.db", OTHER)
+    vault = Vault(SiteDatabase(tmp_path / "vault.db", KEY), tmp_path / "main.db", OTHER)
     vault.keep_all([_record(1, _noise(8, 8, 3)), _record(2, _noise(8, 8)), _record(3, _noise(20, 12, 3))])
     return vault
 
@@ -87,7 +85,7 @@ def test_pictures_of_any_size_are_fitted_and_never_enlarged(
 
 
 def test_a_retina_smaller_than_its_frame_does_not_count_as_large(tmp_path: Path) -> None:
-    vault = Vault(Notes(tmp_path / "vault.db", KEY), tmp_path / "main.db", OTHER)
+    vault = Vault(SiteDatabase(tmp_path / "vault.db", KEY), tmp_path / "main.db", OTHER)
     (patient,) = fundus.fundus_patients(1, np.random.default_rng(0), 64, eyes=("left",))
     retina = patient.photographs[0].pixels.astype(np.float32) / np.float32(255)
     vault.keep(_record(1, np.pad(retina, ((40, 40), (40, 40), (0, 0)))))
@@ -102,8 +100,8 @@ def test_a_cohort_of_colours_can_be_asked_for_by_its_shape(vault: Vault) -> None
 
 def test_defacing_keeps_the_colours_and_grey_does_not_take_their_place(vault: Vault) -> None:
     with pytest.raises(ValueError, match="shape"):
-        vault.defaced([Bare(_key(1, 1), b"NEW", _noise(8, 8))])
-    vault.defaced([Bare(_key(1, 1), b"NEW", _noise(8, 8, 3) / 2)])
+        vault.defaced([DefacedInstance(_key(1, 1), b"NEW", _noise(8, 8))])
+    vault.defaced([DefacedInstance(_key(1, 1), b"NEW", _noise(8, 8, 3) / 2)])
     seen = _seen(vault, Selection("OP", (8, 8, 3)))[_key(1, 3)]
     assert np.abs(seen - _noise(8, 8, 3) / 2).max() < 1e-5
 
@@ -115,11 +113,11 @@ def test_heads_of_older_vaults_have_two_numbers_and_open() -> None:
     assert decode(raw) == head
     coloured = head_of(_record(1, _noise(8, 8, 3)), "", "")
     assert decode(coloured.encode()).shape == (8, 8, 3)
-    assert isinstance(decode(raw), Head)
+    assert isinstance(decode(raw), InstanceRecord)
 
 
 def test_a_box_of_an_older_vault_opens(tmp_path: Path) -> None:
-    vault = Vault(Notes(tmp_path / "vault.db", KEY), tmp_path / "main.db", OTHER)
+    vault = Vault(SiteDatabase(tmp_path / "vault.db", KEY), tmp_path / "main.db", OTHER)
     vault.keep(_record(1, _noise(8, 8)))
     old = np.rint(_noise(8, 8) * 65535).astype("<u2").tobytes()  # as every picture was written before
     name = _key(1, 1)
@@ -195,7 +193,7 @@ def test_a_clinics_photographs_come_in_with_their_colours_and_without_names(tmp_
     made = fundus.fundus_patients(3, np.random.default_rng(1), 32, 2)
     planted = fundus.write_clinic(tmp_path / "input", 0, made, np.random.default_rng(2))
     assert main(["--home", str(tmp_path / "site"), "ingest"]) == 0
-    vault = open_vault(Home(tmp_path / "site"))
+    vault = open_vault(SiteDirectory(tmp_path / "site"))
     try:
         cohort = vault.cohort("OP", (32, 32, 3))
         assert [len(patient.images) for patient in cohort.patients] == [4] * 3

@@ -15,11 +15,11 @@ from pydicom import DataElement, Dataset
 from pydicom import config as pydicom_config
 from pydicom.data import get_testdata_file
 
-from agent.deidentify import pixels
-from agent.deidentify.profile import Profile
-from agent.deidentify.reasons import Refused
-from agent.deidentify.residual import identifiers, residual
-from agent.deidentify.tags import Deidentifier
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.pixels import pixel_data
+from agent.deidentify.ps315.options import Profile
+from agent.deidentify.residual_check import identifiers, residual
 
 WHO = Deidentifier(bytes(range(32)), "H")
 
@@ -68,9 +68,11 @@ def test_no_bundled_file_raises_a_false_alarm_under_any_profile() -> None:
                 dataset.PatientID = dataset.get("PatientID") or "P-0012345"
                 native = dataset
                 if "PixelData" in dataset:
-                    native = pixels.native(dataset, pixels.decode(dataset, dataset.file_meta.TransferSyntaxUID))
+                    native = pixel_data.native(
+                        dataset, pixel_data.decode(dataset, dataset.file_meta.TransferSyntaxUID)
+                    )
                 clean = who.apply(native)
-            except (Refused, pydicom.errors.InvalidDicomError, AttributeError, ValueError, TypeError):
+            except (FileRejectedError, pydicom.errors.InvalidDicomError, AttributeError, ValueError, TypeError):
                 continue  # the prescan's and the decoders' own tests are about these
             scanned += 1
             assert residual(identifiers(dataset, profile), _written(clean)) == (), path

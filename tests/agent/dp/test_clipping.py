@@ -14,16 +14,24 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from agent.stages import clipping
-from agent.stages.clipping import Unit, UnsuitableModel, bookkept, chunked, looped, refuse_batch_statistics, trainable
-from agent.training.loop import seeded
+from agent.dp import clipping
+from agent.dp.clipping import (
+    PrivacyUnit,
+    UnsuitableModelError,
+    bookkeeping_engine,
+    loop_engine,
+    refuse_batch_statistics,
+    trainable,
+    vmap_engine,
+)
+from agent.models.training_loop import seeded
 from tests.support.families import FAMILIES, Family, classified, convolutions, discriminator, linear, monai_unet
 
 ENGINES = {
-    "looped": looped,
-    "chunked": chunked(2),
-    "bookkept": bookkept(3),
-    "bookkept, unchecked": bookkept(8),
+    "looped": loop_engine,
+    "chunked": vmap_engine(2),
+    "bookkept": bookkeeping_engine(3),
+    "bookkept, unchecked": bookkeeping_engine(8),
 }
 PAIRS = [
     (engine, family) for engine in ENGINES for family in FAMILIES if not (engine[0] == "b" and family == "linear")
@@ -32,7 +40,7 @@ PAIRS = [
 
 @pytest.fixture
 def probes():
-    """For a test of the comparison with ``looped``."""
+    """For a test of the comparison with ``loop_engine``."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +61,9 @@ def _reach(engine, family, units, clip=0.7):
 def _toy(family):
     """Five patients: ragged, one infinite, one NaN, one hugely scaled."""
     units = family.units((1, 2, 3, 2, 1, 2), scale=5.0)
-    units[1] = Unit((torch.full_like(units[1].rows[0], math.inf), *units[1].rows[1:]))
-    units[3] = Unit((torch.full_like(units[3].rows[0], math.nan), *units[3].rows[1:]))
-    units[5] = Unit((units[5].rows[0] * 1e6, *units[5].rows[1:]))
+    units[1] = PrivacyUnit((torch.full_like(units[1].rows[0], math.inf), *units[1].rows[1:]))
+    units[3] = PrivacyUnit((torch.full_like(units[3].rows[0], math.nan), *units[3].rows[1:]))
+    units[5] = PrivacyUnit((units[5].rows[0] * 1e6, *units[5].rows[1:]))
     return units
 
 
@@ -89,17 +97,19 @@ def test_a_patient_that_is_not_finite_changes_nothing_for_the_others(engine, fam
 
 def _each_image(model, loss, units, clip):
     """Per-image clipping sold as per patient."""
-    single = [Unit(tuple(row[i : i + 1] for row in unit.rows)) for unit in units for i in range(len(unit))]
-    return looped(model, loss, single, clip)
+    single = [PrivacyUnit(tuple(row[i : i + 1] for row in unit.rows)) for unit in units for i in range(len(unit))]
+    return loop_engine(model, loss, single, clip)
 
 
 def _averaged_first(model, loss, units, clip):
     """The gradients of two different patients averaged before the clip, and counted for both."""
     pairs = [units[i : i + 2] for i in range(0, len(units), 2)]
-    joined = [Unit(tuple(torch.cat(rows) for rows in zip(*(u.rows for u in pair), strict=True))) for pair in pairs]
+    joined = [
+        PrivacyUnit(tuple(torch.cat(rows) for rows in zip(*(u.rows for u in pair), strict=True))) for pair in pairs
+    ]
     return sum(
-        (len(pair) * looped(model, loss, [unit], clip) for pair, unit in zip(pairs, joined, strict=True)),
-        looped(model, loss, [], clip),
+        (len(pair) * loop_engine(model, loss, [unit], clip) for pair, unit in zip(pairs, joined, strict=True)),
+        loop_engine(model, loss, [], clip),
     )
 
 
@@ -109,7 +119,7 @@ def _each_layer(model, loss, units, clip):
     for parameter in parameters:
         for other in parameters:
             other.requires_grad_(other is parameter)
-        total.append(looped(model, loss, units, clip))
+        total.append(loop_engine(model, loss, units, clip))
     for parameter in parameters:
         parameter.requires_grad_(True)
     return torch.cat(total)
@@ -126,7 +136,7 @@ def test_a_sum_that_is_not_clipped_by_patient_would_be_seen_red_by_those_tests(b
 def test_losses_that_are_not_one_number_for_each_row_are_refused(engine, shape):
     # opacus' ghost clipping multiplies (n,) and (n, 1) to (n, n) here, and sums up to n times the bound
     found = convolutions()
-    with pytest.raises(UnsuitableModel, match="one number for each row"):
+    with pytest.raises(UnsuitableModelError, match="one number for each row"):
         ENGINES[engine](found.model, lambda m, rows: shape(classified(m, rows)), found.units((2, 3)), 0.7)
 
 
@@ -136,7 +146,7 @@ def test_the_engines_agree(engine, make):
     found = make()
     for counts in ((1, 2, 2, 1), (1, 1, 1), (4, 4)):
         units = found.units(counts, seed=sum(counts))
-        reference = looped(found.model, found.loss, units, 0.05)
+        reference = loop_engine(found.model, found.loss, units, 0.05)
         difference = ENGINES[engine](found.model, found.loss, units, 0.05) - reference
         assert float(difference.norm() / reference.norm()) <= 1e-5
 
@@ -144,10 +154,10 @@ def test_the_engines_agree(engine, make):
 def test_the_gpu_engine_trains_bare_parameters_and_the_kept_one_refuses_them():
     found = linear()
     units = found.units((1, 2, 5, 2))
-    reference = looped(found.model, found.loss, units, 0.5)
-    assert float((chunked(3)(found.model, found.loss, units, 0.5) - reference).abs().max()) <= 1e-7
-    with pytest.raises(UnsuitableModel, match="LinearSoftmax"):
-        bookkept(3)(found.model, found.loss, units, 0.5)
+    reference = loop_engine(found.model, found.loss, units, 0.5)
+    assert float((vmap_engine(3)(found.model, found.loss, units, 0.5) - reference).abs().max()) <= 1e-7
+    with pytest.raises(UnsuitableModelError, match="LinearSoftmax"):
+        bookkeeping_engine(3)(found.model, found.loss, units, 0.5)
 
 
 @pytest.mark.parametrize("make", [partial(convolutions, "zeros"), discriminator, partial(monai_unet, 8)])
@@ -169,8 +179,8 @@ def test_with_one_row_for_each_patient_the_sum_is_that_of_opacus(make):
 
 
 def _agrees(model, loss, units, clip=0.3, size=4):
-    reference = looped(model, loss, units, clip)
-    found = bookkept(size)(model, loss, units, clip)
+    reference = loop_engine(model, loss, units, clip)
+    found = bookkeeping_engine(size)(model, loss, units, clip)
     assert float((found - reference).norm()) <= 1e-5 * float(reference.norm()) + 1e-9
 
 
@@ -192,7 +202,7 @@ def test_every_convolution_has_its_rule(data):
     size = dict(padding=padding, stride=stride, dilation=pick(1, 2), groups=groups, padding_mode=mode)
     with seeded(0):
         model = kind(2, 4, pick(1, 2, 3), bias=pick(True, False), **size)
-    units = [Unit((torch.randn(n, 2, *(7, 6, 5)[:dims]),)) for n in data.draw(COUNTS)]
+    units = [PrivacyUnit((torch.randn(n, 2, *(7, 6, 5)[:dims]),)) for n in data.draw(COUNTS)]
     _agrees(model, _scored, units)
 
 
@@ -216,13 +226,13 @@ def test_tables_norms_and_linear_layers_of_many_dimensions_have_their_rules(coun
     draw = torch.Generator().manual_seed(seed)
     with seeded(seed):
         model = _Tokens()
-    _agrees(model, _scored, [Unit((torch.randint(0, 7, (n, 4), generator=draw),)) for n in counts])
+    _agrees(model, _scored, [PrivacyUnit((torch.randint(0, 7, (n, 4), generator=draw),)) for n in counts])
     with seeded(seed):
         flat = nn.Sequential(nn.Linear(5, 8), nn.GroupNorm(2, 8, affine=False), nn.Linear(8, 6), nn.GroupNorm(1, 6))
-    _agrees(flat, _scored, [Unit((torch.randn(n, 5, generator=draw),)) for n in counts])
+    _agrees(flat, _scored, [PrivacyUnit((torch.randn(n, 5, generator=draw),)) for n in counts])
     with seeded(seed):
         cube = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4, bias=False), nn.GELU())
-    _agrees(cube, _scored, [Unit((torch.randn(n, 2, 3, 5, generator=draw),)) for n in counts])
+    _agrees(cube, _scored, [PrivacyUnit((torch.randn(n, 2, 3, 5, generator=draw),)) for n in counts])
 
 
 class _Reused(nn.Module):
@@ -245,9 +255,9 @@ class _Reused(nn.Module):
 def test_weights_that_are_used_more_than_once_are_added_before_the_norm_and_unused_ones_are_zero():
     with seeded(0):
         model = _Reused()
-    units = [Unit((torch.randn(n, 4),)) for n in (2, 1, 2)]
+    units = [PrivacyUnit((torch.randn(n, 4),)) for n in (2, 1, 2)]
     _agrees(model, _scored, units)
-    total = bookkept(2)(model, _scored, units, 0.3)
+    total = bookkeeping_engine(2)(model, _scored, units, 0.3)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     sizes = [p.numel() for p in trainable(model)]
     by_name = dict(zip(names, torch.split(total, sizes), strict=True))
@@ -268,7 +278,7 @@ class _Checkpointed(nn.Module):
 
 def test_a_network_that_computes_activations_again_is_counted_once():
     with seeded(0):
-        _agrees(_Checkpointed(), _scored, [Unit((torch.randn(n, 4),)) for n in (2, 1)])
+        _agrees(_Checkpointed(), _scored, [PrivacyUnit((torch.randn(n, 4),)) for n in (2, 1)])
 
 
 class _Scaled(nn.Linear):
@@ -307,11 +317,11 @@ def test_a_parameter_without_a_rule_is_refused_by_the_name_of_its_module(make, n
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = nn.Sequential(nn.Linear(4, 4), make())
-    with pytest.raises(UnsuitableModel, match=rf"\b{named}\b.*looped"):
-        bookkept(2)(model, _scored, [], 0.3)
+    with pytest.raises(UnsuitableModelError, match=rf"\b{named}\b.*looped"):
+        bookkeeping_engine(2)(model, _scored, [], 0.3)
     for module in model[1].modules():
         module.requires_grad_(False)
-    bookkept(2)(model, _scored, [], 0.3)  # frozen, it needs none
+    bookkeeping_engine(2)(model, _scored, [], 0.3)  # frozen, it needs none
 
 
 class _Borrowed(nn.Module):
@@ -350,18 +360,18 @@ class _Drawing(nn.Module):
 def test_what_one_backward_pass_would_get_wrong_in_silence_is_found_by_comparing(make, monkeypatch):
     with seeded(0):
         model = make()
-        units = [Unit((torch.randn(n, 4),)) for n in (2, 2, 1)]
-    with pytest.raises(UnsuitableModel, match=r"without its layer.*looped"):
-        bookkept(3)(model, _scored, units, 0.3)
+        units = [PrivacyUnit((torch.randn(n, 4),)) for n in (2, 2, 1)]
+    with pytest.raises(UnsuitableModelError, match=r"without its layer.*looped"):
+        bookkeeping_engine(3)(model, _scored, units, 0.3)
     monkeypatch.setattr(clipping, "PROBES", 0)
-    bookkept(3)(model, _scored, units, 0.3)  # nothing else finds it
+    bookkeeping_engine(3)(model, _scored, units, 0.3)  # nothing else finds it
 
 
 @pytest.mark.usefixtures("probes")
 def test_a_model_is_compared_in_its_first_batches_and_then_no_more(monkeypatch):
     calls = []
-    monkeypatch.setattr(clipping, "looped", lambda *told: calls.append(1) or looped(*told))
-    found, engine = convolutions(), bookkept(4)
+    monkeypatch.setattr(clipping, "loop_engine", lambda *told: calls.append(1) or loop_engine(*told))
+    found, engine = convolutions(), bookkeeping_engine(4)
     units = found.units((1, 2, 2))
     for _ in range(5):
         engine(found.model, found.loss, units, 0.3)
@@ -371,7 +381,7 @@ def test_a_model_is_compared_in_its_first_batches_and_then_no_more(monkeypatch):
         nn.init.zeros_(silent[1].weight)
         nn.init.zeros_(silent[1].bias)
     for _ in range(5):  # no gradient at all shows nothing
-        engine(silent, _scored, [Unit((torch.randn(2, 4),))] * 2, 0.3)
+        engine(silent, _scored, [PrivacyUnit((torch.randn(2, 4),))] * 2, 0.3)
     assert len(calls) == clipping.PROBES + 5
 
 
@@ -385,9 +395,9 @@ def _costs(monkeypatch, engine, counts, steps=4, **more):
 
     def counted(model, loss, units, clip):
         reference[-1] += len(units)
-        return looped(model, loss, units, clip)
+        return loop_engine(model, loss, units, clip)
 
-    monkeypatch.setattr(clipping, "looped", counted)
+    monkeypatch.setattr(clipping, "loop_engine", counted)
     made = engine(32, **more)
     for step in range(steps):
         reference.append(0)
@@ -396,7 +406,7 @@ def _costs(monkeypatch, engine, counts, steps=4, **more):
 
 
 @pytest.mark.usefixtures("probes")
-@pytest.mark.parametrize("engine", [bookkept, chunked])
+@pytest.mark.parametrize("engine", [bookkeeping_engine, vmap_engine])
 @pytest.mark.parametrize("counts", [(9, 9, 9), (9, 1, 9), (1, 9), (2, 2, 2, 2, 2, 2), (3, 1, 1)])
 def test_two_patients_are_compared_in_each_of_the_first_batches_however_many_rows_they_have(
     monkeypatch, engine, counts
@@ -408,7 +418,7 @@ def test_two_patients_are_compared_in_each_of_the_first_batches_however_many_row
 
 
 @pytest.mark.usefixtures("probes")
-@pytest.mark.parametrize("engine", [bookkept, chunked])
+@pytest.mark.parametrize("engine", [bookkeeping_engine, vmap_engine])
 def test_one_patient_alone_is_not_compared_for_ever(monkeypatch, engine):
     assert _costs(monkeypatch, engine, (9,), most_rows=4)[0] == [0, 0, 0, 0]
 
@@ -418,9 +428,9 @@ def test_one_patient_alone_is_not_compared_for_ever(monkeypatch, engine):
 def test_a_wrong_engine_is_found_though_every_patient_fills_a_pass(counts):
     with seeded(0):
         model = _Borrowed()
-        units = [Unit((torch.randn(n, 4),)) for n in counts]
-    with pytest.raises(UnsuitableModel, match="looped can train it"):
-        bookkept(3, most_rows=4)(model, _scored, units, 0.3)
+        units = [PrivacyUnit((torch.randn(n, 4),)) for n in counts]
+    with pytest.raises(UnsuitableModelError, match="looped can train it"):
+        bookkeeping_engine(3, most_rows=4)(model, _scored, units, 0.3)
 
 
 class _Meeting(torch.autograd.Function):
@@ -459,11 +469,11 @@ class _MeetingInside(nn.Module):
 def test_the_gpu_engine_is_compared_too(counts, monkeypatch):
     with seeded(0):
         model = _MeetingInside()
-        units = [Unit((torch.randn(n, 4),)) for n in counts]
-    with pytest.raises(UnsuitableModel, match=r"patients meet.*looped can train it"):
-        chunked(3, most_rows=8)(model, _scored, units, 0.3)
+        units = [PrivacyUnit((torch.randn(n, 4),)) for n in counts]
+    with pytest.raises(UnsuitableModelError, match=r"patients meet.*looped can train it"):
+        vmap_engine(3, most_rows=8)(model, _scored, units, 0.3)
     monkeypatch.setattr(clipping, "PROBES", 0)
-    chunked(3, most_rows=8)(model, _scored, units, 0.3)  # nothing else finds it
+    vmap_engine(3, most_rows=8)(model, _scored, units, 0.3)  # nothing else finds it
 
 
 def test_a_gradient_penalty_is_refused_and_the_other_engines_can():
@@ -475,9 +485,9 @@ def test_a_gradient_penalty_is_refused_and_the_other_engines_can():
         return by_x.square().flatten(1).sum(dim=1)
 
     units = found.units((1, 2))
-    with pytest.raises(UnsuitableModel, match="penalty"):
-        bookkept(2)(found.model, penalised, units, 0.3)
-    assert looped(found.model, penalised, units, 0.3).any()
+    with pytest.raises(UnsuitableModelError, match="penalty"):
+        bookkeeping_engine(2)(found.model, penalised, units, 0.3)
+    assert loop_engine(found.model, penalised, units, 0.3).any()
 
 
 class _Turned(nn.Module):
@@ -500,8 +510,8 @@ class _Named(nn.Module):
 
 @pytest.mark.parametrize("make", [_Turned, _Named])
 def test_a_layer_that_is_not_called_with_the_batchs_rows_is_refused(make):
-    with pytest.raises(UnsuitableModel, match="a row for each"):
-        bookkept(2)(make(), _scored, [Unit((torch.randn(2, 3, 4),))] * 2, 0.3)
+    with pytest.raises(UnsuitableModelError, match="a row for each"):
+        bookkeeping_engine(2)(make(), _scored, [PrivacyUnit((torch.randn(2, 3, 4),))] * 2, 0.3)
 
 
 class _Overwriting(nn.Module):
@@ -520,7 +530,7 @@ class _Overwriting(nn.Module):
 
 def test_an_input_that_is_overwritten_is_an_error():
     with pytest.raises(RuntimeError, match="inplace"):
-        bookkept(2)(_Overwriting(), _scored, [Unit((torch.randn(2, 4),))], 0.3)
+        bookkeeping_engine(2)(_Overwriting(), _scored, [PrivacyUnit((torch.randn(2, 4),))], 0.3)
 
 
 def _marks(model):
@@ -603,14 +613,14 @@ def test_no_product_is_rounded_to_fewer_bits_and_afterwards_all_is_as_it_was(eng
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("make", [chunked, bookkept])
+@pytest.mark.parametrize("make", [vmap_engine, bookkeeping_engine])
 @pytest.mark.parametrize("family", ["convolutions", "denoiser", "discriminator"])
 def test_on_an_accelerator_too_a_patient_hardly_moves_the_gradients_of_the_others(make, family):
     found = FAMILIES[family]()
     found.model.cuda()
     units = found.units([1] * 24 + [4] * 8, scale=5.0)
     engine, broken = make(16), found.units((1,))[0]
-    broken = Unit((torch.full_like(broken.rows[0], math.nan), *broken.rows[1:]))  # counts as zero
+    broken = PrivacyUnit((torch.full_like(broken.rows[0], math.nan), *broken.rows[1:]))  # counts as zero
     without = engine(found.model, found.loss, units, 0.7)
     # in one chunk more, in a chunk of another size, among others: what is left is rounding, and MARGIN covers it
     for at in (0, 8, 24):
@@ -641,7 +651,7 @@ def test_every_unit_is_asked_for_once(engine):
     once = _Once(units)
     total = ENGINES[engine](found.model, found.loss, once, 0.3)
     assert once.asked == list(range(len(units)))
-    assert float((total - looped(found.model, found.loss, units, 0.3)).norm()) <= 1e-6
+    assert float((total - loop_engine(found.model, found.loss, units, 0.3)).norm()) <= 1e-6
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -653,13 +663,13 @@ def test_a_unit_that_cannot_be_made_ends_the_step_and_is_not_the_end_of_the_batc
 
 
 def test_a_chunk_of_nobody_is_refused():
-    for make in (chunked, bookkept):
+    for make in (vmap_engine, bookkeeping_engine):
         for size in ((0,), (1, 0)):
             with pytest.raises(ValueError, match="at least one patient"):
                 make(*size)
 
 
-@pytest.mark.parametrize("make", [chunked, bookkept])
+@pytest.mark.parametrize("make", [vmap_engine, bookkeeping_engine])
 def test_no_pass_has_more_rows_than_allowed_but_for_one_patient_alone(make):
     found, passes = convolutions(), []
 
@@ -669,13 +679,13 @@ def test_no_pass_has_more_rows_than_allowed_but_for_one_patient_alone(make):
 
     units = found.units((1, 1, 3, 9, 1, 2, 2))
     total = make(3, most_rows=4)(found.model, spied, units, 0.3)
-    assert float((total - looped(found.model, found.loss, units, 0.3)).norm()) <= 1e-6
-    assert passes == ([3, 9, 1, 2] if make is chunked else [2, 3, 9, 3, 2])  # vmap shows the rows of one
+    assert float((total - loop_engine(found.model, found.loss, units, 0.3)).norm()) <= 1e-6
+    assert passes == ([3, 9, 1, 2] if make is vmap_engine else [2, 3, 9, 3, 2])  # vmap shows the rows of one
 
 
 def test_a_model_without_parameters_is_refused_by_every_engine():
     for engine in ENGINES.values():
-        with pytest.raises(UnsuitableModel, match="no parameter"):
+        with pytest.raises(UnsuitableModelError, match="no parameter"):
             engine(nn.Flatten(), _scored, [], 1.0)
 
 
@@ -691,7 +701,7 @@ def test_a_model_without_parameters_is_refused_by_every_engine():
 )
 def test_a_unit_without_rows_or_with_unequal_ones_can_not_be_built(rows):
     with pytest.raises(ValueError, match="row"):
-        Unit(rows)
+        PrivacyUnit(rows)
 
 
 def test_instance_norm_without_memory_is_allowed():
@@ -703,6 +713,6 @@ def test_instance_norm_without_memory_is_allowed():
 def test_the_engines_agree_on_any_cohort(counts, seed, scale):
     found: Family = convolutions()
     units = found.units(counts, seed, scale)
-    reference = looped(found.model, found.loss, units, 0.5)
-    for engine in (chunked(3), bookkept(3)):
+    reference = loop_engine(found.model, found.loss, units, 0.5)
+    for engine in (vmap_engine(3), bookkeeping_engine(3)):
         assert float((engine(found.model, found.loss, units, 0.5) - reference).abs().max()) <= 1e-5

@@ -5,8 +5,8 @@ import multiprocessing
 import numpy as np
 import pytest
 
-from agent.stages.clipping import looped
-from tests.support import beside
+from agent.dp.clipping import loop_engine
+from tests.support import data_parallel_process as parallel
 from tests.support.entropy import UnsafeSeededEntropy
 
 
@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
     """What both processes leave, one training after the other."""
     made = tmp_path_factory.mktemp("abreast")
     context = multiprocessing.get_context("spawn")
-    both = [context.Process(target=beside.part, args=(rank, made)) for rank in range(beside.WORLD)]
+    both = [context.Process(target=parallel.part, args=(rank, made)) for rank in range(parallel.WORLD)]
     for process in both:
         process.start()
     for process in both:
@@ -32,7 +32,7 @@ def test_two_processes_make_the_model_of_one_and_one_of_them_keeps_the_checkpoin
     assert _left(folder, "none") == ["none-0.checkpoint", "none-0.npy", "none-1.npy"]
     one, two = (np.load(folder / f"none-{rank}.npy") for rank in range(2))
     assert np.array_equal(one, two)  # the noise is the same in both, and was added once
-    alone = beside.trained(looped, UnsafeSeededEntropy(5))
+    alone = parallel.trained(loop_engine, UnsafeSeededEntropy(5))
     assert np.abs(alone).max() > 0.1
     assert np.abs(one - alone).max() < 1e-5
 

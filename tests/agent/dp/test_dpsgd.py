@@ -12,11 +12,11 @@ import torch
 from scipy import stats
 from torch import nn
 
-from agent.stages import finetune, noise
-from agent.stages.clipping import Unit, UnsuitableModel, bookkept, chunked, looped
-from agent.stages.finetune import CHECKPOINT_EVERY, PrivateSgd, Task, best_engine, train_privately
-from agent.stages.noise import SystemEntropy
-from agent.training.loop import BadCheckpoint, Diverged, OtherRun
+from agent.dp import dpsgd, noise
+from agent.dp.clipping import PrivacyUnit, UnsuitableModelError, bookkeeping_engine, loop_engine, vmap_engine
+from agent.dp.dpsgd import CHECKPOINT_EVERY, PrivateSgd, Task, best_engine, train_privately
+from agent.dp.noise import SystemEntropy
+from agent.errors import DivergedError, OtherRunError, TrainingCheckpointError
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.families import classified, convolutions
 
@@ -83,7 +83,7 @@ SIZE, CLAIM = (
 )
 
 
-def _emitted(job, seed=0, entropy=None, engine=looped, canaries=SIZE // 20):
+def _emitted(job, seed=0, entropy=None, engine=loop_engine, canaries=SIZE // 20):
     """(SIZE,) minus the drift of theta in units of the clip, and which coordinates had a canary."""
     present = np.zeros(SIZE, bool)
     present[np.random.default_rng(seed).permutation(SIZE)[:canaries]] = True
@@ -125,7 +125,7 @@ class _SameEveryStep(UnsafeSeededEntropy):
 
 
 def _no_clip(model, loss, units, clip):
-    return looped(model, loss, units, 1e9)
+    return loop_engine(model, loss, units, 1e9)
 
 
 def test_halved_noise_is_caught():  # P10 broken on purpose, here and below
@@ -137,7 +137,7 @@ def test_a_tenth_of_missing_noise_is_caught():
 
 
 def test_missing_noise_is_caught(monkeypatch):
-    monkeypatch.setattr(noise, "gaussians", lambda entropy, count: np.zeros(count))
+    monkeypatch.setattr(noise, "draw_gaussians", lambda entropy, count: np.zeros(count))
     assert _p_value(*_emitted(CLAIM)) < 1e-3
 
 
@@ -150,8 +150,8 @@ def test_the_same_seed_in_each_step_is_caught():
 
 
 def test_skipped_empty_batches_are_caught(monkeypatch):
-    honest = finetune.noisy_sum
-    monkeypatch.setattr(finetune, "noisy_sum", lambda total, *told: honest(total, *told) if total.any() else total)
+    honest = dpsgd.noisy_sum
+    monkeypatch.setattr(dpsgd, "noisy_sum", lambda total, *told: honest(total, *told) if total.any() else total)
     assert _p_value(*_emitted(CLAIM, canaries=5)) < 1e-3
 
 
@@ -165,14 +165,14 @@ def _drawn(units, job, entropy):
 
     def spy(model, loss, batch, clip):
         seen.append(batch)
-        return looped(model, loss, batch, clip)
+        return loop_engine(model, loss, batch, clip)
 
     train_privately(Task(_Dirac(2), _score, _sgd()), units, job, entropy, spy)
     return seen
 
 
 def _numbered(count, images=1):
-    return [Unit((torch.tensor([[i, j] for j in range(images)], dtype=torch.float64),)) for i in range(count)]
+    return [PrivacyUnit((torch.tensor([[i, j] for j in range(images)], dtype=torch.float64),)) for i in range(count)]
 
 
 def test_patients_are_drawn_independently_with_the_claimed_probability():
@@ -270,7 +270,7 @@ def _slopes(job_of):
     slopes = []
     for count in (1, 2, 40):
         model = _Dirac(2)
-        unit = Unit((torch.tensor([[0.1, 0.0]], dtype=torch.float64),))
+        unit = PrivacyUnit((torch.tensor([[0.1, 0.0]], dtype=torch.float64),))
         train_privately(Task(model, _score, _sgd()), [unit] * count, job_of(count), UnsafeSeededEntropy(0))
         slopes.append(round(-float(model.theta.detach()[0]) / count, 5))
     return slopes
@@ -288,7 +288,7 @@ def test_the_optimiser_sees_noisy_gradients_only():
     raw, seen = [], []
 
     def spy(model, loss, batch, clip):
-        raw.append(looped(model, loss, batch, clip))
+        raw.append(loop_engine(model, loss, batch, clip))
         return raw[-1].clone()
 
     class Sees(torch.optim.SGD):
@@ -313,14 +313,14 @@ def test_each_unit_is_expanded_by_itself_after_its_images_were_chosen():
 
     def expand(unit):
         asked.append(len(unit))
-        return Unit(tuple(row.repeat_interleave(3, dim=0) for row in unit.rows))
+        return PrivacyUnit(tuple(row.repeat_interleave(3, dim=0) for row in unit.rows))
 
     batches = []
 
     def spy(model, loss, batch, clip):
         assert len(batch) == len(batch[1:]) + 1
         batches.append([len(unit) for unit in batch])
-        return looped(model, loss, [], clip)
+        return loop_engine(model, loss, [], clip)
 
     job = dataclasses.replace(JOB, sampling_rate=1.0, steps=2, images_per_patient=4)
     task = Task(_Dirac(2), _score, _sgd(), expand)
@@ -330,10 +330,10 @@ def test_each_unit_is_expanded_by_itself_after_its_images_were_chosen():
 
 
 def _listed(model, loss, units, clip):
-    return looped(model, loss, list(units), clip)
+    return loop_engine(model, loss, list(units), clip)
 
 
-@pytest.mark.parametrize("engine", [looped, chunked(2), bookkept(2), _listed])
+@pytest.mark.parametrize("engine", [loop_engine, vmap_engine(2), bookkeeping_engine(2), _listed])
 def test_a_unit_that_cannot_be_expanded_ends_the_training_and_not_the_batch(engine):
     # Sequence.__iter__ takes an IndexError for the end: all patients behind would be left out, and nobody would know
     def expand(unit):
@@ -388,7 +388,7 @@ def _killed_after(steps):
         left[0] -= 1
         if left[0] < 0:
             raise _Killed
-        return looped(*told)
+        return loop_engine(*told)
 
     return engine
 
@@ -396,7 +396,7 @@ def _killed_after(steps):
 LONG = dataclasses.replace(JOB, steps=60, sampling_rate=0.5)
 
 
-def _long(entropy, engine=looped, place=None, job=LONG, run="r" * 64, say=lambda _: None):
+def _long(entropy, engine=loop_engine, place=None, job=LONG, run="r" * 64, say=lambda _: None):
     found = convolutions()
     follower = _Recorder(found.model)
     task = Task(found.model, classified, partial(torch.optim.Adam, lr=0.01), follower=follower)
@@ -410,7 +410,7 @@ def test_a_job_that_was_killed_goes_on_at_its_checkpoint_to_the_same_end():
     with pytest.raises(_Killed):
         _long(_Numbered(), _killed_after(57), place)
     assert place.writes == 2  # at 25 and 50
-    weights, follower = _long(_Numbered(50 * 4), looped, place, say=said.append)
+    weights, follower = _long(_Numbered(50 * 4), loop_engine, place, say=said.append)
     assert torch.equal(weights, whole)  # moments and weights are those of one unbroken path
     assert follower.steps == list(range(51, 61))
     assert torch.equal(follower.mean, followed.mean)
@@ -424,16 +424,16 @@ def test_the_steps_that_a_kill_lost_are_taken_again_with_fresh_noise():
     with pytest.raises(_Killed):
         _long(SystemEntropy(), _killed_after(30), place)
     kept = place.data
-    one, _ = _long(SystemEntropy(), looped, place)
+    one, _ = _long(SystemEntropy(), loop_engine, place)
     place.data = kept
-    two, _ = _long(SystemEntropy(), looped, place)
+    two, _ = _long(SystemEntropy(), loop_engine, place)
     assert not torch.equal(one, two)
 
 
 @pytest.mark.parametrize("kills", [1, 3])
 def test_a_job_that_was_killed_emits_the_noise_of_its_steps_and_no_more(kills):
     job, place, model = dataclasses.replace(JOB, steps=40, expected_batch=1.0), _Memory(), None
-    for engine in (*[_killed_after(30)] * kills, looped):
+    for engine in (*[_killed_after(30)] * kills, loop_engine):
         model = _Dirac(2000)
         task = Task(model, _score, _sgd())
         try:
@@ -450,23 +450,25 @@ def test_a_job_that_was_killed_emits_the_noise_of_its_steps_and_no_more(kills):
 def test_a_checkpoint_of_a_job_with_other_constants_is_refused(change):
     # another sigma for the first steps than for the rest is a claim that nobody made
     place = _Memory()
-    _long(_Numbered(), looped, place)
-    with pytest.raises(OtherRun):
-        _long(_Numbered(), looped, place, dataclasses.replace(LONG, **change))
+    _long(_Numbered(), loop_engine, place)
+    with pytest.raises(OtherRunError):
+        _long(_Numbered(), loop_engine, place, dataclasses.replace(LONG, **change))
 
 
 def test_a_checkpoint_of_another_run_or_model_or_a_damaged_one_is_refused():
     place = _Memory()
-    _long(_Numbered(), looped, place)
-    with pytest.raises(OtherRun):
-        _long(_Numbered(), looped, place, run="s" * 64)
-    with pytest.raises(BadCheckpoint):
-        train_privately(Task(_Dirac(3), _score, _sgd()), [], LONG, SystemEntropy(), looped, place=place, run="r" * 64)
+    _long(_Numbered(), loop_engine, place)
+    with pytest.raises(OtherRunError):
+        _long(_Numbered(), loop_engine, place, run="s" * 64)
+    with pytest.raises(TrainingCheckpointError):
+        train_privately(
+            Task(_Dirac(3), _score, _sgd()), [], LONG, SystemEntropy(), loop_engine, place=place, run="r" * 64
+        )
     place.data = place.data[:-1] + b"?"
-    with pytest.raises(BadCheckpoint):
-        _long(_Numbered(), looped, place)
+    with pytest.raises(TrainingCheckpointError):
+        _long(_Numbered(), loop_engine, place)
     with pytest.raises(ValueError, match="needs a run"):
-        _long(_Numbered(), looped, place, run="")
+        _long(_Numbered(), loop_engine, place, run="")
 
 
 def test_progress_is_told_at_constant_steps_and_tells_nothing_of_patients():
@@ -479,14 +481,14 @@ def test_progress_is_told_at_constant_steps_and_tells_nothing_of_patients():
 def test_a_training_that_diverges_stops_before_it_is_kept():
     found, place = convolutions(), _Memory()
     job = dataclasses.replace(JOB, expected_batch=1e-3)
-    with pytest.raises(Diverged, match="step 1"):
+    with pytest.raises(DivergedError, match="step 1"):
         train_privately(Task(found.model, classified, _sgd(1e38)), [], job, SystemEntropy(), place=place, run="x")
     assert place.writes == 0
 
 
 def test_patients_whose_every_loss_is_not_a_number_count_as_nothing_and_the_training_goes_on():
     model = _Dirac(4)
-    nan = Unit((torch.full((2, 4), math.nan, dtype=torch.float64),))
+    nan = PrivacyUnit((torch.full((2, 4), math.nan, dtype=torch.float64),))
     job = dataclasses.replace(JOB, sampling_rate=1.0)
     assert train_privately(Task(model, _score, _sgd()), [nan] * 3, job, SystemEntropy()) == 3
     assert torch.isfinite(model.theta).all()
@@ -495,7 +497,7 @@ def test_patients_whose_every_loss_is_not_a_number_count_as_nothing_and_the_trai
 def test_the_products_engine_is_exact_on_a_processor():
     found = convolutions()
     units = found.units((1, 2, 70, 3, 40, 30))  # more rows than one pass takes
-    reference = looped(found.model, found.loss, units, 0.3)
+    reference = loop_engine(found.model, found.loss, units, 0.3)
     total = best_engine("cpu")(found.model, found.loss, units, 0.3)
     assert float((total - reference).norm()) <= 1e-5 * float(reference.norm())
 
@@ -511,7 +513,7 @@ def test_the_products_engine_is_exact_on_a_processor():
     ],
 )
 def test_layers_that_mix_or_remember_patients_are_refused(layer):
-    with pytest.raises(UnsuitableModel, match="GroupNorm"):
+    with pytest.raises(UnsuitableModelError, match="GroupNorm"):
         train_privately(Task(nn.Sequential(layer), _score, _sgd()), [], JOB, UnsafeSeededEntropy(0))
 
 
@@ -527,12 +529,12 @@ class _Remembers(_Dirac):
 
 def test_a_buffer_that_training_changed_is_refused():
     job = dataclasses.replace(JOB, sampling_rate=1.0)
-    with pytest.raises(UnsuitableModel, match="buffer"):
+    with pytest.raises(UnsuitableModelError, match="buffer"):
         train_privately(Task(_Remembers(2), _score, _sgd()), _numbered(3), job, UnsafeSeededEntropy(0))
 
 
 def test_a_model_without_parameters_is_refused():
-    with pytest.raises(UnsuitableModel, match="no parameter"):
+    with pytest.raises(UnsuitableModelError, match="no parameter"):
         train_privately(Task(nn.Flatten(), _score, _sgd()), [], JOB, UnsafeSeededEntropy(0))
 
 
@@ -541,7 +543,7 @@ def test_frozen_parameters_stay_and_unused_ones_only_get_noise():
     model = nn.ModuleDict({"used": found.model, "unused": nn.Linear(2, 2)})
     found.model[0].weight.requires_grad_(False)
     frozen, unused = found.model[0].weight.clone(), model["unused"].weight.clone()
-    for engine in (looped, chunked(2), bookkept(2)):
+    for engine in (loop_engine, vmap_engine(2), bookkeeping_engine(2)):
         task = Task(model, lambda m, rows: classified(m["used"], rows), _sgd())
         train_privately(task, found.units((2, 1)), JOB, UnsafeSeededEntropy(0), engine)
         assert torch.equal(frozen, found.model[0].weight)

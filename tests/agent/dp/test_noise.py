@@ -9,8 +9,17 @@ import pytest
 import torch
 from scipy import stats
 
-from agent.stages import noise
-from agent.stages.noise import GRID, TAIL, SystemEntropy, deviation, gaussians, noisy_sum, on_lattice, uniforms
+from agent.dp import noise
+from agent.dp.noise import (
+    GRID,
+    TAIL,
+    SystemEntropy,
+    deviation,
+    draw_gaussians,
+    draw_uniforms,
+    noisy_sum,
+    snap_to_lattice,
+)
 from tests.support.entropy import UnsafeSeededEntropy
 
 
@@ -21,7 +30,7 @@ def test_the_released_sum_lies_on_the_lattice():
 
 
 def test_the_noise_covers_what_rounding_adds_to_the_sensitivity(monkeypatch):
-    monkeypatch.setattr(noise, "gaussians", lambda entropy, count: np.ones(count))
+    monkeypatch.setattr(noise, "draw_gaussians", lambda entropy, count: np.ones(count))
     grid, d = 0.7 * GRID, 40_000
     (spread,) = set(noisy_sum(np.zeros(d), 0.7, 1.5, UnsafeSeededEntropy(0)).tolist())
     assert spread >= 1.5 * (0.7 + grid * math.sqrt(d)) - grid
@@ -90,7 +99,7 @@ def test_what_noise_would_not_hide_is_refused(total):
     with pytest.raises(ValueError, match="finite float64"):
         noisy_sum(total, 1.0, 1.0, SystemEntropy())
     with pytest.raises(ValueError, match="finite float64"):
-        on_lattice(total, 1.0, 0.01, SystemEntropy())
+        snap_to_lattice(total, 1.0, 0.01, SystemEntropy())
 
 
 def test_the_spread_is_the_multiplier_times_the_widened_sensitivity():
@@ -98,7 +107,7 @@ def test_the_spread_is_the_multiplier_times_the_widened_sensitivity():
 
 
 def test_normals_have_tails_and_no_memory():
-    z = gaussians(UnsafeSeededEntropy(0), 200_001)
+    z = draw_gaussians(UnsafeSeededEntropy(0), 200_001)
     assert z.shape == (200_001,)
     assert stats.kstest(z, "norm").pvalue > 1e-3
     assert abs(np.corrcoef(z[:-1], z[1:])[0, 1]) < 0.01
@@ -117,8 +126,8 @@ class _Ones:
 
 @pytest.mark.parametrize("entropy", [_Zeros(), _Ones()])
 def test_the_extreme_uniforms_give_finite_normals(entropy):
-    assert np.abs(gaussians(entropy, 6)).max() <= TAIL
-    assert (uniforms(entropy, 3) < 1).all()
+    assert np.abs(draw_gaussians(entropy, 6)).max() <= TAIL
+    assert (draw_uniforms(entropy, 3) < 1).all()
 
 
 class _Deep:
@@ -136,7 +145,7 @@ class _Deep:
 
 def test_the_tail_has_no_holes_that_would_tell_one_neighbour_from_another() -> None:
     """With 53 bits for the radius all of these are one number: half a million lattice steps that no noise reaches."""
-    radii = gaussians(_Deep(), 2 * 20_000)[:20_000]  # the angle is zero: cosines are the radii
+    radii = draw_gaussians(_Deep(), 2 * 20_000)[:20_000]  # the angle is zero: cosines are the radii
     assert radii.min() > 8.4
     steps = np.unique(np.rint(radii / GRID))
     assert len(steps) > 19_000

@@ -8,8 +8,8 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
 
-from agent.measures.classifiers import CNN, LR, MLP, NAMES, accuracies, train_logistic, train_perceptron
-from agent.measures.utility import Examples, Recipe
+from agent.evaluation.classifiers import CNN, LR, MLP, NAMES, accuracies, train_logistic, train_perceptron
+from agent.evaluation.utility import Examples, Recipe
 
 
 def _digits(rows: slice) -> Examples:

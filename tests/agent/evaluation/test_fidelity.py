@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from scipy.linalg import sqrtm
 from sklearn.datasets import load_digits
 
-from agent.measures.fidelity import (
+from agent.evaluation.fidelity import (
     Features,
     Plan,
     Sets,
-    TooFew,
+    TooFewImagesError,
     describe,
     fidelity,
     frechet,
@@ -22,10 +22,10 @@ from agent.measures.fidelity import (
     kid_subsets,
     manifold,
 )
-from agent.measures.intervals import Resampling
-from agent.nets.features import RandomFeatures
-from agent.nets.weights import Origin
-from agent.stages.cluster import greedy
+from agent.intervals import Resampling
+from agent.microaggregation.partition import greedy
+from agent.models.features.extractors import RandomFeatures
+from agent.models.weights import Origin
 
 SHA = hashlib.sha256(b"a fixed random layer").hexdigest()
 
@@ -80,7 +80,7 @@ def test_in_one_dimension_the_distance_has_its_closed_form():
 
 def test_fewer_images_than_features_are_refused_unless_the_covariance_says_so():
     a, b = _pair(20, 40, 1)
-    with pytest.raises(TooFew, match="more images than features") as refused:
+    with pytest.raises(TooFewImagesError, match="more images than features") as refused:
         frechet(a, b)
     assert "20" not in str(refused.value)
     assert frechet(a, b, "singular") == pytest.approx(_oracle(a, b), rel=1e-4)
@@ -208,7 +208,7 @@ def test_the_random_feature_network_of_the_registry_is_an_extractor(digits):
 
 def test_bad_features_and_mixed_networks_are_refused(digits):
     net, origin = RandomLayer(), Origin("random", SHA)
-    with pytest.raises(TooFew):
+    with pytest.raises(TooFewImagesError):
         describe(net, digits[:9], np.arange(9))
     broken = digits[:20].copy()
     broken[3, 0, 0] = np.nan

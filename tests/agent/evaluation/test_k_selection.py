@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.metrics import silhouette_score
 
-from agent.measures.tuning import Menu, Point, Rate, dendrogram, elbow, recommend, tune
-from agent.nouns import Clusters, CohortTooSmall, Latents
-from agent.stages.cluster import partition
+from agent.domain import Clusters, Latents
+from agent.errors import CohortTooSmallError
+from agent.evaluation.k_selection import Menu, Point, Rate, dendrogram, elbow, recommend, tune
+from agent.microaggregation.partition import partition
 
 
 def cohort(n: int = 120, d: int = 6, seed: int = 0) -> Latents:
@@ -175,7 +176,7 @@ def test_a_k_with_too_few_patients_is_refused_with_a_reason_that_counts_nobody()
     (refused,) = curves.refused
     assert refused.k == 50
     assert "12" not in refused.reason
-    with pytest.raises(CohortTooSmall):
+    with pytest.raises(CohortTooSmallError):
         tune(cohort(4), [""] * 4, Menu((11, 20), 11), np.random.default_rng(0))
 
 

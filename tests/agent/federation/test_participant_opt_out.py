@@ -9,26 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent.approval import hand_over, withdraw
-from agent.edges.rounds import _Desk
-from agent.edges.tasks import Declined, Task
-from agent.mechanisms.federated import Federated, FederatedMasked
-from agent.mechanisms.ksame import KSame
-from agent.nouns import Cohort
-from agent.pipeline import release_synthetic
-from agent.site import Refused
-from protos.secagg_wire import Step
-from tests.agent.test_leaving import Quiet
-from tests.agent.test_masked import Trial
-from tests.agent.test_participant import START, granted, part, ward
-from tests.agent.test_pipeline import RNG, approve, approving, ksame, stage, waiting
-from tests.support.wards import Vault, federated
+from agent.domain import Cohort
+from agent.errors import ReviewRejectedError
+from agent.federation.service import TaskHandler
+from agent.federation.tasks import Task, TaskDeclinedError
+from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
+from agent.mechanisms.ksame.mechanism import KSame
+from agent.release.approval import submit_approved, withdraw
+from agent.release.pipeline import release_synthetic
+from protos.secagg.messages import Step
+from tests.support.federated_sites import START, ErrorLog, SecureRun, federated, federated_site, granted, part
+from tests.support.site_world import RNG, MemoryVault, approve, approving, ksame, site_world, waiting
 
 LEAVES = frozenset({"0003"})  # one of the vault's patients
 
 
 def meanwhile(
-    monkeypatch: pytest.MonkeyPatch, mechanism: type[KSame | Federated | FederatedMasked], vault: Vault
+    monkeypatch: pytest.MonkeyPatch, mechanism: type[KSame | Federated | FederatedMasked], vault: MemoryVault
 ) -> None:
     """The patient opts out while the mechanism computes: the console is another process."""
     name = "run" if mechanism is KSame else "run_round"
@@ -46,9 +43,9 @@ def meanwhile(
 def test_a_synthetic_set_made_while_a_patient_opts_out_does_not_leave_and_is_paid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     meanwhile(monkeypatch, KSame, s.vault)
-    with pytest.raises(Refused, match="opted_out") as caught:
+    with pytest.raises(ReviewRejectedError, match="opted_out") as caught:
         release_synthetic(s.site, ksame(), "OT", RNG)
     assert caught.value.where == "site"
     assert s.intake.register.store.state.releases == {}
@@ -64,11 +61,11 @@ def test_a_release_that_waits_is_not_handed_over_once_a_patient_in_it_has_opted_
     inside = {p for cluster in s.vault.note("releases")[0]["clusters"] for p in cluster}
     s.vault.out = frozenset({min(inside)})
     for _ in range(2):
-        with pytest.raises(Refused, match="opted_out"):
-            hand_over(s.site, release.release)
+        with pytest.raises(ReviewRejectedError, match="opted_out"):
+            submit_approved(s.site, release.release)
     assert s.intake.register.store.state.releases == {}
     s.vault.out = frozenset({"another patient"})
-    assert hand_over(s.site, release.release)[1].admitted
+    assert submit_approved(s.site, release.release)[1].admitted
 
 
 def test_a_release_of_which_nobody_knows_who_is_in_it_is_not_handed_over(tmp_path: Path) -> None:
@@ -77,8 +74,8 @@ def test_a_release_of_which_nobody_knows_who_is_in_it_is_not_handed_over(tmp_pat
     for person in (careful, local):
         approve(s, person, release)
     s.vault.write_note("releases", [])
-    with pytest.raises(Refused, match="withdraw it"):
-        hand_over(s.site, release.release)
+    with pytest.raises(ReviewRejectedError, match="withdraw it"):
+        submit_approved(s.site, release.release)
     withdraw(s.site, release.release)
     assert s.spent("k") == ((0, 1), (0, 1))
 
@@ -86,52 +83,52 @@ def test_a_release_of_which_nobody_knows_who_is_in_it_is_not_handed_over(tmp_pat
 def test_an_update_made_while_a_patient_opts_out_does_not_leave_and_the_next_is_made_without_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    w = ward(tmp_path)
+    w = federated_site(tmp_path)
     granted(w, federated(rounds=2))
     with monkeypatch.context() as patch:
         meanwhile(patch, Federated, w.vault)
-        with pytest.raises(Refused, match="opted_out"):
+        with pytest.raises(ReviewRejectedError, match="opted_out"):
             part(w).train("run-1", 1, START)
-    assert (part(w).rounds_trained, part(w).under_way) == (1, False)
+    assert (part(w).rounds_trained, part(w).round_in_progress) == (1, False)
     assert part(w).site.books.store.state.sent == {}
     seen: list[set[str]] = []
-    cohort = Vault.cohort
+    cohort = MemoryVault.cohort
 
-    def look(self: Vault, modality: str, shape: tuple[int, int], without: tuple[str, ...] = ()) -> Cohort:
+    def look(self: MemoryVault, modality: str, shape: tuple[int, int], without: tuple[str, ...] = ()) -> Cohort:
         found = cohort(self, modality, shape, without)
         seen.append({p.pseudonym for p in found.patients})
         return found
 
-    monkeypatch.setattr(Vault, "cohort", look)
+    monkeypatch.setattr(MemoryVault, "cohort", look)
     part(w).train("run-1", 2, START)
     assert len(seen) == 1
     assert not seen[0] & LEAVES
-    with pytest.raises(Refused):
+    with pytest.raises(ReviewRejectedError):
         part(w).train("run-1", 3, START)
 
 
 def test_the_coordinator_hears_the_same_word_as_for_any_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    w = ward(tmp_path)
+    w = federated_site(tmp_path)
     granted(w, federated(rounds=2))
     meanwhile(monkeypatch, Federated, w.vault)
-    desk = _Desk(w.part, threading.Lock(), Quiet(), threading.Event())
-    with pytest.raises(Declined, match="unavailable"):
+    desk = TaskHandler(w.part, threading.Lock(), ErrorLog(), threading.Event())
+    with pytest.raises(TaskDeclinedError, match="unavailable"):
         desk._answer(Task("run-1", "train", 0, b"", np.asarray(START.vector)))
 
 
 def test_a_part_of_a_secret_sum_made_while_a_patient_opts_out_is_not_masked_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial = Trial(tmp_path)
+    trial = SecureRun(tmp_path)
     trial.granted()
     hub = trial.play(until=Step.MASK)
     north = trial.wards["north"]
     meanwhile(monkeypatch, FederatedMasked, north.vault)
-    with pytest.raises(Refused, match="opted_out"):
+    with pytest.raises(ReviewRejectedError, match="opted_out"):
         trial.step("north", Step.MASK, hub.requests()["north"])
-    assert not north.part.participant.under_way
+    assert not north.part.participant.round_in_progress
     assert north.part.participant.site.books.store.state.sent == {}
-    with pytest.raises(Refused, match="out of order"):
+    with pytest.raises(ReviewRejectedError, match="out of order"):
         trial.step("north", Step.MASK, hub.requests()["north"])

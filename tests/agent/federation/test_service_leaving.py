@@ -8,47 +8,33 @@ from pathlib import Path
 
 import pytest
 
-from agent.edges.rounds import Over, Station, _Desk, _keep_on
-from agent.edges.tasks import Declined, Task
-from agent.nouns import Forked
-from agent.participant import Participant
-from agent.site import Refused
-from policies.entries import Entry, Expired, Freed, InvalidEntry
-from policies.entries import Refused as RefusedEntry
-from policies.sqlite import export_file
-from policies.statement import PAYLOAD_TYPE, Settlement
-from policies.statement import parse as parse_statement
-from policies.verify import verify
-from protos.envelope import open_sealed
-from tests.agent.test_participant import (
+from agent.errors import CoordinatorUnreachableError, LedgerForkError, ReviewRejectedError
+from agent.federation.participant import Participant
+from agent.federation.service import EndedRuns, FederationContext, TaskHandler, _keep_on, run_service
+from agent.federation.tasks import Task, TaskDeclinedError
+from policies.audit.verify import verify
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger.entries import Entry, Expired, Freed, InvalidEntryError
+from policies.ledger.entries import Refused as RefusedEntry
+from policies.statements import PAYLOAD_TYPE, Settlement
+from policies.statements import parse as parse_statement
+from protos.common.dsse import open_sealed
+from tests.support.federated_sites import (
     START,
-    _before_it_set_out,
-    _in_training,
-    _when_it_had_set_out,
+    ErrorLog,
+    FederatedSite,
+    before_it_set_out,
+    federated,
+    federated_site,
     granted,
+    in_training,
     part,
-    ward,
+    when_it_had_set_out,
 )
-from tests.support.wards import Door, Ward, federated
+from tests.support.site_world import DirectCoordinatorClient
 
 
-class Quiet:
-    """A log that keeps the names of what went wrong."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def error(self, name: str, **_: object) -> None:
-        """Something is wrong."""
-        self.said.append(name)
-
-    def info(self, name: str, **_: object) -> None:
-        """Nothing is wrong."""
-
-    warning = info
-
-
-def word_on(w: Ward, grant: str) -> tuple[Entry, Settlement]:
+def word_on(w: FederatedSite, grant: str) -> tuple[Entry, Settlement]:
     """How a grant ended in the site's own book, and the site's sealed word that the entry rests on."""
     store = part(w).site.books.store
     entry = store.answer(f"close-{grant}")[0].record.entry
@@ -58,10 +44,10 @@ def word_on(w: Ward, grant: str) -> tuple[Entry, Settlement]:
 
 
 def test_an_untrained_part_is_left_as_unused_in_both_books_and_nobody_says_it_was_refused(tmp_path: Path) -> None:
-    w = ward(tmp_path)
+    w = federated_site(tmp_path)
     granted(w, federated(rounds=1))
     grant, hub = part(w).grant, w.intake.register.store
-    part(w).part()
+    part(w).leave_run()
     entry, said = word_on(w, grant)
     assert isinstance(entry, Freed)
     assert (entry.why, said.outcome, said.reason) == ("unused", "declined", "unused")
@@ -77,7 +63,7 @@ def test_an_untrained_part_is_left_as_unused_in_both_books_and_nobody_says_it_wa
 
 
 def test_a_refusal_is_a_refusal_in_the_sites_book(tmp_path: Path) -> None:
-    w = ward(tmp_path)
+    w = federated_site(tmp_path)
     envelope = part(w).join("run-1", federated())
     assert not w.intake.reserve_run("run-1", {"site-a": envelope}, 2)["site-a"].admitted
     grant = part(w).grant
@@ -88,16 +74,16 @@ def test_a_refusal_is_a_refusal_in_the_sites_book(tmp_path: Path) -> None:
 
 
 def test_a_part_is_freed_by_the_process_that_reserved_it_and_spent_by_every_later_one(tmp_path: Path) -> None:
-    w = ward(tmp_path)
+    w = federated_site(tmp_path)
     granted(w, federated())
     whole = w.account()[0]
     assert w.crash()
-    part(w).part()
+    part(w).leave_run()
     assert w.account() == (0, whole)
 
 
 def test_a_no_that_is_heard_after_a_restart_spends_too(tmp_path: Path) -> None:
-    w = ward(tmp_path)
+    w = federated_site(tmp_path)
     envelope = part(w).join("run-1", federated())
     whole = w.account()[0]
     assert not w.intake.reserve_run("run-1", {"site-a": envelope}, 2)["site-a"].admitted
@@ -107,11 +93,11 @@ def test_a_no_that_is_heard_after_a_restart_spends_too(tmp_path: Path) -> None:
     assert not w.crash()
 
 
-@pytest.mark.parametrize("moment", [_in_training, _before_it_set_out, _when_it_had_set_out])
+@pytest.mark.parametrize("moment", [in_training, before_it_set_out, when_it_had_set_out])
 def test_an_older_vault_frees_no_grant_under_which_images_were_read(
-    tmp_path: Path, moment: Callable[[Ward, pytest.MonkeyPatch], None]
+    tmp_path: Path, moment: Callable[[FederatedSite, pytest.MonkeyPatch], None]
 ) -> None:
-    w = ward(tmp_path)
+    w = federated_site(tmp_path)
     granted(w, federated(rounds=3))
     whole, older = w.account()[0], dict(w.vault.notes)
     with pytest.MonkeyPatch.context() as patch:
@@ -121,7 +107,7 @@ def test_an_older_vault_frees_no_grant_under_which_images_were_read(
     w.vault.notes = older
     assert w.crash()
     assert w.vault.reads == 1
-    part(w).part()
+    part(w).leave_run()
     held, spent = w.account()
     sent = max((s.used for s in part(w).site.books.store.state.sent.values()), default=whole)
     assert (held, spent) == (0, sent), "what the ledger shows as sent, and where it shows nothing all of it"
@@ -130,7 +116,7 @@ def test_an_older_vault_frees_no_grant_under_which_images_were_read(
 
 
 def test_an_older_vault_counts_no_fewer_rounds_than_the_ledger_shows_as_sent(tmp_path: Path) -> None:
-    w = ward(tmp_path)
+    w = federated_site(tmp_path)
     granted(w, federated(rounds=3))
     part(w).train("run-1", 1, START)
     older = dict(w.vault.notes)
@@ -139,13 +125,13 @@ def test_an_older_vault_counts_no_fewer_rounds_than_the_ledger_shows_as_sent(tmp
     assert w.crash()
     assert (part(w).rounds_trained, part(w).begun) == (2, 2)
     part(w).train("run-1", 3, START)
-    with pytest.raises(Refused, match="round"):
+    with pytest.raises(ReviewRejectedError, match="round"):
         part(w).train("run-1", 4, START)
     assert w.vault.reads == 3
 
 
 def forked(*_: object) -> None:
-    raise Forked("another ledger")
+    raise LedgerForkError("another ledger")
 
 
 @pytest.mark.parametrize("rounds", [0, 1])
@@ -153,15 +139,15 @@ def forked(*_: object) -> None:
 def test_a_fork_is_not_taken_for_silence_when_a_part_is_left_and_frees_nothing_that_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, rounds: int
 ) -> None:
-    w = ward(tmp_path)
+    w = federated_site(tmp_path)
     granted(w, federated(rounds=3))
     for number in range(1, rounds + 1):
         part(w).train("run-1", number, START)
     sent = max((s.used for s in part(w).site.books.store.state.sent.values()), default=0)
-    monkeypatch.setattr(Door, call, forked)
+    monkeypatch.setattr(DirectCoordinatorClient, call, forked)
     if (call, rounds) != ("outcome", 0):  # nothing set out: nothing is asked
-        with pytest.raises(Forked):
-            part(w).part()
+        with pytest.raises(LedgerForkError):
+            part(w).leave_run()
     held, spent = w.account()
     assert held + spent >= sent
 
@@ -169,9 +155,9 @@ def test_a_fork_is_not_taken_for_silence_when_a_part_is_left_and_frees_nothing_t
 def test_a_fork_is_not_taken_for_silence_when_the_site_itself_refuses_a_price(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    w = ward(tmp_path)
-    monkeypatch.setattr(Door, "settle", forked)
-    with pytest.raises(Forked):
+    w = federated_site(tmp_path)
+    monkeypatch.setattr(DirectCoordinatorClient, "settle", forked)
+    with pytest.raises(LedgerForkError):
         part(w).join("run-1", federated(rounds=1000))
     assert w.account() == (0, 0)
 
@@ -179,37 +165,119 @@ def test_a_fork_is_not_taken_for_silence_when_the_site_itself_refuses_a_price(
 def test_what_the_books_refuse_when_a_run_is_over_stops_no_agent_and_a_fork_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    w = ward(tmp_path)
+    w = federated_site(tmp_path)
     granted(w, federated(rounds=3))
     part(w).train("run-1", 1, START)
     station, desk = (
-        Station(lambda: None, Quiet(), lambda _: None, threading.Event(), Over()),
-        _Desk(w.part, threading.Lock(), Quiet(), threading.Event()),
+        FederationContext(lambda: None, ErrorLog(), lambda _: None, threading.Event(), EndedRuns()),
+        TaskHandler(w.part, threading.Lock(), ErrorLog(), threading.Event()),
     )
-    monkeypatch.setattr("agent.edges.rounds.FOLLOW_S", 0.0)
-    turns = iter([InvalidEntry("no open grant"), Forked("another ledger")])
+    monkeypatch.setattr("agent.federation.service.FOLLOW_S", 0.0)
+    turns = iter([InvalidEntryError("no open grant"), LedgerForkError("another ledger")])
 
     def broken(_: Participant) -> None:
         station.over.say("run-1")
         raise next(turns)
 
-    monkeypatch.setattr(Participant, "part", broken)
+    monkeypatch.setattr(Participant, "leave_run", broken)
     station.over.say("run-1")
-    with pytest.raises(Forked):
+    with pytest.raises(LedgerForkError):
         _keep_on(desk, station)
     assert desk.log.said == ["not_left"]
 
 
+def test_a_greeting_that_failed_is_soon_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the coordinator has seen the head of this site's own ledger it takes no part of it in a run."""
+    monkeypatch.setattr("agent.federation.service.FOLLOW_S", 0.0)
+    monkeypatch.setattr("agent.federation.service.GREET_AGAIN_S", 0.0)
+    met: list[bool] = []
+
+    def meet() -> None:
+        met.append(len(met) == 2)
+        if not met[-1]:
+            raise CoordinatorUnreachableError("no answer")
+
+    station = FederationContext(meet, ErrorLog(), lambda _: None, threading.Event(), EndedRuns(), met=False)
+    desk, turns = TaskHandler(federated_site(tmp_path).part, threading.Lock(), ErrorLog(), station.stop), []
+
+    def follow(_: TaskHandler) -> None:
+        turns.append(None)
+        if len(turns) == 50:
+            station.stop.set()
+
+    monkeypatch.setattr(TaskHandler, "follow", follow)
+    _keep_on(desk, station)
+    assert met == [False, False, True], "and then after five minutes"
+
+
 def test_a_fork_that_a_task_meets_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    w = ward(tmp_path)
-    monkeypatch.setattr("agent.edges.rounds.FOLLOW_S", 0.0)
-    station = Station(lambda: None, Quiet(), lambda _: None, threading.Event(), Over())
-    desk = _Desk(w.part, threading.Lock(), Quiet(), station.stop)
+    w = federated_site(tmp_path)
+    monkeypatch.setattr("agent.federation.service.FOLLOW_S", 0.0)
+    station = FederationContext(lambda: None, ErrorLog(), lambda _: None, threading.Event(), EndedRuns())
+    desk = TaskHandler(w.part, threading.Lock(), ErrorLog(), station.stop)
     granted(w, federated(rounds=1))
-    monkeypatch.setattr(Door, "outcome", forked)
+    monkeypatch.setattr(DirectCoordinatorClient, "outcome", forked)
     task = Task("run-1", "train", 0, b"", START.vector)
-    with pytest.raises(Declined, match="unavailable"):
+    with pytest.raises(TaskDeclinedError, match="unavailable"):
         desk._answer(task)
     part(w).granted = True  # so that nothing else asks
-    with pytest.raises(Forked):
+    with pytest.raises(LedgerForkError):
         _keep_on(desk, station)
+
+
+def test_no_link_begins_before_the_coordinator_was_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that was turned back asks for no part in a run before its own ledger was judged."""
+    monkeypatch.setattr("agent.federation.service.FOLLOW_S", 0.0)
+    monkeypatch.setattr("agent.federation.service.GREET_AGAIN_S", 0.0)
+    met: list[bool] = []
+
+    class Linked:
+        ran_after: tuple[bool, ...] = ()
+
+        def run(self, _handle: object, stop: threading.Event, _state: object) -> None:
+            self.ran_after = tuple(met)
+            stop.set()
+
+    def meet() -> None:
+        met.append(len(met) == 2)
+        if not met[-1]:
+            raise CoordinatorUnreachableError("no answer")
+
+    link = Linked()
+    station = FederationContext(meet, ErrorLog(), lambda _: None, threading.Event(), EndedRuns(), met=False)
+    assert run_service(link, federated_site(tmp_path).part, station) == 0  # type: ignore[arg-type]
+    assert link.ran_after == (False, False, True)
+
+
+def test_a_link_that_never_met_the_coordinator_never_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.federation.service.FOLLOW_S", 0.0)
+    monkeypatch.setattr("agent.federation.service.GREET_AGAIN_S", 0.0)
+    tried: list[None] = []
+
+    class Linked:
+        def run(self, *_: object) -> None:
+            raise AssertionError("the link began")
+
+    def meet() -> None:
+        tried.append(None)
+        if len(tried) == 20:
+            station.stop.set()
+        raise CoordinatorUnreachableError("turned back")
+
+    station = FederationContext(meet, ErrorLog(), lambda _: None, threading.Event(), EndedRuns(), met=False)
+    assert run_service(Linked(), federated_site(tmp_path).part, station) == 0  # type: ignore[arg-type]
+
+
+def test_a_greeting_that_is_asked_for_is_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.federation.service.FOLLOW_S", 0.0)
+    met: list[None] = []
+
+    def meet() -> None:
+        met.append(None)
+        station.stop.set()
+
+    station = FederationContext(meet, ErrorLog(), lambda _: None, threading.Event(), EndedRuns())
+    station.again.set()
+    _keep_on(TaskHandler(federated_site(tmp_path).part, threading.Lock(), ErrorLog(), station.stop), station)
+    assert met == [None]
+    assert not station.again.is_set()

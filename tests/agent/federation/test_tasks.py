@@ -9,13 +9,13 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from agent.edges.records import read_task, records_of
-from agent.edges.tasks import (
+from agent.federation.flower_records import read_task, records_of
+from agent.federation.tasks import (
     Answer,
-    BadFrame,
-    Declined,
+    FrameError,
     Reply,
     Task,
+    TaskDeclinedError,
     frame,
     read_reply_frame,
     read_task_frame,
@@ -23,7 +23,7 @@ from agent.edges.tasks import (
     task_frame,
     unframe,
 )
-from protos import rounds as wire
+from protos.federation import messages
 
 ORDER: dict[str, Any] = {"run": "r1", "round": 3, "config": b"{}"}
 VECTOR = np.arange(3, dtype=np.float32)
@@ -75,7 +75,7 @@ def test_a_price_carries_none() -> None:
     ],
 )
 def test_anything_else_is_declined_as_malformed(kind: str, records: dict[str, Any]) -> None:
-    with pytest.raises(Declined, match="malformed"):
+    with pytest.raises(TaskDeclinedError, match="malformed"):
         read_task(kind, RecordDict(records))
 
 
@@ -124,7 +124,7 @@ def test_a_secure_step_carries_its_name_and_bytes_both_ways() -> None:
     ],
 )
 def test_a_secure_step_of_another_shape_is_malformed(records: dict[str, Any]) -> None:
-    with pytest.raises(Declined, match="malformed"):
+    with pytest.raises(TaskDeclinedError, match="malformed"):
         read_task("query.secure", RecordDict(records))
 
 
@@ -185,7 +185,7 @@ GOOD = task_frame(b"t", Task("r1", "train", 0, b"{}", VECTOR))
     ],
 )
 def test_garbage_in_the_pipe_is_no_frame(garbage: bytes) -> None:
-    with pytest.raises(BadFrame):
+    with pytest.raises(FrameError):
         unframe(garbage)
 
 
@@ -210,16 +210,18 @@ def test_a_frame_of_a_link_gone_bad_is_no_task(place: int, value: bytes) -> None
     fields = [b"t", b"train", b"r1", bytes(8), b"{}", b"", b"", VECTOR.tobytes()]
     read_task_frame([memoryview(field) for field in fields])
     fields[place] = value
-    with pytest.raises(BadFrame):
+    with pytest.raises(FrameError):
         read_task_frame([memoryview(field) for field in fields])
 
 
 def test_no_vector_is_longer_than_what_a_job_may_have() -> None:
-    with pytest.raises(BadFrame):
-        unframe(b"\x04task" + b"".join(bytes(4) for _ in range(7)) + (4 * wire.MAX_PARAMETERS + 1).to_bytes(4, "big"))
+    with pytest.raises(FrameError):
+        unframe(
+            b"\x04task" + b"".join(bytes(4) for _ in range(7)) + (4 * messages.MAX_PARAMETERS + 1).to_bytes(4, "big")
+        )
 
 
 def test_a_site_can_decline_only_with_a_known_code() -> None:
-    assert Declined("unavailable").code == "unavailable"
+    assert TaskDeclinedError("unavailable").code == "unavailable"
     with pytest.raises(ValueError, match="declined with one of"):
-        Declined("only 7 patients")
+        TaskDeclinedError("only 7 patients")

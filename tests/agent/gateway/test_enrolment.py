@@ -16,25 +16,26 @@ import grpc
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from agent.__main__ import main
-from agent.edges import enrol as joining
-from agent.edges import home as agent_home
-from agent.edges.channel import open_channel
-from agent.edges.credentials import Credentials
-from agent.edges.enrol import Given, Progress, enrol, over_grpc
-from agent.edges.home import BadSite
-from agent.nouns import Unreachable
-from coordinator.edges import home as homes
-from coordinator.edges.authority import Authority, Invitation
-from coordinator.edges.guard import Call, Guard, Turned
-from coordinator.edges.log import open_log
-from coordinator.intake import Intake
-from policies import governance
-from policies.policy import preset
-from protos import identity, keyfile
-from protos.v1 import gateway_pb2 as pb
+from agent.cli.main import main
+from agent.errors import CoordinatorUnreachableError, SiteConfigError
+from agent.gateway import enrolment
+from agent.gateway.channel import open_channel
+from agent.gateway.credentials import Credentials
+from agent.gateway.enrolment import Given, Progress, enrol, over_grpc
+from agent.storage import site_directory
+from coordinator.admission import AdmissionService
+from coordinator.enrolment.authority import Authority, Invitation
+from coordinator.event_log import open_log
+from coordinator.gateway.calls import Call, CallRejectedError
+from coordinator.gateway.guard import Guard
+from coordinator.gateway.quotas import IdleTimeout
+from coordinator.storage import directory as homes
+from policies.governance import decisions
+from policies.review.policy import preset
+from protos.identity import certificates, key_files
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayServicer, GatewayStub, add_GatewayServicer_to_server
-from tests.support.books import Person
+from tests.support.ledger_world import Person
 
 HOUR = dt.timedelta(hours=1)
 SITE = 'site = "{}"\ncoordinator = "localhost:{}"\ninput = "in"\nmodalities = ["OT"]\n' + (
@@ -56,8 +57,8 @@ class Registration(GatewayServicer):
         try:
             said = self.authority.join(call.peer.site, call.peer.leaf, request.envelope)
         except ValueError as refusal:
-            raise Turned(grpc.StatusCode.FAILED_PRECONDITION, str(refusal), "join") from None
-        return pb.JoinReply(
+            raise CallRejectedError(grpc.StatusCode.FAILED_PRECONDITION, str(refusal), "join") from None
+        return gateway_pb2.JoinReply(
             state=said.state,
             fingerprint=said.fingerprint,
             waiting_certificate=said.waiting_certificate,
@@ -70,8 +71,8 @@ class Registration(GatewayServicer):
         try:
             chain = self.authority.renew(call.peer.site, call.peer.leaf, request.csr)
         except ValueError as refusal:
-            raise Turned(grpc.StatusCode.FAILED_PRECONDITION, str(refusal), "renew") from None
-        return pb.RenewReply(certificate=chain)
+            raise CallRejectedError(grpc.StatusCode.FAILED_PRECONDITION, str(refusal), "renew") from None
+        return gateway_pb2.RenewReply(certificate=chain)
 
 
 @dataclass
@@ -85,13 +86,14 @@ class Hub:
         self.home = homes.create(self.root / "hub", 'listen = "127.0.0.1:0"\n', preset("internal"), now())
         self.store = homes.open_ledger(self.home)
         for person in self.persons:
-            governance.appoint(self.store, person.name, person.role, person.public)
-        intake = Intake.over(self.store, self.home.policy())
+            decisions.appoint(self.store, person.name, person.role, person.public)
+        intake = AdmissionService.over(self.store, self.home.policy())
         self.authority = Authority(self.home, intake, now)
         guard = Guard(
             self._admits,
             intake.report,
             open_log(self.home.root / "coordinator.log"),
+            IdleTimeout(),
         )
         self.server = grpc.server(futures.ThreadPoolExecutor(4), interceptors=[guard])
         add_GatewayServicer_to_server(Registration(self.authority), self.server)
@@ -113,18 +115,18 @@ class Hub:
         self.server.stop(0).wait()
         self.store.close()
 
-    def site(self, name: str = "a", folder: str = "", port: int = 0) -> agent_home.Home:
-        return agent_home.create(
+    def site(self, name: str = "a", folder: str = "", port: int = 0) -> site_directory.SiteDirectory:
+        return site_directory.create(
             self.root / (folder or name), SITE.format(name, port or self.port), preset("internal")
         )
 
-    def approve(self, site: agent_home.Home, serial: str = "s1") -> None:
+    def approve(self, site: site_directory.SiteDirectory, serial: str = "s1") -> None:
         name = site.settings().site
         digest = hashlib.sha256((site.root / "request.json").read_bytes()).hexdigest()
         words = (serial, "enrol", name, digest, self.store.origin)
         self.authority.enrol(name, serial, [person.approval(*words) for person in self.persons])
 
-    def joined(self, site: agent_home.Home) -> Credentials:
+    def joined(self, site: site_directory.SiteDirectory) -> Credentials:
         asked(site, self.authority.invite(site.settings().site))
         self.approve(site, f"s-{site.settings().site}")
         assert asked(site).state == "enrolled"
@@ -137,7 +139,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield made
 
 
-def asked(site: agent_home.Home, invitation: Invitation | None = None, /, **changes: Any) -> Progress:
+def asked(site: site_directory.SiteDirectory, invitation: Invitation | None = None, /, **changes: Any) -> Progress:
     """Run ``enrol`` as an operator would, with the product's own call."""
     given = None
     if invitation is not None:
@@ -150,7 +152,7 @@ def asked(site: agent_home.Home, invitation: Invitation | None = None, /, **chan
     return enrol(site, given, over_grpc(), now())
 
 
-def files(site: agent_home.Home) -> dict[str, bytes]:
+def files(site: site_directory.SiteDirectory) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in site.keys.iterdir() if path.is_file()}
 
 
@@ -158,28 +160,32 @@ def renewed(hub: Hub, credentials: Credentials, when: dt.datetime | None = None)
     """Renew through the port."""
     with open_channel(f"localhost:{hub.port}", credentials.channel_credentials()) as channel:
         stub = GatewayStub(channel)
-        credentials.renew(lambda csr: stub.Renew(pb.RenewRequest(csr=csr), timeout=120).certificate, when or now())
+        credentials.renew(
+            lambda csr: stub.Renew(gateway_pb2.RenewRequest(csr=csr), timeout=120).certificate, when or now()
+        )
 
 
 def test_a_hospital_joins_over_the_wire_and_the_key_it_was_born_with_is_in_use(hub: Hub) -> None:
     site = hub.site()
-    born = keyfile.ec_key(site.keys / "request.key").public_key()
+    born = key_files.ec_key(site.keys / "request.key").public_key()
     before = (site.root / "request.json").read_bytes()
     first = asked(site, hub.authority.invite("a"))
-    assert first == Progress("waiting", identity.fingerprint(before))
+    assert first == Progress("waiting", certificates.fingerprint(before))
     assert hub.authority.enrolments()[0].fingerprint == first.fingerprint  # both sides read the same aloud
-    with pytest.raises(BadSite, match=r"no certificate|not enrolled"):
+    with pytest.raises(SiteConfigError, match=r"no certificate|not enrolled"):
         Credentials(site.keys)
     assert asked(site).state == "waiting"
     hub.approve(site)
     assert asked(site) == Progress("enrolled", first.fingerprint)
     credentials = Credentials(site.keys)
-    leaf = identity.checked_chain(credentials.chain(), hub.home.root_crt(), identity.agent_name("a"), born, now())
-    assert hub.store.state.admits("a", identity.number_of(leaf))
-    assert credentials.number == identity.number_of(leaf)
+    leaf = certificates.checked_chain(
+        credentials.chain(), hub.home.root_crt(), certificates.agent_name("a"), born, now()
+    )
+    assert hub.store.state.admits("a", certificates.number_of(leaf))
+    assert credentials.number == certificates.number_of(leaf)
     assert site.coordinator_key() == hub.store.public
     assert site.federation_policy() == hub.home.policy()
-    assert not (site.keys / joining.WAITING).exists()
+    assert not (site.keys / enrolment.WAITING).exists()
     assert all(path.stat().st_mode & 0o077 == 0 for path in site.keys.iterdir() if path.suffix in (".pem", ".key"))
 
 
@@ -193,7 +199,7 @@ def test_the_token_and_the_keys_never_cross_the_wire(hub: Hub) -> None:
         return reply
 
     enrol(site, Given(invitation.body, invitation.token, invitation.fingerprint), heard, now())
-    keys = [keyfile.pem(keyfile.ec_key(site.keys / "request.key")), keyfile.pem(site.sign_key())]
+    keys = [key_files.pem(key_files.ec_key(site.keys / "request.key")), key_files.pem(site.sign_key())]
     secrets = [invitation.token.encode(), *(key.split(b"\n")[1] for key in keys)]
     assert len(sent) == 2
     assert not any(secret in message for secret in secrets for message in sent)
@@ -216,7 +222,7 @@ def test_a_slip_of_the_operator_is_said_in_a_sentence_before_anything_is_sent(
 ) -> None:
     site = hub.site()
     before = files(site)
-    with pytest.raises(BadSite, match=sentence):
+    with pytest.raises(SiteConfigError, match=sentence):
         asked(site, hub.authority.invite("a"), **changes)
     assert files(site) == before
     assert hub.authority.enrolments()[0].state == "invited"
@@ -225,22 +231,22 @@ def test_a_slip_of_the_operator_is_said_in_a_sentence_before_anything_is_sent(
 def test_the_token_of_another_invitation_is_found_out_at_once(hub: Hub) -> None:
     site = hub.site()
     old, new = hub.authority.invite("a"), hub.authority.invite("a")
-    with pytest.raises(BadSite, match="not that of this invitation"):
+    with pytest.raises(SiteConfigError, match="does not match this invitation"):
         asked(site, new, token=old.token)
-    with pytest.raises(BadSite, match=r"refuses: .*replaced"):
+    with pytest.raises(SiteConfigError, match=r"refuses: .*replaced"):
         asked(site, old)
     assert asked(site, new).state == "waiting"
 
 
 def test_an_invitation_for_another_site_or_of_another_time_is_refused(hub: Hub) -> None:
     site = hub.site()
-    with pytest.raises(BadSite, match="another site"):
+    with pytest.raises(SiteConfigError, match="another site"):
         asked(site, hub.authority.invite("b"))
     invitation = hub.authority.invite("a")
     given = Given(invitation.body, invitation.token, invitation.fingerprint)
-    with pytest.raises(BadSite, match="has ended"):
+    with pytest.raises(SiteConfigError, match="has expired"):
         enrol(site, given, over_grpc(), now() + HOUR)
-    with pytest.raises(BadSite, match="clock"):
+    with pytest.raises(SiteConfigError, match="clock"):
         enrol(site, given, over_grpc(), now() - HOUR)
 
 
@@ -248,13 +254,13 @@ def test_a_false_coordinator_with_a_root_of_its_own_is_not_believed(hub: Hub, tm
     with Hub(tmp_path / "false") as false:
         site = hub.site(port=false.port)
         true, bait = hub.authority.invite("a"), false.authority.invite("a")
-        with pytest.raises(BadSite, match="fingerprint"):
+        with pytest.raises(SiteConfigError, match="fingerprint"):
             asked(site, bait, root_fingerprint=true.fingerprint)
         body = json.loads(bait.body)
         body["root"] = json.loads(true.body)["root"]
-        with pytest.raises(BadSite, match="not that of this invitation"):
+        with pytest.raises(SiteConfigError, match="does not match this invitation"):
             asked(site, bait, root_fingerprint=true.fingerprint, invitation=json.dumps(body).encode())
-        with pytest.raises(Unreachable, match="under that root"):
+        with pytest.raises(CoordinatorUnreachableError, match="with that root"):
             asked(site, true)  # it answers at the address, under its own root
         assert not false.store.state.sites
         assert false.authority.enrolments()[0].state == "invited"
@@ -262,7 +268,7 @@ def test_a_false_coordinator_with_a_root_of_its_own_is_not_believed(hub: Hub, tm
 
 def test_nobody_answers_is_said_so(hub: Hub) -> None:
     site, invitation = hub.site(port=1), hub.authority.invite("a")
-    with pytest.raises(Unreachable, match="does not answer"):
+    with pytest.raises(CoordinatorUnreachableError, match="does not answer"):
         asked(site, invitation)
 
 
@@ -272,12 +278,12 @@ def test_a_coordinator_that_speaks_of_another_request_is_not_believed(hub: Hub) 
 
     def swapped(credentials: grpc.ChannelCredentials, target: str, envelope: bytes) -> Any:
         reply = over_grpc()(credentials, target, envelope)
-        reply.fingerprint = identity.fingerprint(b"another")
+        reply.fingerprint = certificates.fingerprint(b"another")
         return reply
 
-    with pytest.raises(BadSite, match="another request"):
+    with pytest.raises(SiteConfigError, match="another request"):
         enrol(site, given, swapped, now())
-    assert not (site.keys / joining.WAITING).exists()
+    assert not (site.keys / enrolment.WAITING).exists()
 
 
 @pytest.mark.parametrize("part", ["certificate", "policy", "ledger_key", "state", "stranger's certificate"])
@@ -295,7 +301,7 @@ def test_an_answer_with_one_bad_part_changes_nothing(hub: Hub, part: str) -> Non
         setattr(reply, name, values[name])
         return reply
 
-    with pytest.raises(BadSite):
+    with pytest.raises(SiteConfigError):
         enrol(site, None, bent, now())
     assert files(site) == before
     assert asked(site).state == "enrolled"
@@ -303,19 +309,19 @@ def test_an_answer_with_one_bad_part_changes_nothing(hub: Hub, part: str) -> Non
 
 def test_asking_without_an_invitation_needs_one_first(hub: Hub) -> None:
     site = hub.site()
-    with pytest.raises(BadSite, match="with an invitation"):
+    with pytest.raises(SiteConfigError, match="with an invitation"):
         asked(site)
     asked(site, hub.authority.invite("a"))
-    kept = (site.keys / joining.WAITING).read_bytes()
+    kept = (site.keys / enrolment.WAITING).read_bytes()
     for bad in (b"junk", b"{}", b"[]"):
-        (site.keys / joining.WAITING).write_bytes(bad)
-        with pytest.raises(BadSite, match="damaged"):
+        (site.keys / enrolment.WAITING).write_bytes(bad)
+        with pytest.raises(SiteConfigError, match="damaged"):
             asked(site)
-    (site.keys / joining.WAITING).write_bytes(kept)
-    with pytest.raises(BadSite, match="new invitation"):
+    (site.keys / enrolment.WAITING).write_bytes(kept)
+    with pytest.raises(SiteConfigError, match="new invitation"):
         enrol(site, None, over_grpc(), now() + 8 * 24 * HOUR)
-    (site.keys / joining.WAITING).chmod(0o644)
-    with pytest.raises(keyfile.BadKeyFile):
+    (site.keys / enrolment.WAITING).chmod(0o644)
+    with pytest.raises(key_files.KeyFileError):
         asked(site)
 
 
@@ -329,8 +335,8 @@ def test_a_declined_request_is_told_so(hub: Hub) -> None:
 def test_a_site_never_changes_over_to_another_ledger_key(hub: Hub) -> None:
     site = hub.site()
     hub.joined(site)
-    keyfile.replace_private(site.keys / "coordinator.pub", b"A" * 43 + b"=")
-    with pytest.raises(BadSite, match="another key than before"):
+    key_files.replace_private(site.keys / "coordinator.pub", b"A" * 43 + b"=")
+    with pytest.raises(SiteConfigError, match="another key than before"):
         asked(site, hub.authority.invite("a"))
 
 
@@ -341,19 +347,19 @@ def test_a_crash_while_the_answer_is_put_in_place_is_healed_by_asking_again(
     site = hub.site()
     asked(site, hub.authority.invite("a"))
     hub.approve(site)
-    write = keyfile.replace_private
+    write = key_files.replace_private
 
     def dying(path: Path, body: bytes) -> None:
         if path.name == died_at:
             raise KeyboardInterrupt
         write(path, body)
 
-    for module in ("agent.edges.enrol", "agent.edges.credentials"):
+    for module in ("agent.gateway.enrolment", "agent.gateway.credentials"):
         monkeypatch.setattr(f"{module}.replace_private", dying)
     with pytest.raises(KeyboardInterrupt):
         asked(site)
     monkeypatch.undo()
-    with pytest.raises(BadSite):
+    with pytest.raises(SiteConfigError):
         Credentials(site.keys)
     assert asked(site).state == "enrolled"
     renewed(hub, Credentials(site.keys))
@@ -389,16 +395,18 @@ def test_it_is_time_to_renew_after_two_thirds_of_the_life(hub: Hub) -> None:
 
 def bad_chains(hub: Hub, tmp_path: Path) -> list[Any]:
     """Answers to a renewal that must not be taken."""
-    root = identity.make_root(now())
-    foreign = identity.make_intermediate(root, now())
-    name, mine = identity.agent_name("a"), hub.home.ca()
+    root = certificates.make_root(now())
+    foreign = certificates.make_intermediate(root, now())
+    name, mine = certificates.agent_name("a"), hub.home.ca()
     own = ec.generate_private_key(ec.SECP256R1()).public_key()
     return [
-        lambda csr: identity.issue(csr, name, foreign, now()),
-        lambda csr: identity.certify(own, name, mine, now()),
-        lambda csr: identity.certify(identity.requested_key(csr, name), identity.agent_name("b"), mine, now()),
-        lambda csr: identity.issue(csr, name, mine, now(), life=-HOUR / 30),
-        lambda csr: identity.issue(csr, name, mine, now())[:-50],
+        lambda csr: certificates.issue(csr, name, foreign, now()),
+        lambda csr: certificates.certify(own, name, mine, now()),
+        lambda csr: certificates.certify(
+            certificates.requested_key(csr, name), certificates.agent_name("b"), mine, now()
+        ),
+        lambda csr: certificates.issue(csr, name, mine, now(), life=-HOUR / 30),
+        lambda csr: certificates.issue(csr, name, mine, now())[:-50],
         lambda csr: b"",
     ]
 
@@ -410,7 +418,7 @@ def test_an_answer_to_a_renewal_that_is_not_right_leaves_the_old_credentials_at_
     credentials = hub.joined(site)
     before, number = files(site), credentials.number
     for ask in bad_chains(hub, tmp_path):
-        with pytest.raises(BadSite, match="cannot be used"):
+        with pytest.raises(SiteConfigError, match="cannot be used"):
             credentials.renew(ask, now())
         assert files(site) == before
         assert credentials.number == number
@@ -422,7 +430,7 @@ def test_a_renewal_that_dies_on_either_side_of_the_rename_leaves_working_credent
 ) -> None:
     site = hub.site()
     credentials = hub.joined(site)
-    write = keyfile.replace_private
+    write = key_files.replace_private
 
     def before(_path: Path, _body: bytes) -> None:
         raise KeyboardInterrupt
@@ -432,7 +440,7 @@ def test_a_renewal_that_dies_on_either_side_of_the_rename_leaves_working_credent
         raise KeyboardInterrupt
 
     for dying in (before, after):
-        monkeypatch.setattr("agent.edges.credentials.replace_private", dying)
+        monkeypatch.setattr("agent.gateway.credentials.replace_private", dying)
         with pytest.raises(KeyboardInterrupt):
             renewed(hub, credentials)
         monkeypatch.undo()
@@ -452,21 +460,23 @@ def test_who_was_revoked_renews_nothing_over_the_same_wire(hub: Hub) -> None:
 def test_a_waiting_certificate_may_do_nothing_but_ask(hub: Hub) -> None:
     site = hub.site()
     asked(site, hub.authority.invite("a"))
-    kept = json.loads((site.keys / joining.WAITING).read_bytes())
-    key = keyfile.read_private(site.keys / "request.key")
+    kept = json.loads((site.keys / enrolment.WAITING).read_bytes())
+    key = key_files.read_private(site.keys / "request.key")
     credentials = grpc.ssl_channel_credentials(kept["root"].encode(), key, kept["certificate"].encode())
     with open_channel(f"localhost:{hub.port}", credentials) as channel, pytest.raises(grpc.RpcError) as refusal:
-        GatewayStub(channel).Renew(pb.RenewRequest(csr=b"x"), timeout=120)
+        GatewayStub(channel).Renew(gateway_pb2.RenewRequest(csr=b"x"), timeout=120)
     assert refusal.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 def test_an_ended_certificate_makes_no_call_and_the_site_is_invited_again(hub: Hub) -> None:
     site = hub.site()
     credentials = hub.joined(site)
-    own = keyfile.ec_key(site.keys / "request.key")
+    own = key_files.ec_key(site.keys / "request.key")
     past = now() - dt.timedelta(seconds=90)
-    ended = identity.certify(own.public_key(), identity.agent_name("a"), hub.home.ca(), now(), life=past - now())
-    keyfile.replace_private(site.keys / "tls.pem", keyfile.pem(own) + ended)
+    ended = certificates.certify(
+        own.public_key(), certificates.agent_name("a"), hub.home.ca(), now(), life=past - now()
+    )
+    key_files.replace_private(site.keys / "tls.pem", key_files.pem(own) + ended)
     credentials = Credentials(site.keys)
     assert credentials.due(now())
     with pytest.raises(grpc.RpcError):
@@ -481,10 +491,10 @@ def test_a_site_whose_key_was_stolen_comes_back_in_its_own_directory_with_a_key_
     hub.joined(site)
     old, before = (site.keys / "request.key").read_bytes(), (site.root / "request.json").read_bytes()
     hub.authority.revoke("a", Credentials(site.keys).number, "stolen")
-    with pytest.raises(BadSite, match="make a new key"):
+    with pytest.raises(SiteConfigError, match="make a new key"):
         asked(site, hub.authority.invite("a"))
     (site.keys / "request.key").unlink()
-    with pytest.raises(BadSite, match="with an invitation"):
+    with pytest.raises(SiteConfigError, match="with an invitation"):
         asked(site)
     hub.authority.revoke("a", "", "stolen")
     assert asked(site, hub.authority.invite("a")).state == "waiting"
@@ -500,28 +510,28 @@ def test_a_site_whose_key_was_stolen_comes_back_in_its_own_directory_with_a_key_
 def test_a_damaged_file_of_credentials_is_said_to_be_so(hub: Hub, what: str) -> None:
     site = hub.site()
     credentials = hub.joined(site)
-    other = keyfile.pem(ec.generate_private_key(ec.SECP256R1()))
+    other = key_files.pem(ec.generate_private_key(ec.SECP256R1()))
     bodies = {
         "empty": b"",
         "key alone": credentials.key(),
         "chain alone": credentials.chain(),
         "another key": other + credentials.chain(),
-        "signing key": keyfile.pem(site.sign_key()) + credentials.chain(),
+        "signing key": key_files.pem(site.sign_key()) + credentials.chain(),
     }
-    keyfile.replace_private(site.keys / "tls.pem", bodies[what])
-    with pytest.raises(BadSite, match=r"tls\.pem"):
+    key_files.replace_private(site.keys / "tls.pem", bodies[what])
+    with pytest.raises(SiteConfigError, match=r"tls\.pem"):
         Credentials(site.keys)
     (site.keys / "tls.pem").chmod(0o640)
-    with pytest.raises(keyfile.BadKeyFile):
+    with pytest.raises(key_files.KeyFileError):
         Credentials(site.keys)
 
 
 def test_a_site_without_a_certificate_is_told_what_to_do(tmp_path: Path) -> None:
-    site = agent_home.create(tmp_path / "a", SITE.format("a", 1), preset("internal"))
-    with pytest.raises(BadSite, match="enrol"):
+    site = site_directory.create(tmp_path / "a", SITE.format("a", 1), preset("internal"))
+    with pytest.raises(SiteConfigError, match="enrol"):
         Credentials(site.keys)
     (site.root / "request.json").unlink()
-    with pytest.raises(BadSite, match=r"request\.json"):
+    with pytest.raises(SiteConfigError, match=r"request\.json"):
         enrol(site, None, over_grpc(), now())
 
 
@@ -540,13 +550,13 @@ def test_a_site_without_a_certificate_is_told_what_to_do(tmp_path: Path) -> None
     ],
 )
 def test_settings_name_what_is_wrong_in_them(tmp_path: Path, line: str) -> None:
-    with pytest.raises(BadSite, match=line.partition(" ")[0]):
-        agent_home.parse_settings(tmp_path, SITE.format("a", 1) + line + "\n")
+    with pytest.raises(SiteConfigError, match=line.partition(" ")[0]):
+        site_directory.parse_settings(tmp_path, SITE.format("a", 1) + line + "\n")
     lines = 'proxy = "proxy.example:3128"\npartners = ["' + "ab" * 32 + '"]\n'
-    good = agent_home.parse_settings(tmp_path, SITE.format("a", 1) + lines)
+    good = site_directory.parse_settings(tmp_path, SITE.format("a", 1) + lines)
     assert (good.proxy, good.partners, good.least_partners) == ("proxy.example:3128", {"ab" * 32}, 1)
     assert good.confinement == "available"
-    demanding = agent_home.parse_settings(tmp_path, SITE.format("a", 1) + 'confinement = "required"\n')
+    demanding = site_directory.parse_settings(tmp_path, SITE.format("a", 1) + 'confinement = "required"\n')
     assert demanding.confinement == "required"
 
 
@@ -558,7 +568,7 @@ def test_a_coordinators_key_that_everybody_can_sign_with_is_none(hub: Hub) -> No
     assert site.coordinator_key() == hub.store.public
     for key in (bytes(32), b"\x01" + bytes(31), hub.store.public[:31]):
         (site.keys / "coordinator.pub").write_text(base64.b64encode(key).decode())
-        with pytest.raises(BadSite, match="enrol again"):
+        with pytest.raises(SiteConfigError, match="enrol again"):
             site.coordinator_key()
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import grpc
 import pytest
 
-from agent.edges.upload import Patience, send
-from agent.nouns import Unreachable
-from coordinator.edges.uploads import Uploads
-from protos.chunks import CHUNK
-from protos.v1 import gateway_pb2 as pb
+from agent.errors import CoordinatorUnreachableError
+from agent.gateway.upload import Patience, send
+from coordinator.storage.uploads import Uploads
+from protos.artifacts.chunks import CHUNK
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
-from tests.support import receiving
-from tests.support.receiving import Cutter, Receiver, announce, serving
+from tests.support import upload_server
+from tests.support.upload_server import Cutter, Receiver, announce, serving
 
 WINDOW = 8
 QUICK = Patience(still_s=120.0, first_pause_s=0.05, longest_pause_s=0.2, rng=random.Random(1))
@@ -45,7 +45,7 @@ def dialled(port: int) -> Iterator[GatewayStub]:
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.edges.upload.WINDOW", WINDOW)
+    monkeypatch.setattr("agent.gateway.upload.WINDOW", WINDOW)
 
 
 def test_an_artifact_arrives_whole_from_bytes_and_from_a_file(receiver: Receiver, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_cut_line_costs_at_most_one_window(receiver: Receiver) -> None:
 
 def test_a_server_that_is_killed_between_two_pieces_goes_on_after_its_start(tmp_path: Path) -> None:
     body = artifact(24)
-    command = [sys.executable, "-m", "tests.support.receiving", str(tmp_path / "staging")]
+    command = [sys.executable, "-m", "tests.support.upload_server", str(tmp_path / "staging")]
 
     def start(port: str, die_after: str) -> tuple[subprocess.Popen[str], int]:
         child = subprocess.Popen([*command, port, die_after], stdout=subprocess.PIPE, text=True)
@@ -138,7 +138,7 @@ def test_an_upload_that_the_coordinator_has_forgotten_is_offered_again(receiver:
 def test_a_refused_offer_is_the_answer_and_nothing_is_sent(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving, "QUOTA", CHUNK)
+    monkeypatch.setattr(upload_server, "QUOTA", CHUNK)
     body = artifact(2)
     with serving(receiver) as port, dialled(port) as stub:
         reply = send(stub, announce(body), body, QUICK)
@@ -151,7 +151,11 @@ def test_bytes_other_than_those_announced_are_refused_at_once(receiver: Receiver
     """The statement names other bytes than those that come: no second try would help."""
     body = artifact(2)
     sealed = announce(body[:-1] + bytes([body[-1] ^ 1]))
-    with serving(receiver) as port, dialled(port) as stub, pytest.raises((Unreachable, grpc.RpcError)):
+    with (
+        serving(receiver) as port,
+        dialled(port) as stub,
+        pytest.raises((CoordinatorUnreachableError, grpc.RpcError)),
+    ):
         send(stub, sealed, body, QUICK)
     assert receiver.finished == []
 
@@ -197,9 +201,9 @@ def test_the_agent_does_not_read_ahead_of_a_server_that_does_not_listen(
 ) -> None:
     """gRPC's flow control asks for the next piece; a stalled server is not answered with a file in memory."""
     read: list[int] = []
-    piece = sys.modules["agent.edges.upload"].piece
-    monkeypatch.setattr("agent.edges.upload.piece", lambda a, i: (read.append(i), piece(a, i))[1])
-    monkeypatch.setattr("agent.edges.upload.WINDOW", 64)
+    piece = sys.modules["agent.gateway.upload"].piece
+    monkeypatch.setattr("agent.gateway.upload.piece", lambda a, i: (read.append(i), piece(a, i))[1])
+    monkeypatch.setattr("agent.gateway.upload.WINDOW", 64)
 
     def deaf(_parts: Any, context: Any) -> Any:
         time.sleep(1.0)
@@ -214,17 +218,25 @@ def test_the_agent_does_not_read_ahead_of_a_server_that_does_not_listen(
 
 def test_an_answer_about_another_artifact_is_not_followed(receiver: Receiver) -> None:
     def elsewhere(_request: Any, _context: Any) -> Any:
-        return pb.OfferReply(upload="f" * 64, missing=b"\x01")
+        return gateway_pb2.OfferReply(upload="f" * 64, missing=b"\x01")
 
     receiver.Offer = elsewhere  # type: ignore[method-assign]
-    with serving(receiver) as port, dialled(port) as stub, pytest.raises(Unreachable, match="another artifact"):
+    with (
+        serving(receiver) as port,
+        dialled(port) as stub,
+        pytest.raises(CoordinatorUnreachableError, match="another artifact"),
+    ):
         send(stub, announce(b"x"), b"x", QUICK)
 
 
 @pytest.mark.parametrize("missing", [b"", b"\x02", b"\x01\x00"])
 def test_a_bitmap_of_another_length_is_not_followed(receiver: Receiver, missing: bytes) -> None:
     sealed = announce(b"x")
-    name = receiving.manifest(b"x").sha256
-    receiver.Offer = lambda _r, _c: pb.OfferReply(upload=name, missing=missing)  # type: ignore[method-assign]
-    with serving(receiver) as port, dialled(port) as stub, pytest.raises(Unreachable, match="missing pieces"):
+    name = upload_server.manifest(b"x").sha256
+    receiver.Offer = lambda _r, _c: gateway_pb2.OfferReply(upload=name, missing=missing)  # type: ignore[method-assign]
+    with (
+        serving(receiver) as port,
+        dialled(port) as stub,
+        pytest.raises(CoordinatorUnreachableError, match="missing chunks"),
+    ):
         send(stub, sealed, b"x", QUICK)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from agent.edges.home import BadSite, Settings
-from agent.edges.ingestion import Ingestion, parse_ingestion
-from agent.edges.lists import Columns
+from agent.errors import SiteConfigError
+from agent.ingest.config import Ingestion, parse_ingestion
+from agent.ingest.patient_lists import Columns
+from agent.storage.site_directory import Settings
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "docs" / "ingest.example.toml"
 SITE = Settings("site-a", "localhost:1", Path("input"), frozenset({"CT"}), frozenset({"OT"}), frozenset())
@@ -92,7 +93,7 @@ def test_without_a_file_nothing_listens_and_nobody_is_asked() -> None:
     ],
 )
 def test_what_is_wrong_is_refused_with_its_place(text: str, says: str) -> None:
-    with pytest.raises(BadSite) as caught:
+    with pytest.raises(SiteConfigError) as caught:
         parsed(text)
     assert says in str(caught.value)
     assert str(caught.value).startswith("ingest.toml: ")
@@ -105,6 +106,6 @@ def test_a_date_may_stand_in_quotes_or_not(value: str) -> None:
 
 
 def test_all_problems_are_told_at_once() -> None:
-    with pytest.raises(BadSite) as caught:
+    with pytest.raises(SiteConfigError) as caught:
         parsed("[listner]\n[ocr]\nevery = 0\n[site]\nattempts = 0\nfoo = 1\n")
     assert all(said in str(caught.value) for said in ("listner", "every", "foo"))

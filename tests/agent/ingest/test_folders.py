@@ -19,16 +19,15 @@ from pydicom import Dataset
 from pydicom.data import get_testdata_file
 from pydicom.uid import RLELossless
 
-from agent.deidentify.reasons import REASONS
-from agent.deidentify.record import Record
-from agent.deidentify.rules import Rules
-from agent.deidentify.tags import Deidentifier
-from agent.edges.files import in_folder
-from agent.edges.intake import IngestReport, Intake, Ports
-from agent.edges.lists import BadFolder, read_lists
-from agent.edges.quarantine import Quarantine
-from agent.edges.reader import instance_name
-from agent.phantoms import digits, scanners
+from agent.deidentify.admission_rules import Rules
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import REASONS
+from agent.deidentify.record import Record, instance_name
+from agent.ingest.folders import in_folder
+from agent.ingest.patient_lists import PatientListError, read_lists
+from agent.ingest.pipeline import IngestDependencies, IngestPipeline, IngestReport
+from agent.storage.quarantine import Quarantine
+from deploy.phantoms import digits, scanner_files
 
 WHO = Deidentifier(b"\7" * 32, digits.ISSUER)
 RULES = Rules(
@@ -84,7 +83,7 @@ def _ingest(
     labels = {instance_name(WHO, uid): label for uid, label in lists.labels_of_instances.items()}
     quarantine = _quarantine(folder)
     found = in_folder(folder, lists, (quarantine.folder,), rules.max_bytes)
-    with Intake(Ports(rules, WHO, shelf, quarantine, labels), jobs=2) as intake:
+    with IngestPipeline(IngestDependencies(rules, WHO, shelf, quarantine, labels), jobs=2) as intake:
         return intake.run(found, progress)
 
 
@@ -138,7 +137,7 @@ def hospital(
     """A hospital's folder, ingested once."""
     folder = tmp_path_factory.mktemp("site") / "export"
     planted = digits.write_hospital(folder, 0, 3, 12, 2, np.random.default_rng(5))
-    scanners.add_scanner_files(folder)
+    scanner_files.add_scanner_files(folder)
     extra = {
         "x/no_patient.dcm": _edited(PatientID=""),
         "x/no_pixels.dcm": _edited(PixelData=None),
@@ -323,7 +322,7 @@ def test_the_report_has_codes_and_counts_only(hospital: Hospital) -> None:
 def test_the_hospitals_folder_is_only_read(tmp_path: Path) -> None:
     folder = tmp_path / "export"
     digits.write_hospital(folder, 0, 1, 2, 1, np.random.default_rng(1))
-    scanners.add_scanner_files(folder)
+    scanner_files.add_scanner_files(folder)
 
     def state() -> dict[str, tuple[int, bytes]]:
         files = (p for p in folder.rglob("*") if p.is_file())
@@ -395,14 +394,14 @@ def test_a_bad_list_stops_the_run_before_anything_is_kept(tmp_path: Path, name: 
     (folder / "ct.dcm").write_bytes(_bytes("CT_small.dcm"))
     (folder / name).write_text(text)
     shelf = Shelf()
-    with pytest.raises(BadFolder, match=says) as caught:
+    with pytest.raises(PatientListError, match=says) as caught:
         _ingest(folder, shelf)
     assert "1.2" not in str(caught.value)
     assert shelf.records == []
 
 
 def test_a_folder_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(BadFolder, match="does not exist"):
+    with pytest.raises(PatientListError, match="does not exist"):
         _ingest(tmp_path / "nowhere", Shelf())
 
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from pydicom.data import get_testdata_file
 
-from agent.deidentify import pixels
+from agent.deidentify.pixels import pixel_data
 from agent.deidentify.record import Record
-from agent.edges.ocr import Ocr, OcrMissing, OcrSettings, suspicious
+from agent.ingest.ocr import Ocr, OcrMissingError, OcrSettings, suspicious
 from tests.support.peers import need
 
 KEY = b"\5" * 32
@@ -36,8 +36,8 @@ def ocr() -> Ocr:
 
 def _ct(name: str) -> Picture:
     dataset = pydicom.dcmread(str(get_testdata_file(name, download=False)))
-    values = pixels.decode(dataset, dataset.file_meta.TransferSyntaxUID)
-    return np.rint(pixels.unit_range(dataset, values) * 255).astype(np.uint8)
+    values = pixel_data.decode(dataset, dataset.file_meta.TransferSyntaxUID)
+    return np.rint(pixel_data.unit_range(dataset, values) * 255).astype(np.uint8)
 
 
 def _heads() -> list[Picture]:
@@ -149,7 +149,7 @@ def test_the_first_of_each_series_is_always_read_and_of_the_others_one_in_so_man
 
 
 def test_a_missing_program_is_a_clear_error_and_a_failing_one_an_alarm(tmp_path: Path) -> None:
-    with pytest.raises(OcrMissing, match="apt-get install tesseract-ocr"):
+    with pytest.raises(OcrMissingError, match="apt-get install tesseract-ocr"):
         Ocr(OcrSettings(program="no-such-program"), KEY)
     picture = np.zeros((4, 4), dtype=np.uint8)
     assert Ocr(OcrSettings(program="false"), KEY).alarm(_record(picture)) == "burned_in_text"

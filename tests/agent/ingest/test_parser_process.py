@@ -25,13 +25,15 @@ from pydicom.sr._concepts_dict import concepts
 from pydicom.sr._snomed_dict import mapping as snomed
 from pydicom.uid import CTImageStorage
 
-from agent.deidentify.faces import CODES, faces_in, may_show_a_face
-from agent.deidentify.reasons import Refused
-from agent.deidentify.record import own
-from agent.deidentify.rules import Rules
-from agent.deidentify.tags import Deidentifier
-from agent.edges.reader import MOST_NAMES, Limits, Reader, ReaderFailed, _answer, _FileNames, _record
-from agent.phantoms import scanners
+from agent.deidentify.admission_rules import Rules
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.face_risk import CODES, faces_in, may_show_a_face
+from agent.deidentify.record import keyed_name
+from agent.errors import ParserError
+from agent.ingest.parser_main import _answer
+from agent.ingest.parser_process import MOST_NAMES, Limits, ParserProcess, _FileNames, _record
+from deploy.phantoms import scanner_files
 from tests.fuzz.roads import as_in_the_worker
 from tests.support.instances import item
 
@@ -50,25 +52,25 @@ def _bytes(name: str) -> bytes:
 
 
 @pytest.fixture
-def reader() -> Iterator[Reader]:
+def reader() -> Iterator[ParserProcess]:
     """A reader."""
-    with Reader(RULES, WHO, Limits()) as made:
+    with ParserProcess(RULES, WHO, Limits()) as made:
         yield made
 
 
-def _impatient(reader: Reader, seconds: float) -> None:
+def _impatient(reader: ParserProcess, seconds: float) -> None:
     """From now on it waits so long for a file. Before that it waits as long as a busy machine needs."""
     reader._limits = replace(reader._limits, wall_seconds=seconds)
 
 
 def test_a_worker_that_hangs_is_killed_and_the_next_file_is_read() -> None:
-    hung = Reader(RULES, WHO, Limits())
+    hung = ParserProcess(RULES, WHO, Limits())
     with hung:
         assert hung.read(_bytes("MR_small.dcm"), HEX).modality == "MR"
         assert hung.pid is not None
         os.kill(hung.pid, signal.SIGSTOP)  # what an endless loop looks like from outside
         _impatient(hung, 0.5)
-        with pytest.raises(Refused, match="parser_stopped"):
+        with pytest.raises(FileRejectedError, match="parser_stopped"):
             hung.read(_bytes("CT_small.dcm"), HEX)
         assert hung.pid is None
         _impatient(hung, Limits().wall_seconds)
@@ -77,7 +79,7 @@ def test_a_worker_that_hangs_is_killed_and_the_next_file_is_read() -> None:
         assert hung.starts == started + 1
 
 
-def test_a_worker_that_died_between_files_costs_no_file(reader: Reader) -> None:
+def test_a_worker_that_died_between_files_costs_no_file(reader: ParserProcess) -> None:
     reader.read(_bytes("MR_small.dcm"), HEX)
     assert reader.pid is not None
     os.kill(reader.pid, signal.SIGKILL)
@@ -86,11 +88,11 @@ def test_a_worker_that_died_between_files_costs_no_file(reader: Reader) -> None:
     assert reader.starts == 2
 
 
-def test_one_worker_reads_many_files(reader: Reader) -> None:
+def test_one_worker_reads_many_files(reader: ParserProcess) -> None:
     for _ in range(5):
         reader.read(_bytes("MR_small.dcm"), HEX)
-        with pytest.raises(Refused, match="too_deep"):
-            reader.read(scanners.sequence_bomb(1000), HEX)
+        with pytest.raises(FileRejectedError, match="too_deep"):
+            reader.read(scanner_files.sequence_bomb(1000), HEX)
     assert reader.starts == 1
 
 
@@ -101,18 +103,18 @@ def test_a_file_that_takes_too_long_is_stopped_on_time() -> None:
     dataset.PixelData = np.random.default_rng(2).integers(0, 4000, (side, side), dtype=np.int16).tobytes()
     stream = io.BytesIO()
     dataset.save_as(stream)
-    with Reader(RULES, WHO, Limits()) as reader:
-        with pytest.raises(Refused, match="not_dicom"):
+    with ParserProcess(RULES, WHO, Limits()) as reader:
+        with pytest.raises(FileRejectedError, match="not_dicom"):
             reader.read(b"warm", HEX)
         _impatient(reader, 0.05)  # to send and decode 72 MB takes longer on any machine
         started = time.monotonic()
-        with pytest.raises(Refused, match="parser_stopped"):
+        with pytest.raises(FileRejectedError, match="parser_stopped"):
             reader.read(stream.getvalue(), HEX)
         assert time.monotonic() - started < 200  # nothing waits for what the parser would have said
         assert reader.pid is None
 
 
-def test_the_worker_has_its_limits_and_knows_no_secret_by_argument_or_environment(reader: Reader) -> None:
+def test_the_worker_has_its_limits_and_knows_no_secret_by_argument_or_environment(reader: ParserProcess) -> None:
     reader.read(_bytes("MR_small.dcm"), HEX)
     proc = Path(f"/proc/{reader.pid}")
     limits = {line[:25].strip(): line[25:].split()[0] for line in (proc / "limits").read_text().splitlines()}
@@ -132,19 +134,19 @@ def test_the_worker_has_its_limits_and_knows_no_secret_by_argument_or_environmen
 
 
 def test_a_reader_that_cannot_start_is_a_fault_and_no_refusal() -> None:
-    with Reader(RULES, WHO, Limits(memory_bytes=2**20)) as broken, pytest.raises(ReaderFailed):
+    with ParserProcess(RULES, WHO, Limits(memory_bytes=2**20)) as broken, pytest.raises(ParserError):
         broken.read(_bytes("MR_small.dcm"), HEX)
 
 
 _HOOK = """#!{python}
 import os, resource, sys, time
 sys.path.insert(0, {home!r})
-from agent.edges import pipe
+from agent.ingest import parser_pipe as pipe
 source, sink = sys.stdin.buffer, sys.stdout.buffer
 setup, _ = pipe.receive(source, 4096)
 limits = setup["limits"]
 if {confined}:
-    pipe.confine(limits["memory_bytes"], limits["cpu_seconds"])
+    pipe.apply_rlimits(limits["memory_bytes"], limits["cpu_seconds"])
 pipe.send(sink, {{"ready": True}})
 pipe.receive(source, 1 << 20)
 word = open({fifo!r}, "wb", buffering=0)
@@ -171,7 +173,7 @@ def _taken_over(folder: Path, monkeypatch: pytest.MonkeyPatch, *, confined: bool
     """Put a worker in the place of the real one that forks and lifts its limits; return what it writes to."""
     fifo, hook = folder / "fifo", folder / "hook"
     os.mkfifo(fifo)
-    home = str(Path(__file__).resolve().parents[2])
+    home = str(Path(__file__).resolve().parents[3])
     hook.write_text(_HOOK.format(python=sys.executable, home=home, fifo=str(fifo), confined=confined))
     hook.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(hook))
@@ -189,9 +191,9 @@ def test_a_child_of_the_worker_does_not_outlive_it(
     confined: bool, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fifo = _taken_over(tmp_path, monkeypatch, confined=confined)
-    with Reader(RULES, WHO, Limits()) as reader:
+    with ParserProcess(RULES, WHO, Limits()) as reader:
         descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-        with pytest.raises(Refused), os.fdopen(os.dup(descriptor), "rb", buffering=0):
+        with pytest.raises(FileRejectedError), os.fdopen(os.dup(descriptor), "rb", buffering=0):
             reader.read(b"first", HEX)
         os.set_blocking(descriptor, True)
         with os.fdopen(descriptor, "rb", buffering=0) as stream:
@@ -202,20 +204,20 @@ def test_a_child_of_the_worker_does_not_outlive_it(
                 reader.close()
             else:
                 _impatient(reader, 1.0)
-                with pytest.raises(Refused, match="parser_stopped"):
+                with pytest.raises(FileRejectedError, match="parser_stopped"):
                     reader.read(b"second", HEX)  # the deadline passes
             assert _until_nobody_writes(stream, 60.0)
 
 
 def test_a_worker_that_was_taken_over_cannot_lift_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fifo = _taken_over(tmp_path, monkeypatch, confined=True)
-    with Reader(RULES, WHO, Limits()) as reader:
+    with ParserProcess(RULES, WHO, Limits()) as reader:
         descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb"), pytest.raises(Refused, match="undecodable"):
+        with os.fdopen(descriptor, "rb"), pytest.raises(FileRejectedError, match="undecodable"):
             reader.read(b"any", HEX)
 
 
-def test_a_worker_whose_processor_time_is_used_up_is_replaced_and_no_file_is_lost(reader: Reader) -> None:
+def test_a_worker_whose_processor_time_is_used_up_is_replaced_and_no_file_is_lost(reader: ParserProcess) -> None:
     data = _bytes("CT_small.dcm")
     assert reader.read(data, HEX).modality == "CT"
     assert reader.pid is not None
@@ -267,7 +269,7 @@ TWO_KEYS = Deidentifier(b"\7" * 32, "HOSPITAL", people=b"\1" * 32)
 @pytest.mark.parametrize("name", ["MR_small.dcm", "CT_small.dcm"])
 def test_a_worker_without_keys_makes_what_one_with_them_would(name: str) -> None:
     data = _bytes(name)
-    with Reader(RULES, TWO_KEYS, Limits()) as reader:
+    with ParserProcess(RULES, TWO_KEYS, Limits()) as reader:
         record = reader.read(data, HEX)
     with as_in_the_worker():
         _, parts = _answer(data, {"patient_id": None, "issuer": ""}, RULES, TWO_KEYS)
@@ -285,9 +287,9 @@ def test_a_worker_without_keys_makes_what_one_with_them_would(name: str) -> None
 def test_a_file_that_names_nobody_is_named_by_the_agent_from_its_clean_content(tmp_path: Path) -> None:
     rules = replace(RULES, nifti_modality="MR")
     nibabel.save(nibabel.Nifti1Image(np.zeros((2, 3, 4), np.int16), np.eye(4)), tmp_path / "head.nii")
-    with Reader(rules, TWO_KEYS, Limits()) as reader:
+    with ParserProcess(rules, TWO_KEYS, Limits()) as reader:
         record = reader.read((tmp_path / "head.nii").read_bytes(), HEX, "P-4711", "OTHER")
-        with pytest.raises(Refused, match="missing_patient"):
+        with pytest.raises(FileRejectedError, match="missing_patient"):
             reader.read((tmp_path / "head.nii").read_bytes(), HEX, "P\x00-4711", "OTHER")
     assert record.uids[2] == TWO_KEYS.mac("nifti", record.payload)
     assert record.pseudonym == TWO_KEYS.person("OTHER", "P-4711")
@@ -347,7 +349,7 @@ def test_a_worker_that_was_taken_over_is_told_no_more_ids_than_a_file_has(purpos
         names.answer("project", purpose, [b"one more"])
 
 
-def test_a_file_may_refer_to_thousands_of_others_and_not_to_more(reader: Reader) -> None:
+def test_a_file_may_refer_to_thousands_of_others_and_not_to_more(reader: ParserProcess) -> None:
     """As one does that was made from one file a slice, for each of its frames."""
     source = pydicom.dcmread(io.BytesIO(_bytes("MR_small.dcm")))
 
@@ -362,7 +364,7 @@ def test_a_file_may_refer_to_thousands_of_others_and_not_to_more(reader: Reader)
     kept = pydicom.dcmread(io.BytesIO(record.payload)).SourceImageSequence
     assert [one.ReferencedSOPInstanceUID for one in kept] == [WHO.uid(f"1.3.99.{10**6 + n}") for n in range(2_000)]
     reader.close()  # a worker remembers the ids of files before
-    with pytest.raises(Refused, match="parser_stopped"):
+    with pytest.raises(FileRejectedError, match="parser_stopped"):
         reader.read(referring(MOST_NAMES["uid"]), HEX)  # and three of its own
     assert reader.read(_bytes("CT_small.dcm"), HEX).modality == "CT"
 
@@ -377,7 +379,7 @@ def test_whose_a_record_is_is_not_the_workers_to_say() -> None:
     record = _record(said, [b"\0" * 8, b"x", b"[]"], HEX, names.of_dicom())
     assert record.pseudonym == TWO_KEYS.named("site", "patient", (b"H", b"p-1"))
     assert record.uids[2] == TWO_KEYS.mac("instance", b"1.2")
-    assert record.name == own(record.pseudonym, record.uids[2])
+    assert record.name == keyed_name(record.pseudonym, record.uids[2])
 
 
 @pytest.mark.parametrize(
@@ -387,9 +389,10 @@ def test_an_answer_without_the_parts_of_one_is_a_stopped_parser(
     answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook = tmp_path / "hook"
-    home = str(Path(__file__).resolve().parents[2])
+    home = str(Path(__file__).resolve().parents[3])
     hook.write_text(
-        f"#!{sys.executable}\nimport sys, time\nsys.path.insert(0, {home!r})\nfrom agent.edges import pipe\n"
+        f"#!{sys.executable}\nimport sys, time\nsys.path.insert(0, {home!r})\n"
+        "from agent.ingest import parser_pipe as pipe\n"
         "source, sink = sys.stdin.buffer, sys.stdout.buffer\npipe.receive(source, 0)\n"
         'pipe.send(sink, {"ready": True})\npipe.receive(source, 1 << 20)\n'
         f"sink.write(({len(answer)}).to_bytes(4, 'big') + {answer!r})\nsink.flush()\ntime.sleep(600)\n"
@@ -397,7 +400,10 @@ def test_an_answer_without_the_parts_of_one_is_a_stopped_parser(
     hook.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(hook))
     for data in (b"any", bytes.fromhex("5c010000") + bytes(344) + b"n+1\0"):  # and one that may be NIfTI
-        with Reader(RULES, TWO_KEYS, Limits()) as reader, pytest.raises(Refused, match="parser_stopped"):
+        with (
+            ParserProcess(RULES, TWO_KEYS, Limits()) as reader,
+            pytest.raises(FileRejectedError, match="parser_stopped"),
+        ):
             reader.read(data, HEX, "P-4711")
 
 
@@ -410,7 +416,7 @@ def test_a_key_and_somebody_to_ask_exclude_each_other() -> None:
 
 
 def test_a_reason_that_a_worker_made_up_becomes_parser_stopped() -> None:
-    with pytest.raises(Refused, match="parser_stopped"):
+    with pytest.raises(FileRejectedError, match="parser_stopped"):
         _record({"code": "patient John Smith"}, [], HEX, NAMES)
 
 
@@ -427,11 +433,11 @@ def _changed(**changes: object) -> bytes:
     ("stated", "kept"),
     [("HEAD", "HEAD"), (" head ", "HEAD"), ("WHOLE BODY", "WHOLEBODY"), ("MRS SMITHS HEAD", ""), (None, "")],
 )
-def test_a_body_part_is_a_defined_term_or_nothing(stated: str | None, kept: str, reader: Reader) -> None:
+def test_a_body_part_is_a_defined_term_or_nothing(stated: str | None, kept: str, reader: ParserProcess) -> None:
     assert reader.read(_changed(BodyPartExamined=stated), HEX).body_part == kept
 
 
-def test_a_series_has_one_keyed_name_and_an_instance_without_one_is_its_own(reader: Reader) -> None:
+def test_a_series_has_one_keyed_name_and_an_instance_without_one_is_its_own(reader: ParserProcess) -> None:
     first, second = (reader.read(_changed(SeriesInstanceUID="1.2.3", SeriesNumber=i), HEX) for i in (1, 2))
     other = reader.read(_changed(SeriesInstanceUID="1.2.4"), HEX)
     alone = reader.read(_changed(SeriesInstanceUID=None), HEX)
@@ -439,7 +445,7 @@ def test_a_series_has_one_keyed_name_and_an_instance_without_one_is_its_own(read
     assert len({first.series, other.series, alone.series, "0" * 32}) == 4
 
 
-def test_a_patient_id_of_unknown_vr_is_still_the_same_patient(reader: Reader) -> None:
+def test_a_patient_id_of_unknown_vr_is_still_the_same_patient(reader: ParserProcess) -> None:
     # otherwise one patient would be counted twice towards k
     data = _bytes("MR_small.dcm")
     place = data.index(b"\x10\0\x20\0LO")
@@ -517,7 +523,7 @@ def _item(value: Dataset | dict[str, object]) -> Dataset:
 @pytest.mark.parametrize("modality", ["CT", "MR", "PT", "NM"])
 def test_nobody_vouches_for_a_volume_because_it_says_so_itself(modality: str) -> None:
     rules = replace(RULES, modalities=frozenset({modality}))
-    with Reader(rules, WHO, Limits()) as reader:
+    with ParserProcess(rules, WHO, Limits()) as reader:
         record = reader.read(_changed(Modality=modality, BodyPartExamined="CHEST"), HEX)
     assert record.face is False
     assert "RecognizableVisualFeatures" not in pydicom.dcmread(io.BytesIO(record.payload))

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from pydicom.encaps import encapsulate
 from pydicom.uid import UID, generate_uid
 
-from agent.deidentify import codestream
-from agent.deidentify.reasons import Refused
+from agent.deidentify.admission_rules import Rules
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.pixel_redaction import Blank, Rectangle
+from agent.deidentify.pixels import codestream
 from agent.deidentify.record import Record
-from agent.deidentify.regions import Blank, Rectangle
-from agent.deidentify.rules import Rules
-from agent.deidentify.tags import Deidentifier
-from agent.edges.reader import Limits, Reader
+from agent.ingest.parser_process import Limits, ParserProcess
 from tests.support.peers import need
 
 DATA: Final = Path(pydicom.__file__).parent / "data"
@@ -42,9 +42,9 @@ ACCEPTED: Final = "accepted"
 
 
 @pytest.fixture(scope="module")
-def reader() -> Iterator[Reader]:
+def reader() -> Iterator[ParserProcess]:
     """One worker for all files."""
-    with Reader(RULES, Deidentifier(b"\7" * 32), Limits()) as made:
+    with ParserProcess(RULES, Deidentifier(b"\7" * 32), Limits()) as made:
         yield made
 
 
@@ -104,14 +104,14 @@ def _bundled() -> list[Path]:
     return [p for p in found if p not in alike[2:]]
 
 
-def _read(reader: Reader, data: bytes) -> Record | str:
+def _read(reader: ParserProcess, data: bytes) -> Record | str:
     try:
         return reader.read(data, HEX, "somebody")
-    except Refused as refusal:
+    except FileRejectedError as refusal:
         return refusal.code
 
 
-def test_every_bundled_file_is_let_in_or_refused_for_what_it_is(reader: Reader) -> None:
+def test_every_bundled_file_is_let_in_or_refused_for_what_it_is(reader: ParserProcess) -> None:
     reader.read((FILES / "CT_small.dcm").read_bytes(), HEX)
     started, wrong = reader.starts, {}
     for path in _bundled():
@@ -189,7 +189,7 @@ def _complete(path: Path, folder: Path) -> Path:
     return out
 
 
-def _ours(reader: Reader, data: bytes) -> NDArray[np.int64]:
+def _ours(reader: ParserProcess, data: bytes) -> NDArray[np.int64]:
     record = _read(reader, data)
     assert isinstance(record, Record), record
     return _raw(pydicom.dcmread(io.BytesIO(record.payload)))
@@ -203,7 +203,7 @@ _INCOMPLETE: Final = (
 _SHOWN: Final = {"examples_palette.dcm": 0, "SC_ybr_full_422_uncompressed.dcm": 1}  # levels that rounding may cost
 
 
-def test_every_accepted_file_has_the_pixels_that_dcmtk_or_gdcm_decodes(reader: Reader, tmp_path: Path) -> None:
+def test_every_accepted_file_has_the_pixels_that_dcmtk_or_gdcm_decodes(reader: ParserProcess, tmp_path: Path) -> None:
     need(*_TOOLS)
     accepted = [p for p in _bundled() if _expected(p) == ACCEPTED]
     assert len(accepted) > 80
@@ -243,7 +243,7 @@ _SOURCES: Final = {"ct": "CT_small.dcm", "mr": "MR_small.dcm", "colour": "SC_rgb
 @pytest.mark.parametrize("variant", _VARIANTS)
 @pytest.mark.parametrize("source", _SOURCES)
 def test_every_transfer_syntax_gives_the_pixels_that_its_makers_decode(
-    source: str, variant: str, reader: Reader, tmp_path: Path
+    source: str, variant: str, reader: ParserProcess, tmp_path: Path
 ) -> None:
     need(*_TOOLS)
     if variant == "jpeg-ls-near" and source != "colour":
@@ -260,7 +260,7 @@ def test_every_transfer_syntax_gives_the_pixels_that_its_makers_decode(
 @pytest.mark.parametrize("syntax", ["201", "202", "203"])
 @pytest.mark.parametrize("signed", [False, True])
 def test_high_throughput_jpeg_2000_made_by_openjph_gives_the_pixels_back(
-    syntax: str, signed: bool, reader: Reader
+    syntax: str, signed: bool, reader: ParserProcess
 ) -> None:
     rng = np.random.default_rng(5)
     values = rng.integers(-900 if signed else 0, 3000, (40, 56)).astype(np.int16 if signed else np.uint16)
@@ -297,7 +297,7 @@ _STREAMS: Final = {
 
 
 @pytest.mark.parametrize("syntax", _STREAMS)
-def test_a_stream_of_another_size_than_its_header_never_reaches_a_decoder(syntax: str, reader: Reader) -> None:
+def test_a_stream_of_another_size_than_its_header_never_reaches_a_decoder(syntax: str, reader: ParserProcess) -> None:
     assert isinstance(_read(reader, _with_stream(_STREAMS[syntax], syntax, (40, 56))), Record)
     for size in ((41, 56), (40, 55), (56, 40), (8, 8)):
         assert _read(reader, _with_stream(_STREAMS[syntax], syntax, size)) == "undecodable"
@@ -307,7 +307,7 @@ def test_a_stream_of_another_size_than_its_header_never_reaches_a_decoder(syntax
     ("stream", "claimed"), [("57", "50"), ("57", "80"), ("80", "70"), ("90", "70"), ("70", "90")]
 )
 def test_a_stream_of_another_codec_than_the_transfer_syntax_says_is_refused(
-    stream: str, claimed: str, reader: Reader
+    stream: str, claimed: str, reader: ParserProcess
 ) -> None:
     assert _read(reader, _with_stream(_STREAMS[stream], claimed, (40, 56))) == "undecodable"
 
@@ -318,18 +318,18 @@ def test_a_stream_cut_or_damaged_anywhere_in_its_head_is_refused_or_read_and_nev
     codestream.check(whole, f"1.2.840.10008.1.2.4.{syntax}", shape)
     rng = np.random.default_rng(2)
     for end in range(24):
-        with pytest.raises(Refused, match="undecodable"):
+        with pytest.raises(FileRejectedError, match="undecodable"):
             codestream.check(whole[:end], f"1.2.840.10008.1.2.4.{syntax}", shape)
     for _ in range(300):
         damaged = bytearray(whole[:200])
         damaged[rng.integers(0, 60)] = rng.integers(0, 256)
         try:
             codestream.check(bytes(damaged), f"1.2.840.10008.1.2.4.{syntax}", shape)
-        except Refused as refusal:
+        except FileRejectedError as refusal:
             assert refusal.code == "undecodable"  # noqa: PT017
 
 
-def test_float_pixels_and_pixels_of_one_bit_are_refused_by_name(reader: Reader) -> None:
+def test_float_pixels_and_pixels_of_one_bit_are_refused_by_name(reader: ParserProcess) -> None:
     dataset = pydicom.dcmread(FILES / "MR_small.dcm")
     for change in ("float", "bit"):
         copy = pydicom.dcmread(FILES / "MR_small.dcm")
@@ -346,7 +346,9 @@ def test_float_pixels_and_pixels_of_one_bit_are_refused_by_name(reader: Reader) 
 
 
 @pytest.mark.parametrize("step", [1, 256, 257])
-def test_a_palette_of_sixteen_bits_becomes_rgb_by_the_formula_of_the_standard(reader: Reader, step: int) -> None:
+def test_a_palette_of_sixteen_bits_becomes_rgb_by_the_formula_of_the_standard(
+    reader: ParserProcess, step: int
+) -> None:
     """Entries that are bytes, written as n x 256 or n x 257, become 8-bit RGB, which ultrasound must have."""
     dataset = pydicom.dcmread(FILES / "CT_small.dcm")
     rng = np.random.default_rng(4)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.edges.lists import BadFolder, Columns, read_lists
+from agent.ingest.patient_lists import Columns, PatientListError, read_lists
 
 
 def _bids(folder: Path, table: str, *volumes: str) -> Path:
@@ -53,14 +53,14 @@ def test_a_volume_outside_the_bids_layout_has_no_patient(tmp_path: Path) -> None
 )
 def test_a_bad_table_of_participants_stops_the_run_and_says_no_value(tmp_path: Path, table: str, says: str) -> None:
     _bids(tmp_path, table)
-    with pytest.raises(BadFolder, match=says) as caught:
+    with pytest.raises(PatientListError, match=says) as caught:
         read_lists(tmp_path, Columns(patient="mrn" if "mrn" in table else ""))
     assert "sub-01" not in str(caught.value)
 
 
 def test_a_bids_dataset_without_its_table_names_no_patient(tmp_path: Path) -> None:
     (tmp_path / "dataset_description.json").write_text("{}")
-    with pytest.raises(BadFolder, match=r"participants\.tsv is missing"):
+    with pytest.raises(PatientListError, match=r"participants\.tsv is missing"):
         read_lists(tmp_path)
 
 
@@ -95,25 +95,25 @@ def test_an_entry_without_a_patient_or_outside_the_folder_stops_the_run(
     tmp_path: Path, entry: dict[str, object]
 ) -> None:
     (tmp_path / "dataset.json").write_text(json.dumps({"training": [entry]}))
-    with pytest.raises(BadFolder, match=r"training\[0\]"):
+    with pytest.raises(PatientListError, match=r"training\[0\]"):
         read_lists(tmp_path, MONAI)
 
 
 def test_a_monai_list_needs_the_name_of_the_patients_key(tmp_path: Path) -> None:
     (tmp_path / "dataset.json").write_text("{}")
-    with pytest.raises(BadFolder, match="patient_key"):
+    with pytest.raises(PatientListError, match="patient_key"):
         read_lists(tmp_path, Columns(data_list="dataset.json"))
 
 
 @pytest.mark.parametrize("text", ["[", "[]", "[" * 100_000, '"x"'])
 def test_a_list_that_is_no_json_object_stops_the_run(tmp_path: Path, text: str) -> None:
     (tmp_path / "dataset.json").write_text(text)
-    with pytest.raises(BadFolder, match=r"dataset\.json"):
+    with pytest.raises(PatientListError, match=r"dataset\.json"):
         read_lists(tmp_path, MONAI)
 
 
 def test_two_lists_that_contradict_each_other_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "nifti.csv").write_text("file,patient_id\na.nii,P1\n")
     (tmp_path / "dataset.json").write_text(json.dumps({"t": [{"image": "a.nii", "patient_id": "P2"}]}))
-    with pytest.raises(BadFolder, match="contradicts"):
+    with pytest.raises(PatientListError, match="contradicts"):
         read_lists(tmp_path, MONAI)

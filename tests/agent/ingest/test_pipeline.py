@@ -19,17 +19,22 @@ import pydicom
 import pytest
 from pydicom.data import get_testdata_file
 
-from agent.__main__ import main
-from agent.edges.home import Home
-from agent.edges.reception import Reception
-from agent.edges.room import Arrival
-from agent.edges.way import open_way
-from agent.phantoms import digits
+from agent.cli.main import main
+from agent.ingest.context import open_ingest
+from agent.ingest.service import IngestService
+from agent.storage.site_directory import SiteDirectory
+from agent.storage.spool import ReceivedFile
+from deploy.phantoms import digits
+from tests.support.ingest_site import ingest_site, one_reader, told
 from tests.support.pacs import make_instances, run
 from tests.support.peers import need
 from tests.support.ports import free_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
+
+
+__all__ = ["one_reader"]  # a fixture
+pytestmark = pytest.mark.usefixtures("one_reader")
 
 
 def bundled(name: str) -> Path:
@@ -41,17 +46,7 @@ def bundled(name: str) -> Path:
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """A hospital's agent, and an empty folder beside it."""
-    (tmp_path / "input").mkdir()
-    words = ["init", "--site", "site-a", "--policy", "internal", "--input", "../input"]
-    words += [w for m in ("CT", "MR", "OT") for w in ("--modality", m)] + ["--secondary-capture-modality", "OT"]
-    assert main(["--home", str(tmp_path / "site"), *words]) == 0
-    return tmp_path / "site"
-
-
-def told(capsys: pytest.CaptureFixture[str], site: Path, *words: str, status: int = 0) -> Any:
-    capsys.readouterr()
-    assert main(["--home", str(site), *words, "--json"]) == status
-    return json.loads(capsys.readouterr().out)
+    return ingest_site(tmp_path)
 
 
 def test_a_folder_comes_in_and_again_nothing_new(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +114,7 @@ def test_a_rule_lets_a_refused_picture_in_and_text_beside_its_region_holds_the_s
     assert main(["--home", str(site), "cohort", "--lift", "0" * 32]) == 1
     assert main(["--home", str(site), "cohort", "--lift", study]) == 0
     assert told(capsys, site, "quarantine", "retry")["kept"] == 1
-    with open_way(Home(site), "main") as way:
+    with open_ingest(SiteDirectory(site), "main") as way:
         (head,) = way.vault.heads()
         payload = pydicom.dcmread(io.BytesIO(way.vault.payload(head.name)))
     assert not payload.pixel_array[:80].any()
@@ -161,7 +156,7 @@ def test_a_project_has_its_own_pseudonyms_and_an_end(site: Path, capsys: pytest.
         assert told(capsys, site, "ingest", "--project", project)["kept"] == 1
     files, persons = set(), set()
     for project in ("main", "study-1"):
-        with open_way(Home(site), project) as way:
+        with open_ingest(SiteDirectory(site), project) as way:
             (head,) = way.vault.heads()
             persons.add(head.person)
             files.add(str(pydicom.dcmread(io.BytesIO(way.vault.payload(head.name))).PatientID))
@@ -198,15 +193,15 @@ def test_a_bids_dataset_comes_in_by_its_participants(site: Path, capsys: pytest.
 def test_what_waits_in_the_first_room_is_kept_or_refused_and_leaves_it(
     site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with open_way(Home(site), "main") as way:
-        way.inbox.put(Arrival("dimse", "PACS", bundled("CT_small.dcm").read_bytes(), instance="1.2.3"))
-        way.inbox.put(Arrival("stow", "stow", b"no image"))
-        way.inbox.put(Arrival("stow", "stow", b"no image"))
-        torn = way.inbox.folder / way.inbox.put(Arrival("stow", "stow", b"cut"))
+    with open_ingest(SiteDirectory(site), "main") as way:
+        way.inbox.put(ReceivedFile("dimse", "PACS", bundled("CT_small.dcm").read_bytes(), instance="1.2.3"))
+        way.inbox.put(ReceivedFile("stow", "stow", b"no image"))
+        way.inbox.put(ReceivedFile("stow", "stow", b"no image"))
+        torn = way.inbox.folder / way.inbox.put(ReceivedFile("stow", "stow", b"cut"))
         torn.write_bytes(torn.read_bytes()[:-1])
     found = told(capsys, site, "ingest")
     assert (found["kept"], found["quarantined"]) == (1, {"not_dicom": 2, "unreadable": 1})
-    with open_way(Home(site), "main") as way:
+    with open_ingest(SiteDirectory(site), "main") as way:
         assert way.inbox.names() == []
         assert {e.code: e.attempts for e in way.quarantine.entries()} == {"not_dicom": 2, "unreadable": 1}
 
@@ -221,7 +216,7 @@ def test_a_killed_ingest_loses_nothing_and_doubles_nothing(site: Path, tmp_path:
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     found = json.loads(done.stdout)
     assert found["files"] == found["kept"] + found["duplicates"] == 60
-    with open_way(Home(site), "main") as way:
+    with open_ingest(SiteDirectory(site), "main") as way:
         assert len(list(way.vault.heads())) == 60
 
 
@@ -265,10 +260,10 @@ def test_what_a_pacs_sends_and_what_lies_in_a_watched_folder_is_in_the_vault_soo
     sent = make_instances(tmp_path / "sent", 5, modalities=("CT",), seed="a")
     dropped = make_instances(site.parent / "drop", 3, modalities=("CT",), seed="b")
     log = Log()
-    with Reception(Home(site), "main", log) as reception:
+    with IngestService(SiteDirectory(site), "main", log) as reception:
         assert any("plain TCP" in line for line in reception.told())
         run(["storescu", "-aet", "PACS", "-aec", "LAZARET", "127.0.0.1", str(port), *map(str, sent)])
-        with open_way(Home(site), "main") as way:
+        with open_ingest(SiteDirectory(site), "main") as way:
             _until(lambda: len(list(way.vault.heads())) == len(sent) + len(dropped))
     assert sum(words["kept"] for event, words in log.events if event == "ingested") == 8
     assert not any("PAT-" in repr(words) for _, words in log.events)
@@ -279,7 +274,7 @@ def test_a_fault_of_one_look_is_logged_and_the_next_one_goes_on(listening: tuple
     log = Log()
     drop = site.parent / "drop"
     (drop / "nifti.csv").write_text("not a list\n")
-    with Reception(Home(site), "main", log):
+    with IngestService(SiteDirectory(site), "main", log):
         _until(lambda: any(event == "intake_failed" for event, _ in log.events))
         (drop / "nifti.csv").unlink()
         make_instances(drop, 1, modalities=("CT",))
@@ -313,6 +308,6 @@ def test_a_token_and_an_identity_are_made_for_the_settings(
     tls = 'tls = { certificate = "a.pem", key = "a.key", authorities = "ca.pem" }'
     callers = 'callers = [{ ae_title = "P", addresses = ["10.0.0.1"] }]'
     (site / "ingest.toml").write_text(f'[listener]\nae_title = "L"\n{callers}\n{tls}\nidentities = [{line}]\n')
-    with open_way(Home(site), "main") as way:
+    with open_ingest(SiteDirectory(site), "main") as way:
         assert way.ingestion.listener is not None
         assert way.ingestion.listener.identities[0].shown(b"pacs", b"s3cret")

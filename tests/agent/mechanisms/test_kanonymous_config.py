@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,102 +15,47 @@ import pytest
 import safetensors.torch
 import torch
 
-from agent.edges.home import BadSite
-from agent.edges.synthesis import EXTRACTORS, GENERATORS, Synthesised, read_synthesis
-from agent.mechanisms import AnonFaces, KSalsa
-from agent.nets.features import features_bytes
-from agent.nets.restyle import Encoder, architecture_for, encoder_bytes, fingerprint
-from agent.nets.restyle_official import ResNetEncoder
-from agent.nets.stylegan import Generator, generator_bytes
-from agent.nets.trunk import Trunk, TrunkArchitecture
-from agent.nets.weights import BadWeights
-from agent.nouns import Split
-from agent.pipeline import release_synthetic
-from agent.site import Refused
-from agent.training.loop import seeded
-from tests.agent.test_official import (
+from agent.domain import Split
+from agent.errors import ReviewRejectedError, SiteConfigError
+from agent.mechanisms.common.config import EXTRACTORS, GENERATORS
+from agent.mechanisms.kanonymous_config import KAnonymousConfig, read_synthesis
+from agent.mechanisms.registry import AnonFaces, KSalsa
+from agent.models.features.extractors import features_bytes
+from agent.models.features.trunk import Trunk, TrunkArchitecture
+from agent.models.stylegan.network import Generator, generator_bytes
+from agent.models.stylegan.restyle import Encoder, architecture_for, encoder_bytes, fingerprint
+from agent.models.stylegan.restyle_published import ResNetEncoder
+from agent.models.training_loop import seeded
+from agent.models.weights import WeightsError
+from agent.release.pipeline import release_synthetic
+from tests.support.distillation_networks import verifier_file
+from tests.support.mechanism_documents import ANONFACES, DOCS, KSALSA, changed, lay_networks, sha, toml
+from tests.support.networks import files
+from tests.support.published_weights import (
     decoder_state,
     head_names,
     norm_names,
     random_state,
     resnet34_body_names,
     shapes_of,
-    tiny,
+    tiny_ada,
     torch_bytes,
 )
-from tests.agent.test_pipeline import stage
-from tests.support.distilling import verifier_file
-from tests.support.networks import files, recogniser_file
+from tests.support.site_world import site_world
 
 ROOT = Path(__file__).parents[3]
-DOCS = ROOT / "deploy" / "docs"
-
-KSALSA: Mapping[str, Any] = {
-    "mechanism": "ksalsa",
-    "cohort": {"modality": "OP"},
-    "clusters": {"k": 5, "l_diversity": 2},
-    "networks": {"generator": "generator.safetensors", "encoder": "encoder.safetensors"},
-    "alignment": {"steps": 2},
-}
-ANONFACES: Mapping[str, Any] = {
-    "mechanism": "anonfaces",
-    "cohort": {"modality": "OP"},
-    "clusters": {"k": 5, "l_diversity": 2},
-    "networks": {
-        "generator": "generator.safetensors",
-        "encoder": "encoder.safetensors",
-        "recognisers": ["recogniser-0.safetensors", "recogniser-1.safetensors"],
-    },
-}
-
-
-def toml(document: Mapping[str, Any]) -> str:
-    plain = [f"{key} = {value(one)}" for key, one in document.items() if not isinstance(one, Mapping)]
-    for key, one in document.items():
-        if isinstance(one, Mapping):
-            plain += [f"[{key}]", *(f"{name} = {value(inner)}" for name, inner in one.items())]
-    return "\n".join(plain) + "\n"
-
-
-def value(one: Any) -> str:
-    if isinstance(one, Mapping):
-        return "{" + ", ".join(f"{key} = {value(inner)}" for key, inner in one.items()) + "}"
-    return json.dumps(one)
-
-
-def changed(document: Mapping[str, Any], **tables: Any) -> dict[str, Any]:
-    """With other keys in a table; a table that is None is left out, a key that is None too."""
-    out = dict(document)
-    for name, keys in tables.items():
-        told = {**out.get(name, {}), **keys} if isinstance(keys, Mapping) else keys
-        out[name] = {k: v for k, v in told.items() if v is not None} if isinstance(told, Mapping) else told
-    return {name: told for name, told in out.items() if told is not None}
-
-
-def sha(raw: bytes) -> str:
-    return hashlib.sha256(raw).hexdigest()
-
-
-def beside(folder: Path) -> frozenset[str]:
-    """Every network that the documents above name; the digests are returned."""
-    named = dict(zip(("generator.safetensors", "encoder.safetensors"), files(3), strict=True))
-    named |= {f"recogniser-{seed}.safetensors": recogniser_file(seed, channels=3) for seed in (0, 1)}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, raw in named.items():
-        (folder / name).write_bytes(raw)
-    return frozenset(map(sha, named.values()))
 
 
 def read(
     folder: Path, document: Mapping[str, Any], name: str = "", vouched: frozenset[str] | None = None
-) -> Synthesised:
-    digests = beside(folder)
+) -> KAnonymousConfig:
+    digests = lay_networks(folder)
     (folder / "release.toml").write_text(toml(document))
     return read_synthesis(folder / "release.toml", name, digests if vouched is None else vouched)
 
 
 def refused(folder: Path, document: Mapping[str, Any], name: str = "") -> str:
-    with pytest.raises((BadSite, BadWeights)) as caught:
+    with pytest.raises((SiteConfigError, WeightsError)) as caught:
         read(folder, document, name)
     return str(caught.value)
 
@@ -122,7 +65,7 @@ def refused(folder: Path, document: Mapping[str, Any], name: str = "") -> str:
 
 @pytest.mark.parametrize("name", ["ksalsa", "anonfaces"])
 def test_the_example_in_the_documents_is_read_as_it_stands(tmp_path: Path, name: str) -> None:
-    digests = beside(tmp_path)
+    digests = lay_networks(tmp_path)
     (tmp_path / f"{name}.toml").write_text((DOCS / f"{name}.example.toml").read_text())
     made = read_synthesis(tmp_path / f"{name}.toml", name, digests)
     assert made.mechanism.name == name
@@ -135,7 +78,7 @@ def test_the_example_in_the_documents_is_read_as_it_stands(tmp_path: Path, name:
 def test_what_the_example_leaves_out_can_be_put_in(tmp_path: Path, name: str) -> None:
     """Every line that is a comment there is a key that exists, but for a device that this machine may not have."""
     text = re.sub(r"^# (?=\[|\w+ = )", "", (DOCS / f"{name}.example.toml").read_text(), flags=re.MULTILINE)
-    digests = beside(tmp_path)
+    digests = lay_networks(tmp_path)
     for place, part in enumerate(("verifier", "unseen")):
         (tmp_path / f"{part}-0.safetensors").write_bytes(raw := verifier_file(place))
         text, digests = text.replace(f"{place + 2:064}", sha(raw)), digests | {sha(raw)}
@@ -158,7 +101,7 @@ def test_a_configuration_of_either_mechanism_is_read_when_none_was_asked_for(tmp
 def test_paths_are_relative_to_the_configuration_and_may_be_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digests = beside(tmp_path / "nets")
+    digests = lay_networks(tmp_path / "nets")
     (tmp_path / "configuration").mkdir()
     monkeypatch.chdir("/")
     for place in ("../nets", str(tmp_path / "nets")):
@@ -190,10 +133,10 @@ def test_a_mistake_in_a_table_is_told_before_a_network_is_looked_for(
     tmp_path: Path, document: Mapping[str, Any]
 ) -> None:
     (tmp_path / "release.toml").write_text(toml(changed(document, clusters={"k": 1})))
-    with pytest.raises(BadSite, match=r"clusters"):  # and not BadWeights: there is no network here
+    with pytest.raises(SiteConfigError, match=r"clusters"):  # and not WeightsError: there is no network here
         read_synthesis(tmp_path / "release.toml", "", frozenset())
     (tmp_path / "release.toml").write_text(toml(document))
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         read_synthesis(tmp_path / "release.toml", "", frozenset())
 
 
@@ -251,9 +194,9 @@ CASES: list[tuple[str, Mapping[str, Any], Mapping[str, Any], str]] = [
     ("a folder", KSALSA, {"networks": {"encoder": "."}}, "Is a directory"),
     ("an encoder for a generator", KSALSA, {"networks": {"generator": "encoder.safetensors"}}, "holds no generator"),
     ("a generator for features", KSALSA, {"networks": {"style": "generator.safetensors"}}, "holds no features"),
-    ("a kind that is unknown", KSALSA, {"networks": {"content": "vgg20:f"}}, "looks at no picture; known are"),
-    ("a kind that draws none", KSALSA, {"networks": {"generator": "vgg19:f"}}, "draws no picture; known are"),
-    ("an encoder too many", KSALSA, {"networks": {"generator": "restyle:f"}}, "takes none"),
+    ("a kind that is unknown", KSALSA, {"networks": {"content": "vgg20:f"}}, "is not a feature network; use one of"),
+    ("a kind that draws none", KSALSA, {"networks": {"generator": "vgg19:f"}}, "is not a generator; use one of"),
+    ("an encoder too many", KSALSA, {"networks": {"generator": "restyle:f"}}, "which contains one"),
     ("no recogniser", ANONFACES, {"networks": {"recognisers": ["encoder.safetensors"] * 2}}, "holds no recogniser"),
 ]  # fmt: skip
 
@@ -303,9 +246,9 @@ def test_a_split_that_makes_no_sense_is_refused(tmp_path: Path, cohort: dict[str
 @pytest.mark.parametrize("raw", [b"mechanism = ksalsa", b"\xff\xfe", b""])
 def test_what_is_no_configuration_is_named_and_nothing_of_it_is_told(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "a.toml").write_bytes(raw)
-    with pytest.raises(BadSite, match=r"a\.toml"):
+    with pytest.raises(SiteConfigError, match=r"a\.toml"):
         read_synthesis(tmp_path / "a.toml", "", frozenset())
-    with pytest.raises(BadSite, match=r"b\.toml cannot be read"):
+    with pytest.raises(SiteConfigError, match=r"b\.toml cannot be read"):
         read_synthesis(tmp_path / "b.toml", "", frozenset())
 
 
@@ -333,18 +276,18 @@ def test_what_nobody_vouches_for_is_private_and_not_even_priced(
     tmp_path: Path, document: Mapping[str, Any], whose: str
 ) -> None:
     """P6 broken on purpose: a network that may have seen the cohort is a function of every patient in it."""
-    digests = beside(tmp_path)
+    digests = lay_networks(tmp_path)
     left_out = sha((tmp_path / f"{whose}.safetensors").read_bytes())
     made = read(tmp_path, document, vouched=digests - {left_out})
     assert made.mechanism.components()[whose.partition("-")[0]] == "private"
-    s = stage(tmp_path, patients=12)
-    with pytest.raises(Refused, match="provenance"):
+    s = site_world(tmp_path, patients=12)
+    with pytest.raises(ReviewRejectedError, match="provenance"):
         release_synthetic(s.site, made.mechanism, replace(made.selection, modality="OT"), np.random.default_rng(0))
     assert (s.vault.reads, s.spent("k")) == (0, ((0, 0), (0, 0)))
 
 
 def test_a_file_that_calls_itself_public_is_not_believed(tmp_path: Path) -> None:
-    beside(tmp_path)
+    lay_networks(tmp_path)
     boast = {"provenance": "public", "origin": "public"}
     (tmp_path / "boast.safetensors").write_bytes(
         generator_bytes(read(tmp_path, KSALSA).mechanism.codec.generator, boast)
@@ -361,8 +304,8 @@ def learned_features() -> bytes:
 
 @cache
 def vgg19_file() -> bytes:
-    from agent.nets.vgg import Vgg19
-    from agent.nets.weights import Origin
+    from agent.models.features.vgg import Vgg19
+    from agent.models.weights import Origin
 
     shapes = shapes_of(lambda: Vgg19(Origin("file", "0" * 64)))
     return safetensors.torch.save(random_state(shapes, gain=0.05))
@@ -373,7 +316,7 @@ def test_features_are_random_or_of_a_file_or_published(tmp_path: Path) -> None:
     tmp_path.joinpath("f.safetensors").write_bytes(own)
     tmp_path.joinpath("vgg.safetensors").write_bytes(vgg19_file())
     document = changed(KSALSA, networks={"style": "vgg19-unnormalised:vgg.safetensors", "content": "f.safetensors"})
-    made = read(tmp_path, document, vouched=beside(tmp_path) | {sha(vgg19_file())}).mechanism
+    made = read(tmp_path, document, vouched=lay_networks(tmp_path) | {sha(vgg19_file())}).mechanism
     assert isinstance(made, KSalsa)
     assert (made.style.name, made.style.origin.sha256) == ("vgg19-unnormalised", sha(vgg19_file()))
     assert made.components() == {"encoder": "public", "generator": "public", "style": "public", "content": "private"}
@@ -391,11 +334,11 @@ def test_a_published_file_that_nobody_vouches_for_is_not_even_opened(tmp_path: P
         ("generator", "stylegan2-ada:vgg.bin"),
     ):
         told = refused(tmp_path, changed(KSALSA, networks={key: word}))
-        assert "vgg.bin: look up its SHA-256 at its authors'" in told
+        assert "vgg.bin: get its SHA-256 from its authors" in told
 
 
 def test_every_kind_of_published_file_is_either_drawn_or_looked_with() -> None:
-    from agent.nets.official import OFFICIAL
+    from agent.models.published.loading import OFFICIAL
 
     assert sorted((*GENERATORS, *EXTRACTORS)) == sorted(OFFICIAL)
 
@@ -404,7 +347,7 @@ def test_every_kind_of_published_file_is_either_drawn_or_looked_with() -> None:
 
 
 def ada_file() -> tuple[bytes, Generator]:
-    g = tiny()
+    g = tiny_ada()
     return safetensors.torch.save({f"G_ema.{n}": t.contiguous() for n, t in g.state_dict().items()}), g
 
 
@@ -421,7 +364,7 @@ def pictures(shape: tuple[int, ...], count: int = 3) -> np.ndarray[Any, np.dtype
 
 def test_a_published_stylegan_with_an_encoder_of_our_own_is_a_codec(tmp_path: Path) -> None:
     raw, theirs = ada_file()
-    from agent.nets.official_stylegan import generator_of
+    from agent.models.published.stylegan import generator_of
 
     read_back = generator_of(dict(theirs.state_dict()))  # the sizes that a published file tells may be other words
     encoder = own_encoder(read_back)
@@ -439,13 +382,13 @@ def test_a_published_stylegan_with_an_encoder_of_our_own_is_a_codec(tmp_path: Pa
     ours = made.codec.decode(codes)
     expected = ((theirs_drawn.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 1).numpy()
     assert np.abs(ours.astype(np.float64) - expected).max() <= 1
-    with pytest.raises(BadWeights, match="look up"):
+    with pytest.raises(WeightsError, match="get its SHA-256"):
         read(tmp_path, changed(KSALSA, networks=networks), vouched=frozenset({sha(encoder)}))
     unvouched = read(tmp_path, changed(KSALSA, networks=networks), vouched=frozenset({sha(raw)})).mechanism
     assert unvouched.components()["encoder"] == "private"
     foreign = own_encoder(Generator(theirs.architecture))
     (tmp_path / "e.safetensors").write_bytes(foreign)
-    with pytest.raises(BadSite, match="another generator"):
+    with pytest.raises(SiteConfigError, match="another generator"):
         read(tmp_path, changed(KSALSA, networks=networks), vouched=frozenset({sha(raw), sha(foreign)}))
 
 
@@ -479,7 +422,7 @@ def test_a_published_restyle_file_is_a_codec_by_itself(tmp_path: Path) -> None:
             w = w + codec.encoder(x, codec.generator.synthesis(w, noise="const"))
     assert np.allclose(codes, w.flatten(1).numpy(), atol=1e-4)
     assert made.codec.decode(codes).shape == (3, 8, 8, 3)
-    with pytest.raises(BadWeights, match="look up"):
+    with pytest.raises(WeightsError, match="get its SHA-256"):
         read(tmp_path, changed(KSALSA, networks=networks), vouched=frozenset())
 
 
@@ -487,7 +430,7 @@ def test_a_published_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     raw, _ = ada_file()
     (tmp_path / "ada.safetensors").write_bytes(raw)
     networks = {"generator": "restyle:ada.safetensors", "encoder": None}
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         read(tmp_path, changed(KSALSA, networks=networks), vouched=frozenset({sha(raw)}))
 
 
@@ -500,6 +443,10 @@ def test_code_in_a_published_file_never_runs_though_somebody_vouches(tmp_path: P
     torch.save({"state_dict": {"conv1.weight": torch.ones(1)}, "opts": Bomb()}, out)
     (tmp_path / "bomb.pt").write_bytes(out.getvalue())
     for key, word in (("generator", "stylegan2-ada:bomb.pt"), ("style", "vgg19:bomb.pt")):
-        with pytest.raises(BadWeights, match="never run"):
-            read(tmp_path, changed(KSALSA, networks={key: word}), vouched=beside(tmp_path) | {sha(out.getvalue())})
+        with pytest.raises(WeightsError, match="never run"):
+            read(
+                tmp_path,
+                changed(KSALSA, networks={key: word}),
+                vouched=lay_networks(tmp_path) | {sha(out.getvalue())},
+            )
     assert not (tmp_path / "ran").exists()

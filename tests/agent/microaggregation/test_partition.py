@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
-from agent.nouns import Clusters, CohortTooSmall, Latents
-from agent.stages.baselines import greedy
-from agent.stages.cluster import Constraints, Division, _narrowed, divide, partition
-from agent.stages.exchange import Exchange, Rules
+from agent.domain import Clusters, Latents
+from agent.errors import CohortTooSmallError
+from agent.microaggregation.local_search import Exchange, Rules
+from agent.microaggregation.partition import _narrowed, greedy, partition
 
 
 def _latents(codes):
@@ -59,7 +59,7 @@ def test_every_patient_is_in_one_diverse_cluster_of_k_to_2k_minus_1_or_all_is_re
     labels = [str(x) for x in rng.choice(["a", "b", "c", "d", ""], size=n, p=weight / weight.sum())]
     latents = _random(n, 3, seed)
     if not _possible(labels, k, ell):
-        with pytest.raises(CohortTooSmall):
+        with pytest.raises(CohortTooSmallError):
             partition(latents, labels, k, ell, rng)
         return
     members = partition(latents, labels, k, ell, rng).members
@@ -127,7 +127,7 @@ def test_diversity_close_to_the_limit_is_reached_or_refused(n, k, spare, seed):
     ell = int(rng.integers(2, k + 1))
     labels = [str(x) for x in rng.integers(0, ell + spare, n)]
     if not _possible(labels, k, ell):
-        with pytest.raises(CohortTooSmall):
+        with pytest.raises(CohortTooSmallError):
             partition(_random(n, 3, seed), labels, k, ell, rng)
         return
     members = partition(_random(n, 3, seed), labels, k, ell, rng).members
@@ -136,19 +136,19 @@ def test_diversity_close_to_the_limit_is_reached_or_refused(n, k, spare, seed):
 
 def test_a_cluster_of_one_sensitive_label_is_never_formed_when_two_are_asked_for():
     labels = ["ill"] * 40  # P8: whoever is in any cluster would be known to be ill
-    with pytest.raises(CohortTooSmall):
+    with pytest.raises(CohortTooSmallError):
         partition(_random(40, 3, 0), labels, 5, 2, np.random.default_rng(0))
 
 
 def test_missing_labels_do_not_count_as_diversity():
-    with pytest.raises(CohortTooSmall):
+    with pytest.raises(CohortTooSmallError):
         partition(_random(40, 3, 0), ["ill"] * 20 + [""] * 20, 5, 2, np.random.default_rng(0))
 
 
 def test_a_refusal_says_the_same_whatever_the_cause():
     texts = set()
     for n, labels, k, ell in ((3, ["a"] * 3, 5, 1), (40, ["a"] * 40, 5, 2), (0, [], 5, 1)):
-        with pytest.raises(CohortTooSmall) as refusal:
+        with pytest.raises(CohortTooSmallError) as refusal:
             partition(_random(n, 2, 0), labels, k, ell, np.random.default_rng(0))
         texts.add(str(refusal.value))
     assert len(texts) == 1
@@ -199,18 +199,14 @@ def _even(n, m):
     return [n // m + (j < n % m) for j in range(m)]
 
 
-def _lawful(cluster, codes, labels, ell, apart, limit):
-    rows = list(cluster)
-    far = max(np.linalg.norm(codes[i].astype(float) - codes[j].astype(float)) for i in rows for j in rows)
-    diverse = ell == 1 or len({labels[i] for i in rows} - {""}) >= ell
-    return diverse and far <= limit and all(len(group & set(rows)) < 2 for group in apart)
+def _lawful(cluster, labels, ell):
+    return ell == 1 or len({labels[i] for i in cluster} - {""}) >= ell
 
 
-def _exists(codes, labels, k, ell, apart, limit):
+def _exists(n, labels, k, ell):
     """By trying every partition into clusters whose sizes differ by one at most, as the search does."""
-    n = len(codes)
     return any(
-        all(_lawful(c, codes, labels, ell, apart, limit) for c in found)
+        all(_lawful(c, labels, ell) for c in found)
         for m in range(-(-n // (2 * k - 1)), n // k + 1)
         for found in _partitions(list(range(n)), _even(n, m))
     )
@@ -225,129 +221,26 @@ def _all_sizes(n, k, most=None):
             yield [size, *rest]
 
 
-def _names(rows):
-    return frozenset(f"p{i:06d}" for i in rows)
-
-
 @settings(max_examples=120, deadline=None)
-@given(n=st.integers(2, 9), k=st.integers(2, 3), seed=st.integers(0, 100_000), data=st.data())
-def test_whatever_the_rules_every_cluster_keeps_them_and_a_refusal_means_that_trying_all_finds_none(n, k, seed, data):
+@given(n=st.integers(2, 9), k=st.integers(2, 3), seed=st.integers(0, 100_000), ell=st.integers(1, 2))
+def test_whatever_the_rules_every_cluster_keeps_them_and_a_refusal_means_that_trying_all_finds_none(n, k, seed, ell):
     rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 4, (n, 2)).astype(np.float32)  # a grid: distances of exactly the limit are common
+    codes = rng.integers(0, 4, (n, 2)).astype(np.float32)  # a grid: equal codes and equal distances are common
     labels = [str(x) for x in rng.choice(["a", "b", ""], n)]
-    ell = data.draw(st.integers(1, 2))
-    groups = data.draw(st.lists(st.sets(st.integers(0, n - 1), min_size=2, max_size=3), max_size=3))
-    limit = data.draw(st.sampled_from([1.0, 2.0, 3.0, np.inf]))
-    apart = [set(group) for group in groups]
-    constraints = Constraints(apart=tuple(_names(group) for group in groups), max_diameter=limit)
     try:
-        members = partition(_latents(codes), labels, k, ell, rng, constraints=constraints).members
-    except CohortTooSmall:
-        assert not _exists(codes, labels, k, ell, apart, limit)
+        members = partition(_latents(codes), labels, k, ell, rng).members
+    except CohortTooSmallError:
+        assert not _exists(n, labels, k, ell)
         return
     rows = [tuple(int(p[1:]) for p in c) for c in members]
     assert sorted(r for c in rows for r in c) == list(range(n))
-    assert all(k <= len(c) <= 2 * k - 1 and _lawful(c, codes, labels, ell, apart, limit) for c in rows)
-
-
-@settings(max_examples=80, deadline=None)
-@given(n=st.integers(4, 60), k=st.integers(2, 6), seed=st.integers(0, 10_000))
-def test_no_two_of_a_family_share_a_cluster_or_all_is_refused(n, k, seed):
-    rng = np.random.default_rng(seed)
-    codes = np.repeat(rng.normal(size=(n, 3)), 2, axis=0)[:n]  # relatives are alike: the pull is to put them together
-    family = np.arange(n) // int(rng.integers(2, 5))
-    apart = tuple(_names(np.flatnonzero(family == f)) for f in set(family) if (family == f).sum() > 1)
-    constraints = Constraints(apart=apart)
-    if n < k or np.bincount(family).max() > n // k:  # a cluster for each, or there is no partition
-        with pytest.raises(CohortTooSmall):
-            partition(_latents(codes), [""] * n, k, 1, rng, constraints=constraints)
-        return
-    members = partition(_latents(codes), [""] * n, k, 1, rng, constraints=constraints).members
-    assert all(len({family[int(p[1:])] for p in c}) == len(c) for c in members)
-    assert all(k <= len(c) <= 2 * k - 1 for c in members)
-    assert sum(len(c) for c in members) == n
-
-
-@settings(max_examples=40, deadline=None)
-@given(k=st.integers(2, 5), seed=st.integers(0, 10_000), ell=st.integers(1, 2))
-def test_strata_never_mix_and_a_stratum_below_k_refuses_the_whole_cohort(k, seed, ell):
-    rng = np.random.default_rng(seed)
-    n = int(rng.integers(2, 50))
-    strata = {f"p{i:06d}": str(s) for i, s in enumerate(rng.choice(["left", "right", "other"], n, p=[0.5, 0.4, 0.1]))}
-    labels = [str(x) for x in rng.choice(["a", "b", "c"], n)]
-    inside = {s: [labels[int(p[1:])] for p in strata if strata[p] == s] for s in set(strata.values())}
-    latents, constraints = _random(n, 3, seed), Constraints(strata=strata)
-    if not all(_possible(own, k, ell) for own in inside.values()):
-        with pytest.raises(CohortTooSmall, match="the cohort does not qualify"):
-            partition(latents, labels, k, ell, rng, constraints=constraints)
-        return
-    members = partition(latents, labels, k, ell, rng, constraints=constraints).members
-    assert all(len({strata[p] for p in c}) == 1 and k <= len(c) <= 2 * k - 1 for c in members)
-    assert sorted(p for c in members for p in c) == list(latents.patients)
-
-
-def _blobs_and_an_outlier():
-    codes = np.random.default_rng(0).normal(size=(40, 3)) * 0.1
-    codes[7] = 100.0
-    return _latents(codes)
-
-
-def test_an_outlier_refuses_the_cohort_by_default_and_nobody_is_dropped():
-    with pytest.raises(CohortTooSmall):
-        partition(_blobs_and_an_outlier(), [""] * 40, 5, 1, np.random.default_rng(0), constraints=Constraints(
-            max_diameter=5.0))  # fmt: skip
-
-
-def test_an_outliers_cluster_is_suppressed_when_asked_for_and_the_result_says_who():
-    rules = Constraints(max_diameter=5.0, too_wide="suppress")
-    found = divide(_blobs_and_an_outlier(), [""] * 40, 5, 1, np.random.default_rng(0), constraints=rules)
-    inside = {p for c in found.clusters.members for p in c}
-    assert "p000007" in found.suppressed
-    assert len(found.suppressed) == 5
-    assert inside.isdisjoint(found.suppressed)
-    assert len(inside) + len(found.suppressed) == 40
-
-
-def test_nobody_is_suppressed_in_silence():
-    with pytest.raises(ValueError, match="suppressed"):
-        partition(_blobs_and_an_outlier(), [""] * 40, 5, 1, np.random.default_rng(0), constraints=Constraints(
-            max_diameter=5.0, too_wide="suppress"))  # fmt: skip
-    with pytest.raises(ValueError, match="left out"):
-        Division(Clusters((("a", "b"),)), suppressed=("b",))
-
-
-def test_suppression_never_costs_diversity_or_puts_relatives_together():
-    rng = np.random.default_rng(3)
-    latents, labels = _random(60, 2, 3), [str(x) for x in rng.choice(["a", "b", "c"], 60)]
-    apart = tuple(_names(range(i, i + 3)) for i in range(0, 30, 3))
-    rules = Constraints(apart=apart, max_diameter=2.0, too_wide="suppress")
-    found = divide(latents, labels, 4, 2, rng, constraints=rules)
-    assert found.suppressed
-    for cluster in found.clusters.members:
-        rows = [int(p[1:]) for p in cluster]
-        assert _lawful(rows, latents.codes, labels, 2, [{int(p[1:]) for p in g} for g in apart], 2.0)
-
-
-@pytest.mark.parametrize("bad", [
-    {"max_diameter": float("nan")}, {"max_diameter": 0.0}, {"too_wide": "ignore"}, {"strata": {"p": ""}},
-    {"apart": (frozenset({"p"}),)},
-])  # fmt: skip
-def test_senseless_constraints_are_refused(bad):
-    with pytest.raises(ValueError, match=r"diameter|too wide|stratum"):
-        Constraints(**bad)
-
-
-def test_a_patient_without_a_stratum_is_refused_when_strata_are_given():
-    with pytest.raises(ValueError, match="needs a stratum"):
-        partition(_random(20, 2, 0), [""] * 20, 5, 1, np.random.default_rng(0), constraints=Constraints(
-            strata={"p000001": "left"}))  # fmt: skip
+    assert all(k <= len(c) <= 2 * k - 1 and _lawful(c, labels, ell) for c in rows)
 
 
 def test_what_an_exchange_would_break_is_foretold_exactly():
     rng = np.random.default_rng(8)
     codes, labels = rng.normal(size=(24, 2)), rng.integers(-1, 3, 24)
-    foes = {0: np.array([5, 6]), 5: np.array([0]), 6: np.array([0, 7]), 7: np.array([6])}
-    rules = Rules(labels, 3, foes, wide=1.5)
+    rules = Rules(labels, 3)
     search = Exchange(codes, np.arange(24) % 5, rules)
     others = search._others(np.array([4, 0, 3]))
     foretold = search._worse(2, others)

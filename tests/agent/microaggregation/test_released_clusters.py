@@ -7,10 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.nouns import Clusters, CohortTooSmall, Latents
-from agent.stages.average import average
-from agent.stages.cluster import partition
-from agent.stages.freeze import BadRecord, Frozen, from_note, merged, plan, retire, to_note
+from agent.domain import Clusters, Latents
+from agent.errors import CohortTooSmallError
+from agent.microaggregation.aggregation import average
+from agent.microaggregation.partition import partition
+from agent.microaggregation.released_clusters import (
+    ReleasedCluster,
+    ReleaseRecordError,
+    from_note,
+    merged,
+    plan,
+    retire,
+    to_note,
+)
 
 FORM = "f" * 64
 
@@ -20,7 +29,7 @@ def _picture(seed, shape=(1, 4, 3)):
 
 
 def _frozen(members, seed=0, **terms):
-    return Frozen(tuple(members), _picture(seed), "ill", **{"k": 2, "l": 1, "form": FORM, **terms})
+    return ReleasedCluster(tuple(members), _picture(seed), "ill", **{"k": 2, "l": 1, "form": FORM, **terms})
 
 
 def _decoded(codes):
@@ -35,10 +44,10 @@ def _released(codes, frozen, gone, k, seed):
     latents = Latents(np.array([codes[p] for p in new], np.float32).reshape(len(new), 12), tuple(new))
     try:
         clusters = partition(latents, [""] * len(new), k, 1, np.random.default_rng(seed))
-    except CohortTooSmall:
+    except CohortTooSmallError:
         return kept, ()
     images = _decoded(average(latents, clusters))
-    fresh = tuple(Frozen(c, i[None], "", k, 1, FORM) for c, i in zip(clusters.members, images, strict=True))
+    fresh = tuple(ReleasedCluster(c, i[None], "", k, 1, FORM) for c, i in zip(clusters.members, images, strict=True))
     return kept, fresh
 
 
@@ -64,9 +73,9 @@ def test_made_again_from_newer_images_a_cluster_would_differ_and_be_refused():
     latents = Latents(np.array(list(newer.values()), np.float32), tuple(newer))
     again = Clusters(tuple(one.members for one in first))
     row = again.members.index(first[0].members)
-    remade = Frozen(first[0].members, _decoded(average(latents, again))[row][None], "", 5, 1, FORM)
+    remade = ReleasedCluster(first[0].members, _decoded(average(latents, again))[row][None], "", 5, 1, FORM)
     assert remade.images.tobytes() != first[0].images.tobytes()
-    with pytest.raises(BadRecord, match="made again"):
+    with pytest.raises(ReleaseRecordError, match="made again"):
         merged([*first, remade])
 
 
@@ -122,11 +131,11 @@ def test_a_cluster_is_shown_only_where_all_its_patients_are_eligible():
 
 
 def test_a_patient_in_two_frozen_clusters_is_an_error_that_names_nobody():
-    with pytest.raises(BadRecord, match="two frozen clusters") as refusal:
+    with pytest.raises(ReleaseRecordError, match="two frozen clusters") as refusal:
         plan([_frozen(("anna", "bert")), _frozen(("bert", "carl"))], set(), 2, 1, FORM)
     assert "bert" not in str(refusal.value)
-    with pytest.raises(BadRecord, match="two frozen clusters"):
-        plan([_frozen("ab"), Frozen(("b", "c"))], set(), 2, 1, FORM)
+    with pytest.raises(ReleaseRecordError, match="two frozen clusters"):
+        plan([_frozen("ab"), ReleasedCluster(("b", "c"))], set(), 2, 1, FORM)
 
 
 def test_the_same_cluster_in_two_releases_counts_once():
@@ -135,7 +144,7 @@ def test_the_same_cluster_in_two_releases_counts_once():
 
 def test_the_pictures_of_a_frozen_cluster_cannot_be_changed():
     picture = _picture(3)
-    one = Frozen(("a", "b"), picture, "", 2, 1, FORM)
+    one = ReleasedCluster(("a", "b"), picture, "", 2, 1, FORM)
     before = one.images.tobytes()
     picture[:] = 0
     assert one.images.tobytes() == before
@@ -158,9 +167,9 @@ def test_a_repr_names_no_patient_and_no_label():
 ])  # fmt: skip
 def test_a_cluster_that_cannot_have_been_released_cannot_be_built(bad):
     good = {"members": ("a", "b"), "images": _picture(0), "label": "", "k": 2, "l": 1, "form": FORM}
-    Frozen(**good)
-    with pytest.raises(BadRecord):
-        Frozen(**{**good, **bad})
+    ReleasedCluster(**good)
+    with pytest.raises(ReleaseRecordError):
+        ReleasedCluster(**{**good, **bad})
 
 
 @settings(max_examples=50, deadline=None)
@@ -172,7 +181,7 @@ def test_a_cluster_that_cannot_have_been_released_cannot_be_built(bad):
     seed=st.integers(0, 1000),
 )
 def test_a_note_reads_back_as_the_very_same_cluster(members, shape, grey, label, seed):
-    one = Frozen(tuple(members), _picture(seed, shape if grey else (*shape, 3)), label, 2, 1, FORM)
+    one = ReleasedCluster(tuple(members), _picture(seed, shape if grey else (*shape, 3)), label, 2, 1, FORM)
     note = json.loads(json.dumps(to_note(one)))
     assert from_note(list(members), note).same(one)
 
@@ -191,12 +200,12 @@ def test_a_record_of_before_excludes_its_patients_and_shows_nothing():
 ])  # fmt: skip
 def test_a_spoilt_note_is_refused(spoilt):
     note = to_note(_frozen("ab"))
-    with pytest.raises(BadRecord):
+    with pytest.raises(ReleaseRecordError):
         from_note(["a", "b"], {**note, **spoilt})
-    with pytest.raises(BadRecord):
+    with pytest.raises(ReleaseRecordError):
         from_note(["a", "b"], {key: value for key, value in note.items() if key != next(iter(spoilt))} | {"x": 1})
     for members in ("ab", ["a", 1]):
-        with pytest.raises(BadRecord):
+        with pytest.raises(ReleaseRecordError):
             from_note(members, note)
 
 

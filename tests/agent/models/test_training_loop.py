@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,13 +17,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 import agent
-from agent.nets.stylegan import Architecture
-from agent.training.gan import GENERATOR, GanConfig, train_generator
-from agent.training.loop import (
+from agent.errors import DivergedError, OtherRunError, TrainingCheckpointError
+from agent.models.stylegan.network import Architecture
+from agent.models.stylegan.training import GENERATOR, GanConfig, train_generator
+from agent.models.training_loop import (
     CHECKPOINT,
-    BadCheckpoint,
-    Diverged,
-    OtherRun,
     Plan,
     Progress,
     _digest,
@@ -30,8 +29,8 @@ from agent.training.loop import (
     restore_optimizer,
     seeded,
     train,
-    write_whole,
 )
+from protos.common.durable_files import replace_file
 
 RUN = "0" * 64
 CHILD = """
@@ -39,8 +38,8 @@ import sys
 from pathlib import Path
 from typing import Any
 import numpy as np, torch
-from agent.nets.stylegan import Architecture
-from agent.training.gan import GanConfig, train_generator
+from agent.models.stylegan.network import Architecture
+from agent.models.stylegan.training import GanConfig, train_generator
 images = np.load(sys.argv[1])
 config = GanConfig(Architecture(8, 1, 8, 8, 1, 64, 8), 10**6, 3, batch=4, r1_every=2, checkpoint_every=3, say_every=1)
 train_generator(images, config, Path(sys.argv[2]), lambda p: print(p.step, flush=True))
@@ -139,7 +138,7 @@ def test_people_are_told_and_shown_what_they_asked_for(tmp_path: Path) -> None:
 def test_the_checkpoint_of_another_run_is_refused_and_kept(tmp_path: Path) -> None:
     train(Line(), plan(5), tmp_path)
     before = (tmp_path / CHECKPOINT).read_bytes()
-    with pytest.raises(OtherRun, match="another folder"):
+    with pytest.raises(OtherRunError, match="another folder"):
         train(Line(), plan(9, "1" * 64), tmp_path)
     assert (tmp_path / CHECKPOINT).read_bytes() == before
 
@@ -185,19 +184,19 @@ def test_a_damaged_checkpoint_is_refused_and_kept(tmp_path: Path, kind: str) -> 
     train(Line(), plan(5), tmp_path)
     damaged = DAMAGE[kind]((tmp_path / CHECKPOINT).read_bytes())
     (tmp_path / CHECKPOINT).write_bytes(damaged)
-    with pytest.raises(BadCheckpoint, match="delete it to begin anew"):
+    with pytest.raises(TrainingCheckpointError, match="delete it to start again"):
         train(Line(), plan(9), tmp_path)
     assert (tmp_path / CHECKPOINT).read_bytes() == damaged
 
 
 def test_a_folder_that_has_come_further_is_refused(tmp_path: Path) -> None:
     train(Line(), plan(9), tmp_path)
-    with pytest.raises(OtherRun, match="longer already"):
+    with pytest.raises(OtherRunError, match="already longer"):
         train(Line(), plan(5), tmp_path)
 
 
 def test_a_loss_that_is_no_number_stops_the_run_at_its_last_good_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match="step 8: loss"):
+    with pytest.raises(DivergedError, match="step 8: loss"):
         train(Line(bad_at=8), plan(20), tmp_path)
     assert step_of(tmp_path) == 5
     assert train(Line(), plan(20), tmp_path) == 5
@@ -205,14 +204,14 @@ def test_a_loss_that_is_no_number_stops_the_run_at_its_last_good_checkpoint(tmp_
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a"
-    write_whole(path, b"old")
+    replace_file(path, b"old")
 
-    def full(self: Path, target: Path) -> Path:
+    def full(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="space"):
-        write_whole(path, b"new")
+        replace_file(path, b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
     assert path.read_bytes() == b"old"
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from agent.nets.features import features_from
-from agent.nets.restyle import encoder_from
-from agent.nets.siamese import recogniser_from
-from agent.nets.stylegan import PRESETS, generator_from
-from agent.nets.weights import HEADER, BadWeights, built, fill, pack, unpack
+from agent.models.features.extractors import features_from
+from agent.models.recognition.recogniser import recogniser_from
+from agent.models.stylegan.network import PRESETS, generator_from
+from agent.models.stylegan.restyle import encoder_from
+from agent.models.weights import HEADER, WeightsError, built, fill, pack, unpack
 from tests.support.networks import files, recogniser_file
 
 TINY = asdict(PRESETS["tiny32"])
@@ -41,7 +41,7 @@ def test_a_network_reads_back_and_the_same_network_is_the_same_bytes() -> None:
      pack("thing", {}, {}, {"a": torch.tensor([float("nan")])})],
 )  # fmt: skip
 def test_what_is_no_network_of_ours_is_refused(raw: bytes) -> None:
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         unpack(raw, "thing")
 
 
@@ -53,7 +53,7 @@ def test_what_is_no_network_of_ours_is_refused(raw: bytes) -> None:
 def test_sizes_in_a_file_cost_no_memory_and_no_fault(wrong: dict[str, object]) -> None:
     raw = pack("generator", {**TINY, **wrong}, {}, {"synthesis.b4.const": torch.zeros(1)})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         generator_from(raw)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
 
@@ -69,7 +69,7 @@ def test_every_reader_refuses_a_file_whose_tensors_are_not_those_of_its_sizes(re
             {n: t for n, t in state.items() if n != name},
             {**state, "x": torch.zeros(1)},
         ):
-            with pytest.raises(BadWeights):
+            with pytest.raises(WeightsError):
                 reader(pack(kind, told.config, told.notes, changed))
 
 
@@ -81,5 +81,5 @@ def test_a_module_is_built_from_a_file_without_moving_anybodys_generator() -> No
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(module.weight, linear.weight)
     assert not module.weight.requires_grad
-    with pytest.raises(BadWeights, match="weight"):
+    with pytest.raises(WeightsError, match="weight"):
         fill(torch.nn.Linear(3, 3), linear.state_dict())

@@ -13,38 +13,38 @@ from pathlib import Path
 
 import pytest
 
-from agent import doctor_command
-from agent.edges import doctor
-from agent.edges.echo import echo, knows_us
-from agent.edges.home import Home
-from agent.edges.log import open_log
-from agent.edges.remote import PacsError, Remote
-from agent.edges.sealed import FORMAT
-from agent.edges.upgrading import upgrade
-from coordinator.edges.dated import Dated
-from policies.forms import FORM
-from protos.doctor import Finding
+from agent.cli import doctor as doctor_command
+from agent.event_log import open_log
+from agent.operations import doctor
+from agent.operations.upgrade import upgrade
+from agent.pacs.archive import ArchiveConfig, ArchiveError
+from agent.pacs.dimse.verification_scu import echo, knows_us
+from agent.storage.encrypted_sqlite import FORMAT
+from agent.storage.site_directory import SiteDirectory
+from coordinator.gateway.server import ServerTimeInterceptor
+from policies.ledger.backends.schema_version import FORM
+from protos.operations.checks import CheckResult
 from tests.support.archives import rogue_move
 from tests.support.collector import Syslogd
 from tests.support.connect_proxy import ConnectProxy
-from tests.support.federation import Federation, Site
+from tests.support.federation_world import Federation, Site
 from tests.support.older import older
 from tests.support.pacs import Pacs, orthanc
 from tests.support.ports import free_port
 
 
-def found(home: Home) -> dict[str, Finding]:
+def found(home: SiteDirectory) -> dict[str, CheckResult]:
     return {finding.name: finding for finding in doctor_command.findings(home, dt.datetime.now(dt.UTC))}
 
 
-def wrong(home: Home) -> dict[str, str]:
+def wrong(home: SiteDirectory) -> dict[str, str]:
     return {name: finding.said for name, finding in found(home).items() if finding.state == "fail"}
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     """Enrolled at a coordinator that serves and tells its time."""
-    with Federation(tmp_path, recorder=Dated()) as federation:  # type: ignore[arg-type]
+    with Federation(tmp_path, recorder=ServerTimeInterceptor()) as federation:  # type: ignore[arg-type]
         yield federation.join("site-a")
 
 
@@ -90,7 +90,7 @@ def test_an_enrolled_site_is_green_straight_and_through_the_hospitals_proxy(
 
 
 def test_clocks_that_are_apart_are_told_with_the_seconds(tmp_path: Path) -> None:
-    behind = Dated(lambda: time.time() - 90)
+    behind = ServerTimeInterceptor(lambda: time.time() - 90)
     with Federation(tmp_path, recorder=behind) as federation:  # type: ignore[arg-type]
         site = federation.join("site-a")
         assert set(wrong(site.home)) == {doctor.AGREES}
@@ -125,7 +125,7 @@ def test_a_certificate_that_ends_soon_or_has_ended_is_told(site: Site) -> None:
     (soon,) = doctor.certificate(site.home, now + dt.timedelta(hours=20))
     assert "it ends in 0.2 days" in soon.said
     (ended,) = doctor.certificate(site.home, now + dt.timedelta(days=2))
-    assert "it ended at" in ended.said
+    assert "it expired at" in ended.said
     assert "run `enrol`" in ended.said
 
 
@@ -148,11 +148,11 @@ def test_echo_goes_both_ways_with_a_real_pacs(site: Site, tmp_path: Path) -> Non
         assert told["the PACS reaches us"].state == "note"
         assert "LAZARET" in told["the PACS reaches us"].said
         ingest(site, listener(port) + archive(pacs).replace('"LAZARET"', '"STRANGER"'))
-        assert "does not know our AE title" in wrong(site.home)["C-ECHO to main"]
+        assert "does not know this site's AE title" in wrong(site.home)["C-ECHO to main"]
         ingest(site, archive(pacs, 'mode = "move"\n'))
-        assert "nothing listens here" in wrong(site.home)["main knows the destination of C-MOVE"]
+        assert "no listener here" in wrong(site.home)["main knows the destination of C-MOVE"]
     ingest(site, listener(port) + archive(pacs))
-    assert "nobody answers" in wrong(site.home)["C-ECHO to main"]
+    assert "nothing answers" in wrong(site.home)["C-ECHO to main"]
 
 
 def test_what_the_receiver_wrote_down_tells_whether_the_pacs_reaches_us(site: Site) -> None:
@@ -170,7 +170,7 @@ def test_of_what_the_receiver_heard_the_newest_counts_and_an_old_echo_is_a_note(
     ingest(site, listener(free_port()))
     log, now = site.home.root / "agent.log", dt.datetime.now(dt.UTC)
 
-    def heard(*events: tuple[str, float]) -> Finding:
+    def heard(*events: tuple[str, float]) -> CheckResult:
         """What is said of these events, so many days ago."""
         lines = [
             {"event": "listener", "state": state, "timestamp": (now - dt.timedelta(days=ago)).isoformat()}
@@ -198,7 +198,7 @@ def test_of_what_the_receiver_heard_the_newest_counts_and_an_old_echo_is_a_note(
 
 def test_databases_that_serve_would_refuse_are_a_fault_before_serve_is_started(site: Site, tmp_path: Path) -> None:
     name = "forms of the databases"
-    home = Home(older(tmp_path / "old").site)
+    home = SiteDirectory(older(tmp_path / "old").site)
     old = found(home)[name]
     assert old.said.startswith(f"ledger: form 1 of {FORM}; vault: form 1 of {FORMAT}: `serve` refuses")
     assert "run `upgrade`" in old.fix
@@ -206,15 +206,15 @@ def test_databases_that_serve_would_refuse_are_a_fault_before_serve_is_started(s
     assert found(home)[name].state == "pass"
     with sqlite3.connect(home.root / "ledger.db") as newer:
         newer.execute("UPDATE form SET version_num = ?", (str(FORM + 1),))
-    assert "a newer program has upgraded it" in wrong(home)[name]
+    assert "a newer version has upgraded it" in wrong(home)[name]
     (none,) = doctor.databases(site.home)
     assert (none.state, none.said) == ("note", "no ledger yet; no vault yet")
 
 
 def test_a_pacs_that_knows_no_such_destination_is_a_fault(site: Site) -> None:
-    remote = Remote("main", "MAIN", "127.0.0.1", 1, "LAZARET", mode="move")
+    remote = ArchiveConfig("main", "MAIN", "127.0.0.1", 1, "LAZARET", mode="move")
     for status, known in ((0xA801, False), (0x0000, True)):
         with rogue_move(status) as port:
             assert knows_us(replace(remote, port=port)) is known
-    with pytest.raises(PacsError):
+    with pytest.raises(ArchiveError):
         echo(replace(remote, port=free_port()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -14,20 +15,29 @@ from pathlib import Path
 
 import pytest
 
-from agent import doctor_command
+from agent.cli import doctor as doctor_command
+from agent.cli import serve
 from agent.deidentify.record import Record
-from agent.desk import greet, open_desk
-from agent.edges import looking, projects
-from agent.edges.backup import backup, private_of
-from agent.edges.doctor import databases
-from agent.edges.home import BadSite, Home
-from agent.edges.restore import restore
-from agent.edges.sealed import VaultError
-from policies.claims import SubsampledGaussian
-from policies.store import LedgerTurnedBackError, LedgerUnsound
-from protos.doctor import Finding, examine
-from protos.keybox import files_of
-from tests.support.federation import Federation, Site
+from agent.errors import SiteConfigError
+from agent.operations.backup import backup, private_of
+from agent.operations.doctor import databases
+from agent.operations.restore import restore
+from agent.runtime import open_runtime, sync_with_coordinator
+from agent.storage import projects, read_only_access
+from agent.storage.encrypted_sqlite import VaultError
+from agent.storage.site_directory import SiteDirectory
+from policies.accounting.claims import SubsampledGaussian
+from policies.audit.auditor import SKEW
+from policies.ledger.store import LedgerTurnedBackError, LedgerUnsoundError
+from protos.encryption.key_archive import files_of
+from protos.operations.checks import CheckResult, examine
+from tests.support.federation_world import Federation, Site
+
+
+def right_now() -> dt.datetime:
+    """Not the time at which this file was collected: a ledger that is written since then lies in its future."""
+    return dt.datetime.now(dt.UTC)
+
 
 SMALL = SubsampledGaussian(0.01, 8.0, 1)
 
@@ -43,8 +53,8 @@ def working(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         site = federation.join("site-a")
         toml = site.home.root / "site.toml"
         toml.write_text(toml.read_text().replace('127.0.0.1:1"', f'127.0.0.1:{federation.port}"'))
-        with open_desk(site.home.root, quiet) as desk:
-            greet(desk)
+        with open_runtime(site.home.root, quiet) as desk:
+            sync_with_coordinator(desk)
             for name in ("g1", "g2"):
                 said = site.hospital.reservation(name, SMALL, "federated", f"run-{name}")
                 assert desk.site.books.reserve(f"r-{name}", said, desk.site.seal(said)).admitted
@@ -52,38 +62,64 @@ def working(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture
-def home(working: Site, tmp_path: Path) -> Home:
+def home(working: Site, tmp_path: Path) -> SiteDirectory:
     """A copy of it."""
-    return Home(Path(shutil.copytree(working.home.root, tmp_path / "site", symlinks=True)))
+    return SiteDirectory(Path(shutil.copytree(working.home.root, tmp_path / "site", symlinks=True)))
 
 
-def books(home: Home) -> dict[str, Finding]:
+def books(home: SiteDirectory, now: dt.datetime | None = None) -> dict[str, CheckResult]:
     found = examine(
-        [("books", lambda: doctor_command.books(home, lambda _done, _all: None))], doctor_command._EXPECTED
+        [("books", lambda: doctor_command.ledgers(home, now or right_now(), lambda _done, _all: None))],
+        doctor_command._EXPECTED,
     )
     return {finding.name: finding for finding in found}
 
 
-def wrong(home: Home) -> set[str]:
+def wrong(home: SiteDirectory) -> set[str]:
     told = books(home)
     assert not any("the check itself failed" in f.said or str(home.root) in f.said for f in told.values())
     return {name for name, finding in told.items() if finding.state == "fail"}
 
 
-def opens(home: Home) -> None:
-    with open_desk(home.root, quiet):
+def opens(home: SiteDirectory) -> None:
+    with open_runtime(home.root, quiet):
         pass
 
 
-def test_a_site_that_opens_is_green_also_while_it_is_open(home: Home) -> None:
+def test_a_site_that_opens_is_green_also_while_it_is_open(home: SiteDirectory) -> None:
     assert wrong(home) == set()
     assert {f.state for f in books(home).values()} == {"pass"}
-    with open_desk(home.root, quiet):
+    with open_runtime(home.root, quiet):
         assert wrong(home) == set()
     opens(home)
 
 
-def test_to_look_changes_no_byte(home: Home) -> None:
+def test_an_entry_of_the_future_is_a_fault_once_it_is_further_off_than_clocks_may_differ(home: SiteDirectory) -> None:
+    with contextlib.closing(doctor_command._folded(home, lambda _done, _all: None)) as store:
+        latest = dt.datetime.fromtimestamp(store.state.latest, dt.UTC)
+    skew = dt.timedelta(seconds=SKEW)
+    assert books(home, latest - skew)[doctor_command._TIMES].state == "pass"
+    found = books(home, latest - skew - dt.timedelta(seconds=1))[doctor_command._TIMES]
+    assert found.state == "fail"
+    assert f"{SKEW + 1} s in the future" in found.said
+    assert "set it right (NTP)" in found.said
+
+
+def test_a_site_that_serves_with_an_entry_of_the_future_says_and_logs_it(
+    home: SiteDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_runtime(home.root, quiet) as desk:
+        latest = desk.site.books.store.state.latest
+        serve._warn_of_the_future(desk, latest)
+        assert capsys.readouterr().err == ""
+        serve._warn_of_the_future(desk, latest - SKEW - 1)
+    assert "in the future" in capsys.readouterr().err
+    lines = [json.loads(line) for line in (home.root / "agent.log").read_text().splitlines()]
+    (told,) = (line for line in lines if line["event"] == "ledger_in_the_future")
+    assert (told["level"], told["seconds"]) == ("warning", SKEW + 1)
+
+
+def test_to_look_changes_no_byte(home: SiteDirectory) -> None:
     def there() -> dict[str, str]:
         return {
             str(p.relative_to(home.root)): hashlib.sha256(p.read_bytes()).hexdigest()
@@ -101,7 +137,7 @@ def test_to_look_changes_no_byte(home: Home) -> None:
     assert not (home.root / "vault.db").exists()
 
 
-def test_another_key_of_the_vault_or_of_a_project_is_a_fault(home: Home) -> None:
+def test_another_key_of_the_vault_or_of_a_project_is_a_fault(home: SiteDirectory) -> None:
     for key in (home.keys / "vault.key", home.project_keys / "main" / "key"):
         was = key.read_bytes()
         key.write_bytes(secrets.token_bytes(len(was)))
@@ -113,19 +149,19 @@ def test_another_key_of_the_vault_or_of_a_project_is_a_fault(home: Home) -> None
     assert wrong(home) == {doctor_command._VAULT}
 
 
-def test_a_vault_that_is_no_database_is_a_fault(home: Home) -> None:
+def test_a_vault_that_is_no_database_is_a_fault(home: SiteDirectory) -> None:
     (home.root / "vault.db").write_bytes(os.urandom(4096))
     for name in ("vault.db-wal", "vault.db-shm"):
         (home.root / name).unlink(missing_ok=True)
     assert wrong(home) == {doctor_command._VAULT}
 
 
-def test_watch_that_is_gone_or_cannot_be_read_is_a_fault(home: Home) -> None:
+def test_watch_that_is_gone_or_cannot_be_read_is_a_fault(home: SiteDirectory) -> None:
     (home.root / "watch" / "seen.json").write_text("{}{")
     assert wrong(home) == {doctor_command._WATCH}
     shutil.rmtree(home.root / "watch")
     assert wrong(home) == {doctor_command._WATCH}
-    with pytest.raises(BadSite, match="watch/ is missing"):
+    with pytest.raises(SiteConfigError, match="watch/ is missing"):
         opens(home)
 
 
@@ -147,18 +183,18 @@ def edit(path: Path, *statements: str) -> None:
         "UPDATE head SET seal = CAST(x'00' AS BLOB)",
     ],
 )
-def test_an_entry_that_was_changed_taken_or_put_in_is_a_fault(change: str, home: Home) -> None:
+def test_an_entry_that_was_changed_taken_or_put_in_is_a_fault(change: str, home: SiteDirectory) -> None:
     edit(home.root / "ledger.db", change)
     assert wrong(home) == {doctor_command._LEDGER}
-    with pytest.raises(LedgerUnsound):
+    with pytest.raises(LedgerUnsoundError):
         opens(home)
 
 
-def test_a_ledger_that_is_missing_or_was_begun_anew_is_a_fault(home: Home) -> None:
+def test_a_ledger_that_is_missing_or_was_begun_anew_is_a_fault(home: SiteDirectory) -> None:
     ledger = home.root / "ledger.db"
     ledger.unlink()
     assert wrong(home) == {doctor_command._LEDGER}
-    with pytest.raises(LedgerTurnedBackError, match=r"ledger\.mark is there"):
+    with pytest.raises(LedgerTurnedBackError, match=r"ledger\.mark exists"):
         opens(home)
     assert wrong(home) == {doctor_command._LEDGER}
     for name in ("ledger.db", "ledger.mark"):  # and the mark, too: the vault knows
@@ -166,44 +202,44 @@ def test_a_ledger_that_is_missing_or_was_begun_anew_is_a_fault(home: Home) -> No
     assert wrong(home) == {doctor_command._LEDGER}
     (forms,) = databases(home)
     assert forms.state == "note"
-    with pytest.raises(BadSite, match=r"ledger\.db is older than this vault, or missing"):
+    with pytest.raises(SiteConfigError, match=r"ledger\.db is older than this vault, or missing"):
         opens(home)
     assert ledger.exists(), "an empty one, by the attempt"
     assert wrong(home) == {doctor_command._HISTORY}
 
 
 def test_a_release_that_the_vault_does_not_know_is_a_fault_before_another_one_is_asked_for(
-    home: Home, working: Site
+    home: SiteDirectory, working: Site
 ) -> None:
     hospital = working.hospital
-    with open_desk(home.root, quiet) as desk:
+    with open_runtime(home.root, quiet) as desk:
         said = hospital.reservation("k")
         assert desk.site.books.reserve("r-k", said, desk.site.seal(said)).admitted
         release = hospital.release("k")
         desk.site.books.send(release, desk.site.seal(release))
     assert wrong(home) == {doctor_command._HISTORY}
-    assert f"does not know who is behind {release.release}" in books(home)[doctor_command._HISTORY].said
-    with open_desk(home.root, quiet) as desk:
+    assert f"does not know the patients of {release.release}" in books(home)[doctor_command._HISTORY].said
+    with open_runtime(home.root, quiet) as desk:
         desk.vault.write_note("releases", [{"release": release.release, "clusters": [], "again": []}])
     assert wrong(home) == set()
 
 
-def test_a_ledger_with_grants_beside_no_vault_is_a_fault(home: Home) -> None:
+def test_a_ledger_with_grants_beside_no_vault_is_a_fault(home: SiteDirectory) -> None:
     (home.root / "vault.db").unlink()
     assert wrong(home) == {doctor_command._HISTORY}
 
 
-def test_an_empty_vault_is_a_fault_beside_a_ledger_with_grants(home: Home) -> None:
+def test_an_empty_vault_is_a_fault_beside_a_ledger_with_grants(home: SiteDirectory) -> None:
     for name in ("vault.db-wal", "vault.db-shm"):
         (home.root / name).unlink(missing_ok=True)
     (home.root / "vault.db").write_bytes(b"")
     assert wrong(home) == {doctor_command._VAULT}
-    with pytest.raises(BadSite, match="lost or emptied"):
+    with pytest.raises(SiteConfigError, match="lost or emptied"):
         opens(home)
     assert wrong(home) == {doctor_command._HISTORY}, "the attempt wrote into it"
 
 
-def test_a_project_without_its_records_is_no_pass(home: Home) -> None:
+def test_a_project_without_its_records_is_no_pass(home: SiteDirectory) -> None:
     database = home.root / "projects" / "main.db"
     for name in ("main.db", "main.db-wal", "main.db-shm"):
         (database.parent / name).unlink(missing_ok=True)
@@ -214,14 +250,14 @@ def test_a_project_without_its_records_is_no_pass(home: Home) -> None:
 
 
 def test_a_delta_that_the_number_of_patients_forbids_is_a_fault_and_no_number_is_told(
-    home: Home, monkeypatch: pytest.MonkeyPatch
+    home: SiteDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quarter of a million patients are not made for this: what there is is counted, and then more is said."""
     with contextlib.closing(projects.open_vault(home)) as vault:
         vault.keep_all([record(n, n % 3) for n in range(5)])
-        assert looking.records(home).most == vault.patients() == 3
+        assert read_only_access.records(home).most == vault.patients() == 3
     assert wrong(home) == set()
-    monkeypatch.setattr(looking, "_patients", lambda _one: 10**6)
+    monkeypatch.setattr(read_only_access, "_patients", lambda _one: 10**6)
     assert wrong(home) == {doctor_command._DELTA}
     assert not any("1000000" in f.said + f.fix for f in books(home).values())
     (home.root / "ledger.db").unlink()
@@ -235,7 +271,7 @@ def record(number: int, person: int) -> Record:
 
 @pytest.mark.parametrize("name", ["site.toml", "policy.toml", "keys/federation.toml"])
 @pytest.mark.parametrize("how", ["latin", "folder"])
-def test_a_file_that_is_no_text_is_a_fault_and_stops_no_doctor(home: Home, name: str, how: str) -> None:
+def test_a_file_that_is_no_text_is_a_fault_and_stops_no_doctor(home: SiteDirectory, name: str, how: str) -> None:
     path = home.root / name
     if how == "latin":
         path.write_bytes("# K\u00f6ln\n".encode("latin-1") + path.read_bytes())
@@ -249,7 +285,7 @@ def test_a_file_that_is_no_text_is_a_fault_and_stops_no_doctor(home: Home, name:
 
 
 @pytest.mark.parametrize("how", ["nested", "folder"])
-def test_a_memory_of_the_coordinator_that_is_nested_or_a_folder_is_a_fault(home: Home, how: str) -> None:
+def test_a_memory_of_the_coordinator_that_is_nested_or_a_folder_is_a_fault(home: SiteDirectory, how: str) -> None:
     path = home.root / "watch" / "seen.json"
     path.unlink()
     if how == "nested":
@@ -265,14 +301,14 @@ def test_a_site_that_came_back_and_was_not_recovered_is_frozen_and_that_is_a_fau
     backup(working.home, tmp_path / "backup")
     keys = private_of(files_of(working.home.keys))
     restore(tmp_path / "again", tmp_path / "backup", keys, "ab" * 16)
-    home = Home(tmp_path / "again")
+    home = SiteDirectory(tmp_path / "again")
     assert wrong(home) == {doctor_command._RECEIPTS}
     told = books(home)[doctor_command._RECEIPTS]
     assert told.said.startswith("frozen: 1 site awaited")
     assert "run `recover`" in told.fix
 
 
-def test_all_of_it_stands_in_what_doctor_prints(home: Home) -> None:
+def test_all_of_it_stands_in_what_doctor_prints(home: SiteDirectory) -> None:
     (home.keys / "vault.key").write_bytes(secrets.token_bytes(32))
     edit(home.root / "ledger.db", "DELETE FROM entry WHERE seq = 1")
     found = doctor_command.findings(home, dt.datetime.now(dt.UTC))
@@ -280,8 +316,8 @@ def test_all_of_it_stands_in_what_doctor_prints(home: Home) -> None:
     assert {doctor_command._VAULT, doctor_command._LEDGER} <= failed
 
 
-def test_how_far_the_fold_is_is_told_to_who_listens(home: Home) -> None:
+def test_how_far_the_fold_is_is_told_to_who_listens(home: SiteDirectory) -> None:
     heard: list[tuple[int, int]] = []
-    list(doctor_command.books(home, lambda done, of: heard.append((done, of))))
+    list(doctor_command.ledgers(home, right_now(), lambda done, of: heard.append((done, of))))
     assert heard[0][0] == 0
     assert heard[0][1] > 2

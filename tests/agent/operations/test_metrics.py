@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from agent.edges import home as homes
-from agent.edges import projects
-from agent.edges.ingestion import parse_ingestion
-from agent.edges.listener import Listener
-from agent.edges.metrics import CATALOGUE, Watched, live, metrics, ready, watermark
-from agent.edges.quarantine import Quarantine
-from agent.edges.room import Arrival, Room
-from coordinator.edges.metrics import CATALOGUE as COORDINATORS
-from policies.policy import preset
-from protos.tally import Tally
-from tests.support.books import K5, Hospital, open_register
+from agent.ingest.config import parse_ingestion
+from agent.operations.metrics import CATALOGUE, MonitoredState, live, metrics, ready, watermark
+from agent.pacs.dimse.listener_process import Listener
+from agent.storage import projects, site_directory
+from agent.storage.quarantine import Quarantine
+from agent.storage.spool import ReceivedFile, Spool
+from coordinator.operations.metrics import CATALOGUE as COORDINATORS
+from policies.review.policy import preset
+from protos.operations.event_counters import EventCounters
+from tests.support.ledger_world import K5, Hospital, open_register
 from tests.support.promtool import lint
 
 SITE = (
@@ -45,23 +44,23 @@ NOW = dt.datetime.now(dt.UTC)
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Watched]:
-    home = homes.create(tmp_path / "site", SITE, preset("internal"))
+def watched(tmp_path: Path) -> Iterator[MonitoredState]:
+    home = site_directory.create(tmp_path / "site", SITE, preset("internal"))
     hospital = Hospital("site-a")
     register = open_register(home.root / "ledger.db", hospital)
     with register.store:
         asked = hospital.reservation("grant-1", K5)
         assert register.reserve("reserve-1", asked, hospital.seal(asked)).admitted
         ingestion = parse_ingestion(home.root, home.settings(), INGEST)
-        yield Watched(home, ingestion, lambda: NOW, register.store, tally=Tally())
+        yield MonitoredState(home, ingestion, lambda: NOW, register.store, tally=EventCounters())
 
 
-def values(watched: Watched) -> dict[str, float]:
+def values(watched: MonitoredState) -> dict[str, float]:
     lines = [line for line in metrics(watched)().decode().splitlines() if line[0] != "#"]
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
-def test_the_page_passes_prometheus_own_check_and_no_source_fails(watched: Watched) -> None:
+def test_the_page_passes_prometheus_own_check_and_no_source_fails(watched: MonitoredState) -> None:
     assert lint(metrics(watched)()) == []
     found = values(watched)
     assert {value for name, value in found.items() if name.startswith("lazaret_source_faults")} == {0.0}
@@ -69,13 +68,15 @@ def test_the_page_passes_prometheus_own_check_and_no_source_fails(watched: Watch
     assert found['lazaret_k_releases_held{unit="patient"}'] == 1
 
 
-def test_files_that_wait_and_files_that_were_refused_are_counted_by_their_names_alone(watched: Watched) -> None:
-    inbox, quarantine = projects.rooms(watched.home, "main")
-    room, refused = Room(inbox, bytes(32)), Quarantine(quarantine, bytes(32))
+def test_files_that_wait_and_files_that_were_refused_are_counted_by_their_names_alone(
+    watched: MonitoredState,
+) -> None:
+    inbox, quarantine = projects.project_folders(watched.home, "main")
+    room, refused = Spool(inbox, bytes(32)), Quarantine(quarantine, bytes(32))
     for number in range(3):
-        room.put(Arrival("dimse", "PACS", b"x" * number, patient_id="SECRET-7"))
+        room.put(ReceivedFile("dimse", "PACS", b"x" * number, patient_id="SECRET-7"))
     for number in range(2):
-        refused.refuse(f"{number:032x}", "truncated", Arrival("dimse", "PACS", b"x", patient_id="SECRET-7"))
+        refused.refuse(f"{number:032x}", "truncated", ReceivedFile("dimse", "PACS", b"x", patient_id="SECRET-7"))
     (quarantine / "notes.by.hand").write_text("x")
     found = values(watched)
     assert found['lazaret_queue_files{project="main",queue="inbox"}'] == 3
@@ -85,7 +86,7 @@ def test_files_that_wait_and_files_that_were_refused_are_counted_by_their_names_
     assert "SECRET" not in metrics(watched)().decode()
 
 
-def test_failed_pulls_and_the_link_come_from_the_log(watched: Watched) -> None:
+def test_failed_pulls_and_the_link_come_from_the_log(watched: MonitoredState) -> None:
     found = values(watched)
     assert found['lazaret_pacs_errors_total{archive="main"}'] == 0, "there before the first fault, for increase()"
     assert "lazaret_link_online" not in found
@@ -95,16 +96,16 @@ def test_failed_pulls_and_the_link_come_from_the_log(watched: Watched) -> None:
         {"event": "pulled", "where": "main"},
         {"event": "link", "state": "online"},
     ):
-        watched.tally.hear(event, "error")
+        watched.tally.count(event, "error")
     found = values(watched)
     assert found['lazaret_pacs_errors_total{archive="main"}'] == 1
     assert found['lazaret_pacs_last_pull_seconds{archive="main"}'] < 60
     assert found["lazaret_link_online"] == 1
-    watched.tally.hear({"event": "link", "state": "unreachable"}, "info")
+    watched.tally.count({"event": "link", "state": "unreachable"}, "info")
     assert values(watched)["lazaret_link_online"] == 0
 
 
-def test_a_receiver_that_is_wanted_and_does_not_listen_is_not_ready(watched: Watched) -> None:
+def test_a_receiver_that_is_wanted_and_does_not_listen_is_not_ready(watched: MonitoredState) -> None:
     assert values(watched)["lazaret_listening"] == 0
     assert live(watched)() is None
     assert "does not listen" in str(ready(watched)())
@@ -117,13 +118,13 @@ def test_a_receiver_that_is_wanted_and_does_not_listen_is_not_ready(watched: Wat
     assert "does not listen" in str(ready(up)())
 
 
-def test_the_watermark_is_the_receivers_own(watched: Watched) -> None:
+def test_the_watermark_is_the_receivers_own(watched: MonitoredState) -> None:
     assert watermark(watched.ingestion, 100_000) == 25_000
     assert watermark(watched.ingestion, 100) == 1000
     assert watermark(replace(watched.ingestion, listener=None), 100) == 2 << 30
 
 
-def test_a_site_without_an_open_ledger_tells_of_the_rest(watched: Watched) -> None:
+def test_a_site_without_an_open_ledger_tells_of_the_rest(watched: MonitoredState) -> None:
     without = replace(watched, store=None)
     found = values(without)
     assert "lazaret_grants_held" not in found
@@ -131,7 +132,7 @@ def test_a_site_without_an_open_ledger_tells_of_the_rest(watched: Watched) -> No
     assert live(without)() is None
 
 
-def test_a_ledger_that_was_stopped_is_not_alive(watched: Watched) -> None:
+def test_a_ledger_that_was_stopped_is_not_alive(watched: MonitoredState) -> None:
     assert watched.store is not None
     watched.store.stop()
     assert "restart" in str(live(watched)())

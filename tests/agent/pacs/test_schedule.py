@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pynetdicom import AllStoragePresentationContexts
 
-from agent.edges.calling import storage_contexts
-from agent.edges.hours import Clock, Hours, Pace
-from agent.edges.pull import Query, Remote
+from agent.pacs.dimse.requestor import storage_contexts
+from agent.pacs.dimse.retrieve import ArchiveConfig, Query
+from agent.pacs.schedule import Clock, Hours, RateLimiter
 
 
 def at(hour: int, minute: int = 0, second: int = 0) -> dt.datetime:
@@ -26,7 +26,7 @@ def test_the_turns_of_a_pace_are_never_closer_than_the_rate(counts: list[int], p
     def sleep(seconds: float) -> None:
         now[0] += dt.timedelta(seconds=seconds)
 
-    pace = Pace("", True, per_minute, Clock(lambda: now[0], sleep))
+    pace = RateLimiter("", True, per_minute, Clock(lambda: now[0], sleep))
     for count in counts:
         pace.take(count)
     elapsed = (now[0] - at(12)).total_seconds()
@@ -63,7 +63,7 @@ def test_after_waiting_the_hours_hold_and_not_a_second_before(
     ],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(wrong: dict[str, object]) -> None:
-    good = Remote("pacs", "AET", "127.0.0.1", 104, "LAZARET")
+    good = ArchiveConfig("pacs", "AET", "127.0.0.1", 104, "LAZARET")
     with pytest.raises(ValueError, match=r"pacs|hours"):
         replace(good, **wrong)  # type: ignore[arg-type]
 

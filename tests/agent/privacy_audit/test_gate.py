@@ -16,11 +16,20 @@ from scipy.special import logit
 from sklearn.datasets import load_digits
 from torch import nn
 
-from agent import audit_command
-from agent.__main__ import main
-from agent.attacks import dp_audit, dp_bounds, dp_controls, dp_law, dp_patients, dp_queries
-from agent.attacks.dp_audit import (
-    AuditFailed,
+from agent.cli import audit as audit_command
+from agent.cli.main import main
+from agent.domain import Image, Patient
+from agent.dp import clipping, dpsgd, noise, per_example_gradients
+from agent.dp.clipping import bookkeeping_engine, loop_engine, vmap_engine
+from agent.dp.dpsgd import best_engine
+from agent.dp.noise import SystemEntropy
+from agent.mechanisms.privimage import semantic_query
+from agent.privacy_audit import canaries, lower_bounds, negative_controls, query_conformance
+from agent.privacy_audit import conformance as dp_law
+from agent.privacy_audit import gate as dp_audit
+from agent.privacy_audit.conformance import Conformance, Trial, of_noise, of_sampling
+from agent.privacy_audit.gate import (
+    NoiseAuditError,
     Sensitivity,
     conformance,
     gate,
@@ -28,23 +37,24 @@ from agent.attacks.dp_audit import (
     sensitivity,
     toy_sensitivity,
 )
-from agent.attacks.dp_bounds import epsilon_curved, epsilon_guessed, gaussian_delta, gaussian_mu, lower_bound, p_value
-from agent.attacks.dp_law import Conformance, Trial, of_noise, of_sampling
-from agent.nouns import Image, Patient
-from agent.stages import clipping, finetune, noise, per_unit, select
-from agent.stages.clipping import bookkept, chunked, looped
-from agent.stages.finetune import best_engine
-from agent.stages.noise import SystemEntropy
+from agent.privacy_audit.lower_bounds import (
+    epsilon_curved,
+    epsilon_guessed,
+    gaussian_delta,
+    gaussian_mu,
+    lower_bound,
+    p_value,
+)
 from tests.support.entropy import UnsafeSeededEntropy
 
-ENGINE = bookkept(64)
+ENGINE = bookkeeping_engine(64)
 FINE = {"noise x 0.97": 5000}  # canaries; all other faults show with 1000
 
 
 # -- the law
 
 
-@pytest.mark.parametrize("engine", [looped, chunked(64), ENGINE], ids=["looped", "chunked", "bookkept"])
+@pytest.mark.parametrize("engine", [loop_engine, vmap_engine(64), ENGINE], ids=["looped", "chunked", "bookkept"])
 def test_what_is_shipped_follows_its_law(engine):
     assert conformance(UnsafeSeededEntropy(1), engine, canaries=1000).holds
 
@@ -56,18 +66,18 @@ def test_there_is_no_false_alarm(seed):
 
 @pytest.mark.slow
 def test_there_is_no_false_alarm_in_twenty_runs():
-    assert all(conformance(UnsafeSeededEntropy(200 + seed), looped).holds for seed in range(20))
+    assert all(conformance(UnsafeSeededEntropy(200 + seed), loop_engine).holds for seed in range(20))
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("control", dp_controls.CONTROLS, ids=lambda control: control.what)
+@pytest.mark.parametrize("control", negative_controls.CONTROLS, ids=lambda control: control.what)
 def test_every_negative_control_is_seen(control, seed):  # P10 broken on purpose, in each way that is known
     found = control.run(UnsafeSeededEntropy(seed), ENGINE, FINE.get(control.what, 1000))
     assert found.p < dp_law.SURE
 
 
 def test_the_right_property_is_named():
-    what = {c.what: c.run(UnsafeSeededEntropy(0), ENGINE, 1000).worst.what for c in dp_controls.CONTROLS}
+    what = {c.what: c.run(UnsafeSeededEntropy(0), ENGINE, 1000).worst.what for c in negative_controls.CONTROLS}
     assert what["noise halved"] == "the noise has the claimed size"
     assert what["clipping by image, sold as by patient"] == "a patient who is drawn adds the clip and no more"
     assert what["sampling rate x 1.5"] == "patients are drawn at the claimed rate"
@@ -75,15 +85,15 @@ def test_the_right_property_is_named():
 
 
 def test_noise_that_repeats_at_every_step_is_seen_though_the_batches_are_fresh(monkeypatch):
-    honest, kept = noise.gaussians, {}
-    monkeypatch.setattr(noise, "gaussians", lambda e, count: kept.setdefault(count, honest(e, count)))
+    honest, kept = noise.draw_gaussians, {}
+    monkeypatch.setattr(noise, "draw_gaussians", lambda e, count: kept.setdefault(count, honest(e, count)))
     found = conformance(UnsafeSeededEntropy(0), ENGINE, canaries=1000)
     assert next(t for t in found.trials if t.what == "the noise of a step is its own").p < 1e-9
 
 
 def test_noise_that_repeats_along_the_vector_is_seen(monkeypatch):
-    honest = noise.gaussians
-    monkeypatch.setattr(noise, "gaussians", lambda e, count: np.resize(honest(e, 333), count))
+    honest = noise.draw_gaussians
+    monkeypatch.setattr(noise, "draw_gaussians", lambda e, count: np.resize(honest(e, 333), count))
     found = conformance(UnsafeSeededEntropy(0), ENGINE, canaries=1000)
     assert next(t for t in found.trials if t.what == "the noise of a number is its own").p < 1e-9
 
@@ -134,31 +144,32 @@ def test_canaries_come_in_rows():
 
 
 @pytest.mark.parametrize(
-    "query", [dp_queries.sum_conformance, dp_queries.histogram_conformance, dp_queries.part_conformance]
+    "query",
+    [query_conformance.sum_conformance, query_conformance.histogram_conformance, query_conformance.part_conformance],
 )
 def test_noisy_queries_follow_their_law(query, monkeypatch):
     assert query(UnsafeSeededEntropy(0)).holds
-    honest = noise.gaussians
-    monkeypatch.setattr(noise, "gaussians", lambda e, count: 0.9 * honest(e, count))
+    honest = noise.draw_gaussians
+    monkeypatch.setattr(noise, "draw_gaussians", lambda e, count: 0.9 * honest(e, count))
     assert not query(UnsafeSeededEntropy(0)).holds
 
 
 def test_a_histogram_that_counts_every_image_of_a_patient_is_seen(monkeypatch):
-    honest = select._averaged
-    monkeypatch.setattr(select, "_averaged", lambda rows, bins, shape: honest(rows, bins, shape) * len(rows))
-    assert not dp_queries.histogram_conformance(UnsafeSeededEntropy(0)).holds
+    honest = semantic_query._averaged
+    monkeypatch.setattr(semantic_query, "_averaged", lambda rows, bins, shape: honest(rows, bins, shape) * len(rows))
+    assert not query_conformance.histogram_conformance(UnsafeSeededEntropy(0)).holds
 
 
 def test_noise_that_is_on_no_lattice_is_seen():
     rng, exact = np.random.default_rng(0), np.zeros(500)
-    found = dp_queries.query_conformance(lambda: exact + rng.normal(size=500), exact, 1.0, noise.GRID)
+    found = query_conformance.query_conformance(lambda: exact + rng.normal(size=500), exact, 1.0, noise.GRID)
     assert found.worst == Trial("what is released lies on the lattice", 0.0)
 
 
 def test_a_lattice_that_is_coarser_than_claimed_is_seen():
     rng, exact = np.random.default_rng(0), np.zeros(500)
     for grid, good in ((noise.GRID, True), (2 * noise.GRID, False)):
-        found = dp_queries.query_conformance(
+        found = query_conformance.query_conformance(
             lambda grid=grid: np.rint(rng.normal(size=500) / grid) * grid, exact, 1.0, noise.GRID
         )
         assert found.holds is good
@@ -170,37 +181,41 @@ def _whole_batch(units, job, entropy):
 
 
 def _unbounded(model, loss, units, job, entropy, box):
-    return finetune.noisy_part(model, loss, units, job, entropy, finetune.Box(box.grid, 1e6))
+    return dpsgd.noisy_part(model, loss, units, job, entropy, dpsgd.SecureSumGrid(box.grid, 1e6))
 
 
 def _boxed_afterwards(model, loss, units, job, entropy, box):
-    whole = finetune.noisy_part(model, loss, units, job, entropy, box)
+    whole = dpsgd.noisy_part(model, loss, units, job, entropy, box)
     return np.clip(whole, -box.bound / box.grid, box.bound / box.grid)
 
 
 def _by_another_share(model, loss, units, job, entropy, box):
     less = replace(job, noise_multiplier=job.noise_multiplier / math.sqrt(2))
-    return finetune.noisy_part(model, loss, units, less, entropy, box)
+    return dpsgd.noisy_part(model, loss, units, less, entropy, box)
 
 
 @pytest.mark.parametrize(
     ("what", "where", "name", "broken"),
     [
-        ("a patient adds what the box lets through", finetune, "_batch", _whole_batch),
-        ("a patient adds what the box lets through", dp_queries, "noisy_part", _unbounded),
-        ("the noise has the claimed size, of a masked part", dp_queries, "noisy_part", _by_another_share),
-        ("the noise is Gaussian, of a masked part", dp_queries, "noisy_part", _boxed_afterwards),
+        ("a patient adds what the box lets through", dpsgd, "_batch", _whole_batch),
+        ("a patient adds what the box lets through", query_conformance, "noisy_part", _unbounded),
+        ("the noise has the claimed size, of a masked part", query_conformance, "noisy_part", _by_another_share),
+        ("the noise is Gaussian, of a masked part", query_conformance, "noisy_part", _boxed_afterwards),
     ],
 )
 def test_a_masked_part_that_is_not_what_is_claimed_is_seen(what, where, name, broken, monkeypatch):
     monkeypatch.setattr(where, name, broken)
-    found = dp_queries.part_conformance(UnsafeSeededEntropy(0))
+    found = query_conformance.part_conformance(UnsafeSeededEntropy(0))
     assert next(t.p for t in found.trials if t.what == what) < 1e-6
 
 
 @pytest.mark.slow
 def test_there_is_no_false_alarm_of_queries_in_forty_runs():
-    for query in (dp_queries.sum_conformance, dp_queries.histogram_conformance, dp_queries.part_conformance):
+    for query in (
+        query_conformance.sum_conformance,
+        query_conformance.histogram_conformance,
+        query_conformance.part_conformance,
+    ):
         assert all(query(UnsafeSeededEntropy(300 + seed)).holds for seed in range(40))
 
 
@@ -220,12 +235,12 @@ _FAULTS = {
     "every deviation halved": (noise.deviation, "__code__", lambda _: _halved.__code__),
     "every deviation x 0.97": (noise.deviation, "__code__", lambda _: _a_little_less.__code__),
     "the deviation of sums x 0.97": (noise, "deviation", lambda f: lambda *x: 0.97 * f(*x)),
-    "the deviation of masked parts x 0.97": (finetune, "deviation", lambda f: lambda *x: 0.97 * f(*x)),
-    "normals x 0.97": (noise, "gaussians", lambda f: lambda *x: 0.97 * f(*x)),
+    "the deviation of masked parts x 0.97": (dpsgd, "deviation", lambda f: lambda *x: 0.97 * f(*x)),
+    "normals x 0.97": (noise, "draw_gaussians", lambda f: lambda *x: 0.97 * f(*x)),
     "a coarse lattice": (noise, "GRID", lambda _: 2.0**-4),
     "a lattice of a bit less": (noise, "GRID", lambda _: 2.0**-23),
-    "too many patients drawn": (finetune, "uniforms", lambda f: lambda *x: 0.65 * f(*x)),
-    "noise of biased uniforms": (noise, "uniforms", lambda f: lambda *x: 0.8 * f(*x)),
+    "too many patients drawn": (dpsgd, "draw_uniforms", lambda f: lambda *x: 0.65 * f(*x)),
+    "noise of biased uniforms": (noise, "draw_uniforms", lambda f: lambda *x: 0.8 * f(*x)),
 }
 
 
@@ -236,13 +251,13 @@ def fault(request, monkeypatch):
 
 
 def test_the_audit_takes_no_number_from_what_it_audits():
-    for audit in (dp_audit, dp_law, dp_queries):
+    for audit in (dp_audit, dp_law, query_conformance):
         assert not {"deviation", "GRID", "TAIL", "noise"} & vars(audit).keys()
 
 
 @pytest.mark.usefixtures("fault")
 def test_the_gate_sees_a_fault_in_the_shipped_functions_themselves():
-    with pytest.raises(AuditFailed, match="in two runs it is not so that"):
+    with pytest.raises(NoiseAuditError, match="in two runs it is not so that"):
         gate(UnsafeSeededEntropy(0), ENGINE, canaries=1000)
 
 
@@ -265,7 +280,9 @@ def test_the_command_sees_a_fault_in_the_shipped_functions_themselves(monkeypatc
 # -- sensitivity
 
 
-@pytest.mark.parametrize("engine", [looped, chunked(2), bookkept(2)], ids=["looped", "chunked", "bookkept"])
+@pytest.mark.parametrize(
+    "engine", [loop_engine, vmap_engine(2), bookkeeping_engine(2)], ids=["looped", "chunked", "bookkept"]
+)
 def test_no_neighbour_moves_the_sum_by_more_than_the_clip(engine):
     for cohort in dp_audit.toy_cohorts():
         found = sensitivity(gradient_sum(dp_audit.toy_task(), 0.5, engine), cohort, 0.5)
@@ -273,9 +290,9 @@ def test_no_neighbour_moves_the_sum_by_more_than_the_clip(engine):
         assert found.largest > 0.499  # the clip binds, else this would prove nothing
 
 
-@pytest.mark.parametrize("what", list(dp_controls.ENGINES))
+@pytest.mark.parametrize("what", list(negative_controls.ENGINES))
 def test_a_broken_engine_exceeds_its_sensitivity(what):
-    assert not toy_sensitivity(dp_controls.ENGINES[what]).holds
+    assert not toy_sensitivity(negative_controls.ENGINES[what]).holds
 
 
 def _leaks(rule, many):
@@ -283,7 +300,7 @@ def _leaks(rule, many):
 
     def broken(module, a, g, batch):
         found = rule(module, a, g, batch)
-        if len(batch.counts) > 1 and batch.each is not None and (batch.each >= per_unit.FEW) == many:
+        if len(batch.counts) > 1 and batch.each is not None and (batch.each >= per_example_gradients.FEW) == many:
             found = {name: torch.cat([each[:1], each[1:] + each[:1]]) for name, each in found.items()}
         return found
 
@@ -294,16 +311,20 @@ def _leaks(rule, many):
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Linear, nn.Embedding])
 def test_the_gate_sees_an_engine_that_mixes_patients_of_equally_many_images(kind, many, monkeypatch):
     # such a batch goes other ways than one of unequal patients: one convolution of many groups, one product of many
-    monkeypatch.setattr(per_unit, "RULES", {**per_unit.RULES, kind: _leaks(per_unit.RULES[kind], many)})
+    monkeypatch.setattr(
+        per_example_gradients,
+        "RULES",
+        {**per_example_gradients.RULES, kind: _leaks(per_example_gradients.RULES[kind], many)},
+    )
     monkeypatch.setattr(clipping, "PROBES", 0)  # else the engine sees it itself
-    with pytest.raises(AuditFailed, match=r"one patient moves the sum of gradients by .*nothing was priced"):
+    with pytest.raises(NoiseAuditError, match=r"one patient moves the sum of gradients by .*nothing was priced"):
         gate(SystemEntropy(), best_engine("cpu"), canaries=1000)
 
 
 def test_the_gate_sees_an_engine_that_finds_itself_mixing_patients(monkeypatch):
-    broken = _leaks(per_unit.RULES[nn.Conv2d], many=False)
-    monkeypatch.setattr(per_unit, "RULES", {**per_unit.RULES, nn.Conv2d: broken})
-    with pytest.raises(AuditFailed, match="UnsuitableModel"):
+    broken = _leaks(per_example_gradients.RULES[nn.Conv2d], many=False)
+    monkeypatch.setattr(per_example_gradients, "RULES", {**per_example_gradients.RULES, nn.Conv2d: broken})
+    with pytest.raises(NoiseAuditError, match="UnsuitableModelError"):
         gate(SystemEntropy(), best_engine("cpu"), canaries=1000)
 
 
@@ -319,13 +340,13 @@ def test_the_gate_sees_an_engine_for_accelerators_that_mixes_patients_of_equally
 
     monkeypatch.setattr(torch.func, "vmap", mixing)
     monkeypatch.setattr(clipping, "PROBES", 0)
-    with pytest.raises(AuditFailed, match=r"one patient moves the sum of gradients by .*nothing was priced"):
-        gate(SystemEntropy(), chunked(64), canaries=1000)
+    with pytest.raises(NoiseAuditError, match=r"one patient moves the sum of gradients by .*nothing was priced"):
+        gate(SystemEntropy(), vmap_engine(64), canaries=1000)
 
 
 def test_the_semantic_histogram_keeps_its_sensitivity_and_the_bound_is_reached():
     rng, bins = np.random.default_rng(0), 12
-    query, pointing = select.Query(votes=2, noise=1.0, keep=1, images=8), dp_queries._Pointing(bins)
+    query, pointing = semantic_query.Query(votes=2, noise=1.0, keep=1, images=8), query_conformance._Pointing(bins)
 
     def person(name, columns):
         at = [np.full((1, 1), k / bins, np.float32) for k in columns]
@@ -339,8 +360,8 @@ def test_the_semantic_histogram_keeps_its_sensitivity_and_the_bound_is_reached()
     ]
 
     def exact(patients):
-        total = select._total(patients, pointing, ("0", "1"), query, UnsafeSeededEntropy(0))
-        return total.reshape(-1) / select._PART
+        total = semantic_query._total(patients, pointing, ("0", "1"), query, UnsafeSeededEntropy(0))
+        return total.reshape(-1) / semantic_query._PART
 
     found = sensitivity(exact, cohort, query.claim().sensitivity)
     assert found.holds
@@ -365,14 +386,16 @@ def test_the_gate_lets_the_shipped_code_through():
 
 
 def test_the_gate_watches_the_code_that_is_shipped_and_says_what_is_wrong(monkeypatch):
-    monkeypatch.setattr(noise, "gaussians", lambda entropy, count: np.zeros(count))
-    with pytest.raises(AuditFailed, match=r"the noise .*nothing was priced"):
+    monkeypatch.setattr(noise, "draw_gaussians", lambda entropy, count: np.zeros(count))
+    with pytest.raises(NoiseAuditError, match=r"the noise .*nothing was priced"):
         gate(SystemEntropy(), ENGINE, canaries=1000)
 
 
 def test_the_gate_refuses_an_engine_that_lets_more_than_the_clip_through():
-    with pytest.raises(AuditFailed, match=r"one patient moves the sum of gradients by 1\.747, and the bound is 0\.5"):
-        gate(SystemEntropy(), dp_controls.by_layer, canaries=1000)
+    with pytest.raises(
+        NoiseAuditError, match=r"one patient moves the sum of gradients by 1\.747, and the bound is 0\.5"
+    ):
+        gate(SystemEntropy(), negative_controls.by_layer, canaries=1000)
 
 
 class _Empty:
@@ -381,7 +404,7 @@ class _Empty:
 
 
 def test_the_gate_refuses_when_it_cannot_run():
-    with pytest.raises(AuditFailed, match=r"could not run \(OSError\): nothing was priced"):
+    with pytest.raises(NoiseAuditError, match=r"could not run \(OSError\): nothing was priced"):
         gate(_Empty(), canaries=1000)
 
 
@@ -391,7 +414,7 @@ def test_one_odd_run_is_chance_and_two_are_not(monkeypatch, odd, refused):
     sound = Conformance((Trial("the noise has mean zero", 0.5),))
     monkeypatch.setattr(dp_audit, "conformance", lambda *_: next(seen, sound))
     if refused:
-        with pytest.raises(AuditFailed, match="the noise has mean zero"):
+        with pytest.raises(NoiseAuditError, match="the noise has mean zero"):
             gate(SystemEntropy())
     else:
         gate(SystemEntropy())
@@ -429,7 +452,7 @@ def test_the_bounds_are_those_of_jax_privacy(shift, guessed, curved):
         trial = [eps + 1e-6 for eps in best]
         if p_value(2 * n, guesses, right, trial[0], delta) < risk:
             best[0] = epsilon_guessed(2 * n, guesses, right, delta, risk)
-        if dp_bounds.rules_out(2 * n, guesses, right, gaussian_mu(trial[1], delta), risk):
+        if lower_bounds.rules_out(2 * n, guesses, right, gaussian_mu(trial[1], delta), risk):
             best[1] = epsilon_curved(2 * n, guesses, right, delta, risk)
     assert best == pytest.approx([guessed, curved], rel=1e-5)
 
@@ -463,7 +486,7 @@ def test_gaussian_curves_are_those_of_dp_accounting(epsilon, delta):
 def test_a_bound_exceeds_the_truth_no_more_often_than_its_confidence():
     rng, m, runs = np.random.default_rng(7), 200, 80
     too_high = dict.fromkeys(("response", "gaussian"), 0)
-    truth = dp_accounting.get_epsilon_gaussian(1.0, dp_bounds.DELTA)
+    truth = dp_accounting.get_epsilon_gaussian(1.0, lower_bounds.DELTA)
     for _ in range(runs):
         coins = rng.random(m) < 0.5
         told = np.where(rng.random(m) < math.e / (1 + math.e), coins, ~coins)  # epsilon 1, and no more
@@ -475,7 +498,7 @@ def test_a_bound_exceeds_the_truth_no_more_often_than_its_confidence():
 def test_the_bound_finds_what_is_there():
     rng = np.random.default_rng(0)
     coins = rng.random(2000) < 0.5
-    truth = dp_accounting.get_epsilon_gaussian(1.0, dp_bounds.DELTA)
+    truth = dp_accounting.get_epsilon_gaussian(1.0, lower_bounds.DELTA)
     found = lower_bound(coins + rng.normal(size=2000), coins)
     assert 0.2 * truth < found.epsilon < truth
     assert found.curved > found.guessed > 0.5
@@ -484,11 +507,11 @@ def test_the_bound_finds_what_is_there():
 
 def test_the_claims_own_curve_lies_above_the_gaussian_one_that_stands_for_it():
     # so a run that rules out the Gaussian curve rules out the claim: for a subsampled Gaussian, delta(e) is smaller
-    job = dp_patients.JOB
+    job = canaries.JOB
     event = pld.from_gaussian_mechanism(job.noise_multiplier, sampling_prob=job.sampling_rate)
     loss = event.self_compose(job.steps)
-    claimed = loss.get_epsilon_for_delta(dp_bounds.DELTA)
-    mu = gaussian_mu(claimed, dp_bounds.DELTA)
+    claimed = loss.get_epsilon_for_delta(lower_bounds.DELTA)
+    mu = gaussian_mu(claimed, lower_bounds.DELTA)
     at = np.linspace(0.0, 0.999 * claimed, 40)
     assert all(loss.get_delta_for_epsilon(e) <= gaussian_delta(e, mu) * 1.001 for e in at)
 
@@ -519,16 +542,16 @@ def test_a_real_training_proves_no_more_than_is_claimed(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("what", dp_controls.LARGE)
+@pytest.mark.parametrize("what", negative_controls.LARGE)
 def test_a_real_training_shows_large_faults_at_a_claim_of_one(what, seed):
-    control = next(control for control in dp_controls.CONTROLS if control.what == what)
-    found = dp_controls.proved(control, *_digits(), UnsafeSeededEntropy(seed))
+    control = next(control for control in negative_controls.CONTROLS if control.what == what)
+    found = negative_controls.proved(control, *_digits(), UnsafeSeededEntropy(seed))
     assert found.bound.epsilon > 1.5 * found.claimed
     assert found.bound.epsilon < 8.0  # at a claim of 8 even absent noise would not be seen
 
 
 def test_an_audit_at_a_claim_of_eight_is_refused_for_it_would_say_nothing(monkeypatch):
-    monkeypatch.setattr(dp_patients, "tight_epsilon", lambda claims, delta: 8.0)
+    monkeypatch.setattr(canaries, "tight_epsilon", lambda claims, delta: 8.0)
     with pytest.raises(ValueError, match="cannot even see absent noise there: audit the same code at 2 or less"):
         dp_audit.one_run_bound(*_digits(), UnsafeSeededEntropy(0))
 
@@ -545,13 +568,13 @@ def test_the_command_says_what_it_saw_and_needs_no_site(capsys):
 
 
 def test_the_command_fails_when_the_noise_does(capsys, monkeypatch):
-    honest = noise.gaussians
-    monkeypatch.setattr(noise, "gaussians", lambda e, count: 0.9 * honest(e, count))
+    honest = noise.draw_gaussians
+    monkeypatch.setattr(noise, "draw_gaussians", lambda e, count: 0.9 * honest(e, count))
     monkeypatch.setattr(audit_command, "_ENGINES", {"bookkept": ENGINE})
     assert main(["audit"]) == 1
     out = capsys.readouterr().out
     assert "FAIL" in out
-    assert "release nothing differentially private from this machine" in out
+    assert "do not release differentially private data from this machine" in out
 
 
 def test_a_check_that_cannot_run_has_not_passed():
@@ -566,7 +589,7 @@ def test_a_check_that_cannot_run_has_not_passed():
 def test_the_full_command_sees_every_fault(capsys):
     assert main(["audit", "--full", "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
-    assert sum(check["part"] == "broken on purpose" for check in checks) == len(dp_controls.CONTROLS) + 7
+    assert sum(check["part"] == "broken on purpose" for check in checks) == len(negative_controls.CONTROLS) + 7
 
 
 @pytest.mark.gpu

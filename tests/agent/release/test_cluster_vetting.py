@@ -13,38 +13,47 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from agent.approval import hand_over, withdraw
-from agent.edges.vetting_page import render
-from agent.mechanisms.ksame import KSame
-from agent.nets.pictures import to_bytes, to_tensor, to_unit
-from agent.nets.siamese import KnowsNobody
-from agent.nets.tail import Tail
-from agent.nets.verifier import Seen, verifier_from
-from agent.nets.weights import Origin
-from agent.nouns import Clusters, Cohort, Image, NotKept, Patient, Selection, Split, SyntheticSet
-from agent.pipeline import release_synthetic
-from agent.released import kept_clusters
-from agent.site import Parcel, Refused, Waiting
-from agent.stages.average import aggregate_labels
-from agent.stages.freeze import Frozen
-from agent.stages.invert import fit_basis
-from agent.stages.plant import KINDS
-from agent.stages.vet import CAUGHT, PLANTED, Vetting, could_show
-from agent.training.loop import own_generator
-from agent.vetted import Examiner, Inspection, NoneLeft, Passed, Sifted, TooFewToVet, coarse, compared, down
-from agent.vetting_words import as_json, in_words
-from agent.wilson import bounds
-from coordinator.intake import Intake
+from agent.cli.vetting_review import as_json, in_words
+from agent.domain import Clusters, Cohort, Image, Patient, Selection, Split, SyntheticSet
+from agent.errors import ReviewRejectedError, SiteStorageError
+from agent.intervals import bounds
+from agent.mechanisms.common.linear_codec import fit_basis
+from agent.mechanisms.ksame.mechanism import KSame
+from agent.microaggregation.aggregation import aggregate_labels
+from agent.microaggregation.released_clusters import ReleasedCluster
+from agent.models.image_tensors import to_bytes, to_tensor, to_unit
+from agent.models.recognition.recogniser import RecogniserError
+from agent.models.recognition.score_tail import Tail
+from agent.models.recognition.verifier import VerifierFeatures, verifier_from
+from agent.models.training_loop import torch_generator
+from agent.models.weights import Origin
+from agent.release.approval import submit_approved, withdraw
+from agent.release.cluster_vetting import NoneLeftError, Vetter, VettingRequest
+from agent.release.history import kept_clusters
+from agent.release.pipeline import release_synthetic
+from agent.release.ports import ApprovalPending, SignedRelease
+from agent.release.vetting_statement import (
+    TooFewToVetError,
+    VettingReport,
+    VettingResult,
+    compared,
+    round_down_coarse,
+    round_up_coarse,
+)
+from agent.reports.vetting import render
+from agent.vetting.filter import Vetting
+from agent.vetting.planted_copies import KINDS
+from agent.vetting.requirements import CAUGHT, PLANTED, has_statistical_power
+from coordinator.admission import AdmissionService
 from deploy.demo.train_networks import kept_network
-from policies import governance
-from policies.policy import PRESETS, parse, preset
-from policies.statement import decimal
-from protos.artifact import unpack_images
-from tests.agent.edges.test_vault import open_vault, record
-from tests.agent.test_pipeline import Stage, approve, stage
-from tests.support.books import Person, policy
+from policies.governance import decisions
+from policies.review.policy import PRESETS, parse, preset
+from policies.statements import decimal
+from protos.artifacts.arrays import unpack_images
+from tests.support.ledger_world import Person, policy
+from tests.support.site_world import DirectCoordinatorClient, MemoryVault, SiteWorld, approve, site_world
+from tests.support.vault_records import open_vault, record
 from tests.support.verifiers import chests
-from tests.support.wards import Door, Vault
 
 SIDE, K, EVERYBODY = 32, 5, 44
 Pictures = NDArray[np.uint8]
@@ -71,13 +80,13 @@ def strangers() -> Pictures:
 def near(place: int) -> Pictures:
     """(1, s, s) A near-duplicate of a patient's picture, in another light: no check for equal bytes sees it."""
     own = patients()[place].images[0].pixels[None]
-    made = to_bytes(to_unit(KINDS["contrast"](to_tensor(own), own_generator(3))))
+    made = to_bytes(to_unit(KINDS["contrast"](to_tensor(own), torch_generator(3))))
     assert not np.array_equal(made, to_bytes(own))
     return made
 
 
 @dataclass
-class Ward(Vault):
+class Ward(MemoryVault):
     """The vault in memory, with the first of these patients."""
 
     patients: int = EVERYBODY
@@ -122,11 +131,11 @@ def handed(*planted: int, provenance: str = "public", first: int = 0) -> Handed:
     return Handed(K, 2, basis, planted, first)
 
 
-def ready(folder: Path, patients: int = EVERYBODY, **changes: object) -> Stage:
+def ready(folder: Path, patients: int = EVERYBODY, **changes: object) -> SiteWorld:
     told = {"max_reid_rate": 0.5, "max_releases_per_patient": 9, **changes}
-    s = stage(folder, 12, **told)
-    s.intake = Intake.over(s.intake.register.store, parse(policy(**told), "federation"))
-    s.vault, s.door = Ward(patients), Door(s.intake, "site-a")
+    s = site_world(folder, 12, **told)
+    s.intake = AdmissionService.over(s.intake.register.store, parse(policy(**told), "federation"))
+    s.vault, s.door = Ward(patients), DirectCoordinatorClient(s.intake, "site-a")
     s.site = replace(s.site, vault=s.vault, door=s.door)
     return s
 
@@ -135,22 +144,22 @@ def shown(artifact: bytes) -> set[bytes]:
     return {picture.tobytes() for picture in unpack_images(artifact)[0]}
 
 
-def behind(s: Stage, number: int, key: str = "clusters") -> list[set[str]]:
+def behind(s: SiteWorld, number: int, key: str = "clusters") -> list[set[str]]:
     return [set(cluster) for cluster in s.vault.note("releases")[number][key]]
 
 
 @pytest.fixture(scope="module")
-def examiner() -> Examiner:
-    return Examiner.of(patients(), Inspection(vetting(), pictures=True), np.random.default_rng(0))
+def examiner() -> Vetter:
+    return VettingRequest(vetting(), pictures=True).over(patients(), np.random.default_rng(0))
 
 
-def nothing(_gone: Sequence[Frozen]) -> None:
+def nothing(_gone: Sequence[ReleasedCluster]) -> None:
     """Nobody keeps these clusters: there is nothing to retire."""
 
 
-def frozen(*pictures: Pictures) -> list[Frozen]:
+def frozen(*pictures: Pictures) -> list[ReleasedCluster]:
     return [
-        Frozen(tuple(f"{place}-{n}" for n in range(K)), picture, "a", K, 2, "form")
+        ReleasedCluster(tuple(f"{place}-{n}" for n in range(K)), picture, "a", K, 2, "form")
         for place, picture in enumerate(pictures)
     ]
 
@@ -165,9 +174,9 @@ def test_what_is_planted_passes_without_a_vetting_and_with_one_it_goes_with_its_
     assert near(3).tobytes() in shown(first.artifact)
     assert (first.release.reid_rate, first.release.vetting_power) == (None, None)
 
-    s.vault.patients, seen, told = EVERYBODY, list[Sifted](), list[str]()
+    s.vault.patients, seen, told = EVERYBODY, list[VettingReport](), list[str]()
     s.site = replace(s.site, say=lambda _step, detail: told.append(detail))
-    inspection = Inspection(vetting(), seen.append)
+    inspection = VettingRequest(vetting(), seen.append)
     second, verdict = release_synthetic(s.site, handed(30, first=6), "OT", np.random.default_rng(2), None, inspection)
     assert (verdict.admitted, verdict.level, second.release.vetted_against) == (True, "B", "private")
     left = shown(second.artifact)
@@ -182,8 +191,8 @@ def test_what_is_planted_passes_without_a_vetting_and_with_one_it_goes_with_its_
     (found,) = seen
     assert (found.left, found.clusters, sum(found.dropped.values())) == (len(left), len(left) + 2, 2)
     assert found.after
-    assert second.release.reid_rate == coarse(found.after.high)
-    assert second.release.vetting_power == down(found.power.caught.low)
+    assert second.release.reid_rate == round_up_coarse(found.after.high)
+    assert second.release.vetting_power == round_down_coarse(found.power.caught.low)
     assert found.before.value > found.after.value
 
     third, _ = release_synthetic(s.site, replace(handed(first=12)), "OT", np.random.default_rng(3))
@@ -196,22 +205,22 @@ def test_what_is_planted_passes_without_a_vetting_and_with_one_it_goes_with_its_
 def test_by_private_networks_it_is_admitted_for_the_two_figures_and_no_less(tmp_path: Path, looked: bool) -> None:
     """P6: a private network makes it level C, and a policy that admits that asks how it was vetted."""
     s = ready(tmp_path, levels='["A", "B", "C"]', components='["public", "private"]')
-    inspection = Inspection(vetting()) if looked else None
+    inspection = VettingRequest(vetting()) if looked else None
     mechanism = handed(provenance="private")
     if looked:
         goods, verdict = release_synthetic(s.site, mechanism, "OT", np.random.default_rng(1), None, inspection)
         assert (verdict.admitted, verdict.level) == (True, "C"), verdict.findings
         assert decimal(goods.release.vetting_power) >= 0.9
         return
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ReviewRejectedError) as caught:
         release_synthetic(s.site, mechanism, "OT", np.random.default_rng(1))
     assert {finding.rule for finding in caught.value.verdict.findings} == {"reid_rate", "vetting_power"}
 
 
-def test_where_nothing_new_is_left_nothing_leaves_and_the_reviewer_sees_why(examiner: Examiner) -> None:
-    seen = list[Sifted]()
+def test_where_nothing_new_is_left_nothing_leaves_and_the_reviewer_sees_why(examiner: Vetter) -> None:
+    seen = list[VettingReport]()
     watched = replace(examiner, inspection=replace(examiner.inspection, shown=seen.append))
-    with pytest.raises(NoneLeft) as caught:
+    with pytest.raises(NoneLeftError) as caught:
         watched.examine(frozen(near(1), near(2)), frozen(strangers()[:1]), nothing)
     assert not any(character.isdigit() for character in str(caught.value))
     (found,) = seen
@@ -219,27 +228,27 @@ def test_where_nothing_new_is_left_nothing_leaves_and_the_reviewer_sees_why(exam
     page, lines = render(found, "ksalsa").decode(), in_words(found)
     assert "They do not leave either, since no new picture passed." in page
     assert "They leave, as they are." not in page
-    assert "nothing leaves: no new picture passed" in lines
+    assert "nothing leaves: no new image passed" in lines
     assert as_json(found)["reidentified"]["after"] is None
 
 
-@pytest.mark.parametrize("fault", [NoneLeft, NotKept])
+@pytest.mark.parametrize("fault", [NoneLeftError, SiteStorageError])
 def test_what_was_found_is_never_shown_again_though_the_making_did_not_end_well(
     tmp_path: Path, fault: type[BaseException]
 ) -> None:
     """P5: that nothing new passed, or a full disk under the page, undoes no finding; nor would a kill there."""
-    s, seen = ready(tmp_path, patients=22), list[Sifted]()
+    s, seen = ready(tmp_path, patients=22), list[VettingReport]()
     first, _ = release_synthetic(s.site, handed(3), "OT", np.random.default_rng(1))
     assert near(3).tobytes() in shown(first.artifact)
 
-    def look(found: Sifted) -> None:
+    def look(found: VettingReport) -> None:
         seen.append(found)
-        if fault is not NoneLeft:
+        if fault is not NoneLeftError:
             raise fault("no page")
 
-    s.vault.patients, new = EVERYBODY, handed(*((30, 31, 32, 33) if fault is NoneLeft else ()), first=6)
+    s.vault.patients, new = EVERYBODY, handed(*((30, 31, 32, 33) if fault is NoneLeftError else ()), first=6)
     with pytest.raises(fault):
-        release_synthetic(s.site, new, "OT", np.random.default_rng(2), None, Inspection(vetting(), look))
+        release_synthetic(s.site, new, "OT", np.random.default_rng(2), None, VettingRequest(vetting(), look))
     assert seen
     again, _ = kept_clusters(s.site, new, Selection("OT", new.shape))
     assert {one.images.tobytes() for one in again} == shown(first.artifact) - {near(3).tobytes()}
@@ -249,29 +258,29 @@ def test_a_release_that_waits_does_not_send_what_a_later_vetting_retired(tmp_pat
     """P5: it was made and sealed before the picture was found."""
     s = ready(tmp_path, patients=22, approvals='["compliance"]')
     person = Person("dpo-1", "compliance")
-    governance.appoint(s.site.books.store, person.name, person.role, person.public)
+    decisions.appoint(s.site.books.store, person.name, person.role, person.public)
 
-    def waits(many: int, first: int, *planted: int, looked: Inspection | None = None) -> Parcel:
+    def waits(many: int, first: int, *planted: int, looked: VettingRequest | None = None) -> SignedRelease:
         s.vault.patients = many
-        with pytest.raises(Waiting) as caught:
+        with pytest.raises(ApprovalPending) as caught:
             release_synthetic(s.site, handed(*planted, first=first), "OT", np.random.default_rng(1), None, looked)
         approve(s, person, caught.value.goods.release)
         return caught.value.goods
 
     one = waits(18, 0, 3)
-    assert hand_over(s.site, one.release.release)[1].admitted
+    assert submit_approved(s.site, one.release.release)[1].admitted
     two = waits(30, 6)
-    three = waits(EVERYBODY, 12, looked=Inspection(vetting()))
+    three = waits(EVERYBODY, 12, looked=VettingRequest(vetting()))
     assert near(3).tobytes() in shown(two.artifact)
-    with pytest.raises(Refused, match="retired since, and is never shown again: withdraw it"):
-        hand_over(s.site, two.release.release)
-    goods, verdict = hand_over(s.site, three.release.release)
+    with pytest.raises(ReviewRejectedError, match="retired since: withdraw it"):
+        submit_approved(s.site, two.release.release)
+    goods, verdict = submit_approved(s.site, three.release.release)
     assert verdict.admitted, "what was looked at has lost nothing since"
     assert near(3).tobytes() not in shown(goods.artifact)
     withdraw(s.site, two.release.release)
 
 
-def test_more_views_of_a_cluster_make_no_rate_surer(examiner: Examiner) -> None:
+def test_more_views_of_a_cluster_make_no_rate_surer(examiner: Vetter) -> None:
     """They are no trials of their own: a configuration's count of views would buy an admission."""
     for views in (1, 20):
         passed = examiner.examine(
@@ -283,7 +292,7 @@ def test_more_views_of_a_cluster_make_no_rate_surer(examiner: Examiner) -> None:
         assert (passed.found.after.low, passed.found.after.high) == bounds(0, 8)
 
 
-def test_a_cluster_is_re_identified_if_one_of_its_pictures_is(examiner: Examiner) -> None:
+def test_a_cluster_is_re_identified_if_one_of_its_pictures_is(examiner: Vetter) -> None:
     found = examiner.examine(frozen(strangers()[2:3], np.concatenate([strangers()[3:6], near(7)])), (), nothing).found
     assert found
     assert found.after
@@ -307,7 +316,7 @@ def test_who_is_of_another_part_or_label_than_the_selection_is_compared_with_too
         assert len(whole) == EVERYBODY
         planted = (others[0], others[-1])
         assert planted[0] < 36 <= planted[1], "one of the other part, one of another label"
-        looked = Inspection(vetting())
+        looked = VettingRequest(vetting())
         goods, verdict = release_synthetic(
             s.site, handed(*planted), selection, np.random.default_rng(1), None, looked
         )
@@ -316,7 +325,7 @@ def test_who_is_of_another_part_or_label_than_the_selection_is_compared_with_too
         assert compared(selection) == Selection("OT", (SIDE, SIDE))
 
 
-def test_a_label_of_which_no_cluster_is_left_is_told_to_the_site_and_not_stated(examiner: Examiner) -> None:
+def test_a_label_of_which_no_cluster_is_left_is_told_to_the_site_and_not_stated(examiner: Vetter) -> None:
     fresh = frozen(strangers()[2:3], near(7), strangers()[5:6], near(8))
     named = [replace(one, label=label) for one, label in zip(fresh, ("a", "rare", "b", "b"), strict=True)]
     passed = examiner.examine(named, (), nothing)
@@ -324,15 +333,15 @@ def test_a_label_of_which_no_cluster_is_left_is_told_to_the_site_and_not_stated(
     assert passed.found.lost == ("rare",)
     assert "labels of which no cluster is left: rare" in in_words(passed.found)
     assert as_json(passed.found)["lost"] == ["rare"]
-    assert "Of these labels no cluster is left: rare." in render(passed.found, "ksalsa").decode()
+    assert "No cluster is left with these labels: rare." in render(passed.found, "ksalsa").decode()
 
 
 def test_the_stated_rate_is_so_coarse_that_it_does_not_tell_the_number_of_clusters() -> None:
     """Design section 5: of level B a figure is coarse. Every limit of a preset can be met exactly."""
-    told = [coarse(bounds(0, n)[1]) for n in range(1, 400)]
+    told = [round_up_coarse(bounds(0, n)[1]) for n in range(1, 400)]
     assert all(told.count(one) >= K for one in set(told) if decimal(one) <= 0.2), "what any preset admits is below"
-    assert {coarse(bounds(0, n)[1]) for n in (35, 72)} == {"0.1"}
-    assert [coarse(bounds(0, n)[1]) for n in (34, 73, 188, 189, 380, 381)] == [
+    assert {round_up_coarse(bounds(0, n)[1]) for n in (35, 72)} == {"0.1"}
+    assert [round_up_coarse(bounds(0, n)[1]) for n in (34, 73, 188, 189, 380, 381)] == [
         "0.15",
         "0.05",
         "0.05",
@@ -341,15 +350,15 @@ def test_the_stated_rate_is_so_coarse_that_it_does_not_tell_the_number_of_cluste
         "0.01",
     ]
     for share in np.linspace(0, 1, 501).tolist():
-        assert share <= decimal(coarse(share)) <= share + 0.05
+        assert share <= decimal(round_up_coarse(share)) <= share + 0.05
     for name in (path.stem for path in PRESETS.glob("*.toml")):
         limit = parse(preset(name), "federation").max_reid_rate
-        assert decimal(coarse(limit)) == limit
+        assert decimal(round_up_coarse(limit)) == limit
     with pytest.raises(ValueError, match="empty"):
-        coarse(float("nan"))
+        round_up_coarse(float("nan"))
 
 
-def test_a_cluster_goes_whole_though_one_of_its_pictures_alone_is_like_somebody(examiner: Examiner) -> None:
+def test_a_cluster_goes_whole_though_one_of_its_pictures_alone_is_like_somebody(examiner: Vetter) -> None:
     views = np.concatenate([strangers()[:1], near(7), strangers()[1:2]])
     fresh = frozen(strangers()[2:5], views, np.full((3, SIDE, SIDE), 90, np.uint8))  # the last: nothing can be said
     passed = examiner.examine(fresh, (), nothing)
@@ -359,7 +368,7 @@ def test_a_cluster_goes_whole_though_one_of_its_pictures_alone_is_like_somebody(
     assert passed.found.dropped["not a number"] == 3
 
 
-def test_what_the_reviewer_sees_shows_patients_and_names_nobody(examiner: Examiner) -> None:
+def test_what_the_reviewer_sees_shows_patients_and_names_nobody(examiner: Vetter) -> None:
     passed = examiner.examine(frozen(strangers()[2:3], near(7)), (), nothing)
     assert passed.found
     kept, dropped = sorted(passed.found.exhibits, key=lambda one: one.reason)
@@ -370,7 +379,7 @@ def test_what_the_reviewer_sees_shows_patients_and_names_nobody(examiner: Examin
     assert "FOR THIS SITE ONLY" in page
     assert "alignment" not in page
     lines = "\n".join(in_words(passed.found))
-    assert "2 pictures of 2 clusters compared with every comparable picture, 1 " in lines
+    assert "2 images of 2 clusters compared with every comparable image, 1 too similar to a patient; " in lines
     assert passed.found.after
     assert as_json(passed.found)["reidentified"]["after"]["high"] == passed.found.after.high
     for one in (*passed.fresh, *frozen(near(7))):
@@ -379,17 +388,17 @@ def test_what_the_reviewer_sees_shows_patients_and_names_nobody(examiner: Examin
 
 def test_too_few_patients_to_show_anything_are_known_before_a_price_is_held(tmp_path: Path) -> None:
     s = ready(tmp_path, patients=30)
-    with pytest.raises(TooFewToVet) as caught:
-        release_synthetic(s.site, handed(), "OT", np.random.default_rng(1), None, Inspection(vetting()))
+    with pytest.raises(TooFewToVetError) as caught:
+        release_synthetic(s.site, handed(), "OT", np.random.default_rng(1), None, VettingRequest(vetting()))
     assert not any(character.isdigit() for character in str(caught.value))
     assert (s.vault.reads, s.spent("k")) == (0, ((0, 0), (0, 0)))
 
 
 def test_so_many_patients_suffice_as_the_interval_says() -> None:
-    least = next(n for n in range(1, PLANTED) if could_show(n))
+    least = next(n for n in range(1, PLANTED) if has_statistical_power(n))
     assert bounds(least - 1, least - 1)[0] < CAUGHT <= bounds(least, least)[0]
-    assert could_show(100_000)
-    assert not could_show(0)
+    assert has_statistical_power(100_000)
+    assert not has_statistical_power(0)
 
 
 @dataclass(frozen=True)
@@ -400,9 +409,9 @@ class Blind:
     origin: Origin
     name: str = "blind"
 
-    def look(self, images: torch.Tensor) -> Seen:
+    def look(self, images: torch.Tensor) -> VerifierFeatures:
         some = torch.randn(len(images), 16)
-        return Seen(some, some / some.norm(dim=1, keepdim=True))
+        return VerifierFeatures(some, some / some.norm(dim=1, keepdim=True))
 
     def logits(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.full((len(a),), -9.0) + 0.01 * (a * b).sum(dim=1)
@@ -412,13 +421,13 @@ def test_a_vetting_that_misses_copies_lets_nothing_leave(tmp_path: Path) -> None
     """That a verifier finds nothing proves nothing where it finds no copy either."""
     s = ready(tmp_path)
     blind = Vetting(Blind(vetting().verifier.tail, Origin("public", "0" * 64)), vetting().unseen)
-    with pytest.raises(KnowsNobody, match="near-duplicates that were planted"):
-        release_synthetic(s.site, handed(), "OT", np.random.default_rng(1), None, Inspection(blind))
+    with pytest.raises(RecogniserError, match="near-duplicates that were planted"):
+        release_synthetic(s.site, handed(), "OT", np.random.default_rng(1), None, VettingRequest(blind))
     assert s.spent("k") == ((0, 1), (0, 1))
     assert s.vault.note("releases") is None
 
 
-def test_without_a_vetting_everything_passes_and_no_figure_is_stated(examiner: Examiner) -> None:
+def test_without_a_vetting_everything_passes_and_no_figure_is_stated(examiner: Vetter) -> None:
     fresh = tuple(frozen(near(1)))
-    passed = Passed(fresh, ())
+    passed = VettingResult(fresh, ())
     assert (passed.fresh, passed.gone, passed.found) == (fresh, (), None)

@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from agent.edges.evaluation_page import WARNING, render
-from agent.evaluating import NotHeldOut, held_out, look, looks_at, subject_of
-from agent.measures.evaluation import Asked, Effort, Evaluation, Subject, TooFewPatients, evaluate
-from agent.measures.utility import Recipe
-from agent.nouns import Cohort, Image, Patient, Selection, Split, SyntheticSet
-from tests.agent.test_pipeline import stage
-from tests.support.private import public as publics
-from tests.support.private import semantics, tiny
-from tests.support.wards import Vault
+from agent.domain import Cohort, Image, Patient, Selection, Split, SyntheticSet
+from agent.evaluation.released_set import Effort, Evaluation, SemanticsQuery, Subject, TooFewPatientsError, evaluate
+from agent.evaluation.utility import Recipe
+from agent.release.held_out_evaluation import NotHeldOutError, held_out, look, looks_at, subject_of
+from agent.reports.evaluation import WARNING, render
+from tests.support.site_world import MemoryVault, site_world
+from tests.support.small_privimage import public as publics
+from tests.support.small_privimage import semantics, tiny
 
 CLASSES = ("dark", "bright", "striped")
 SPLIT = Split("study", {"release": 4, "held-out": 1})
@@ -53,7 +52,9 @@ def people(count: int = 30, seed: int = 2, each: int = 2) -> Cohort:
     return Cohort(tuple(Patient(f"secretname{i:03d}", images) for i, images in enumerate(own)))
 
 
-def judged(made: SyntheticSet | None = None, cohort: Cohort | None = None, asked: Asked | None = None) -> Evaluation:
+def judged(
+    made: SyntheticSet | None = None, cohort: Cohort | None = None, asked: SemanticsQuery | None = None
+) -> Evaluation:
     subject = Subject(made or released(), CLASSES, CLASSES, asked)
     return evaluate(subject, cohort or people(), np.random.default_rng(0), effort=QUICK)
 
@@ -62,7 +63,7 @@ def judged(made: SyntheticSet | None = None, cohort: Cohort | None = None, asked
 def whole() -> Evaluation:
     """With everything there is to measure."""
     mechanism = tiny()
-    return judged(asked=Asked(semantics(), publics(), mechanism.public.bins, mechanism.query))
+    return judged(asked=SemanticsQuery(semantics(), publics(), mechanism.public.bins, mechanism.query))
 
 
 # -- figures
@@ -112,12 +113,12 @@ def test_semantics_are_those_of_the_set_of_all_public_pictures_and_of_a_selectio
     names = ["the patients themselves", "the set", "all public pictures"]
     assert [one.name for one in found] == [*names, "those that a histogram without noise would select"]
     assert found[0].value > 0
-    assert judged().semantics == "the configuration asks for no semantics"
+    assert judged().semantics == "the configuration has no semantics"
 
 
 def test_the_same_dice_give_the_same_figures() -> None:
     mechanism = tiny()
-    again = judged(asked=Asked(semantics(), publics(), mechanism.public.bins, mechanism.query))
+    again = judged(asked=SemanticsQuery(semantics(), publics(), mechanism.public.bins, mechanism.query))
     assert (again.taught, again.semantics) == (whole().taught, whole().semantics)
     assert again.fidelity.figures == whole().fidelity.figures  # type: ignore[union-attr]
 
@@ -128,24 +129,24 @@ def test_what_cannot_be_measured_is_said_and_the_rest_is_measured() -> None:
     assert pooled.taught == "all pictures of the set are of one class: there is nothing to learn"
     assert not isinstance(pooled.fidelity, str)
     few = SyntheticSet(released().images[:9], released().labels[:9])
-    assert judged(few).fidelity == "the set has too few pictures for a distance of distributions"
+    assert judged(few).fidelity == "the set has too few images for a Fréchet distance"
     same = SyntheticSet(released().images, ("dark",) * 60)
     assert "of one class" in str(judged(same).taught)
 
 
 def test_fewer_than_twenty_patients_are_no_measure_and_the_text_counts_nobody() -> None:
-    with pytest.raises(TooFewPatients) as caught:
+    with pytest.raises(TooFewPatientsError) as caught:
         judged(cohort=people(19, each=5))
     assert not any(character.isdigit() for character in str(caught.value))
     unknown = Cohort(tuple(Patient(p.pseudonym, (Image(p.images[0].pixels, "other"),)) for p in people().patients))
-    with pytest.raises(TooFewPatients):
+    with pytest.raises(TooFewPatientsError):
         judged(cohort=unknown)
 
 
 def test_a_set_of_another_configuration_is_refused() -> None:
     with pytest.raises(ValueError, match="labels that the configuration does not draw"):
         Subject(released(), ("dark", "bright"), ("dark", "bright"))
-    with pytest.raises(ValueError, match="no picture"):
+    with pytest.raises(ValueError, match="no images"):
         Subject(SyntheticSet(np.zeros((0, 8, 8), np.uint8), ()), CLASSES, CLASSES)
     with pytest.raises(ValueError, match="size"):
         subject_of(tiny(), SyntheticSet(np.zeros((3, 9, 9), np.uint8), ("any",) * 3))
@@ -160,24 +161,24 @@ def test_a_set_of_another_configuration_is_refused() -> None:
 def test_only_patients_of_another_part_of_the_split_are_looked_at() -> None:
     assert held_out(RELEASED, "held-out") == replace(RELEASED, part="held-out")
     for selection, part in ((Selection("OT", (8, 8)), "held-out"), (RELEASED, "release")):
-        with pytest.raises(NotHeldOut, match="figures of patients that were trained on choose a model by them"):
+        with pytest.raises(NotHeldOutError, match="evaluating on training patients would select a model by them"):
             held_out(selection, part)
-    with pytest.raises(NotHeldOut, match=r"no such part; the configuration's split has held-out, release"):
+    with pytest.raises(NotHeldOutError, match=r"no such part; the configuration's split has held-out, release"):
         held_out(RELEASED, "test")
 
 
 def test_a_look_is_counted_before_a_patient_is_read_and_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s, seen = stage(tmp_path), list[int]()
+    s, seen = site_world(tmp_path), list[int]()
 
-    def read(self: Vault, *_asked: Any, **_more: Any) -> Cohort:
+    def read(self: MemoryVault, *_asked: Any, **_more: Any) -> Cohort:
         seen.append(looks_at(s.site, "OT"))
         if len(seen) == 2:
             raise KeyboardInterrupt
         return people()
 
-    monkeypatch.setattr(Vault, "cohort", read)
+    monkeypatch.setattr(MemoryVault, "cohort", read)
     subject, where, dice = (
         Subject(released(), CLASSES, CLASSES),
         held_out(RELEASED, "held-out"),
@@ -195,8 +196,8 @@ def test_a_look_is_counted_before_a_patient_is_read_and_for_ever(
 def test_nothing_is_priced_or_sent_and_no_global_generator_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = stage(tmp_path)
-    monkeypatch.setattr(Vault, "cohort", lambda *_a, **_m: people())
+    s = site_world(tmp_path)
+    monkeypatch.setattr(MemoryVault, "cohort", lambda *_a, **_m: people())
     books = (s.site.books.store, s.intake.register.store)
     size, before = [book.state.size for book in books], torch.get_rng_state()
     legacy = np.random.get_state()[1].copy()  # type: ignore[index]

@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from agent.edges.tuning_page import render
-from agent.measures.tuning import Menu, tune
-from agent.mechanisms import AnonFaces, KSalsa
-from agent.nets.features import RandomFeatures
-from agent.nets.pictures import to_tensor
-from agent.nouns import Clusters, Cohort, CohortTooSmall, Selection
-from agent.pipeline import release_synthetic
-from agent.released import searched
-from agent.searching import _probe, search
-from agent.stages.align import Alignment
-from agent.stages.average import average
-from agent.stages.invert import invert
-from agent.stages.mix import Mixing
-from tests.agent.test_pipeline import Stage, stage
+from agent.domain import Clusters, Cohort, Selection
+from agent.errors import CohortTooSmallError
+from agent.evaluation.k_selection import Menu, tune
+from agent.mechanisms.anonfaces.identity_mixing import Mixing
+from agent.mechanisms.common.linear_codec import invert
+from agent.mechanisms.ksalsa.style_alignment import Alignment
+from agent.mechanisms.registry import AnonFaces, KSalsa
+from agent.microaggregation.aggregation import average
+from agent.models.features.extractors import RandomFeatures
+from agent.models.image_tensors import to_tensor
+from agent.release.history import searched
+from agent.release.k_search import _probe, search
+from agent.release.pipeline import release_synthetic
+from agent.reports.k_selection import render
 from tests.support.networks import NEVER, codec, recogniser
-from tests.support.wards import Vault
+from tests.support.site_world import MemoryVault, SiteWorld, site_world
 
 OT = Selection("OT", (32, 32))
 
@@ -41,21 +41,21 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(4)
 
 
-def tried(s: Stage, menu: Menu, mechanism: KSalsa | AnonFaces | None = None) -> tuple[Any, Any]:
+def tried(s: SiteWorld, menu: Menu, mechanism: KSalsa | AnonFaces | None = None) -> tuple[Any, Any]:
     judge = mechanism.recognisers[0] if isinstance(mechanism, AnonFaces) else None
     return search(s.site, mechanism or ksalsa(), OT, menu, rng(), judge)
 
 
 def test_the_search_is_noted_before_a_patient_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    s = stage(tmp_path, patients=24)
+    s = site_world(tmp_path, patients=24)
     seen: list[tuple[int, ...]] = []
-    whole = Vault.cohort
+    whole = MemoryVault.cohort
 
-    def look(self: Vault, *asked: Any, **more: Any) -> Cohort:
+    def look(self: MemoryVault, *asked: Any, **more: Any) -> Cohort:
         seen.append(searched(s.site, "OT"))
         return whole(self, *asked, **more)
 
-    monkeypatch.setattr(Vault, "cohort", look)
+    monkeypatch.setattr(MemoryVault, "cohort", look)
     tried(s, Menu((5, 8, 11), 5, 2))
     assert seen == [(5, 8, 11)]
 
@@ -63,12 +63,12 @@ def test_the_search_is_noted_before_a_patient_is_read(tmp_path: Path, monkeypatc
 def test_a_search_that_fails_afterwards_was_a_search_and_every_later_release_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = stage(tmp_path, patients=24)
+    s = site_world(tmp_path, patients=24)
 
     def gone(*_asked: Any, **_more: Any) -> Cohort:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Vault, "cohort", gone)
+    monkeypatch.setattr(MemoryVault, "cohort", gone)
     with pytest.raises(KeyboardInterrupt):
         tried(s, Menu((5, 7), 5, 2))
     monkeypatch.undo()
@@ -82,8 +82,8 @@ def test_a_search_that_fails_afterwards_was_a_search_and_every_later_release_say
 def test_a_cohort_of_which_no_k_is_possible_is_refused_before_anything_is_read_and_the_search_is_noted(
     tmp_path: Path, patients: int
 ) -> None:
-    s = stage(tmp_path, patients=patients)
-    with pytest.raises(CohortTooSmall) as caught:
+    s = site_world(tmp_path, patients=patients)
+    with pytest.raises(CohortTooSmallError) as caught:
         tried(s, Menu((5, 8), 5, 2))
     assert not any(character.isdigit() for character in str(caught.value))
     assert s.vault.reads == 0
@@ -91,7 +91,7 @@ def test_a_cohort_of_which_no_k_is_possible_is_refused_before_anything_is_read_a
 
 
 def test_a_k_that_is_too_large_for_the_cohort_does_not_stop_the_others(tmp_path: Path) -> None:
-    s = stage(tmp_path, patients=20)
+    s = site_world(tmp_path, patients=20)
     curves, _ = tried(s, Menu((5, 8, 400), 5, 2))
     assert [point.k for point in curves.points] == [5, 8]
     assert 400 in {refused.k for refused in curves.refused}
@@ -99,7 +99,7 @@ def test_a_k_that_is_too_large_for_the_cohort_does_not_stop_the_others(tmp_path:
 
 
 def test_a_k_below_the_policys_is_measured_and_not_recommended(tmp_path: Path) -> None:
-    s = stage(tmp_path, patients=40)
+    s = site_world(tmp_path, patients=40)
     curves, shown = tried(s, Menu((2, 3, 5, 8, 11), 5, 2))
     assert [point.k for point in curves.points] == [2, 3, 5, 8, 11]
     assert {refused.k for refused in curves.refused} >= {2, 3}
@@ -111,10 +111,10 @@ def test_a_k_below_the_policys_is_measured_and_not_recommended(tmp_path: Path) -
 
 
 def test_nobody_whom_a_release_has_shown_is_searched_through(tmp_path: Path) -> None:
-    s = stage(tmp_path, patients=12, max_releases_per_patient=3)
+    s = site_world(tmp_path, patients=12, max_releases_per_patient=3)
     release_synthetic(s.site, ksalsa(), OT, rng())
     reads = s.vault.reads
-    with pytest.raises(CohortTooSmall):
+    with pytest.raises(CohortTooSmallError):
         tried(s, Menu((5, 8), 5, 2))
     assert s.vault.reads == reads
     s.vault.patients = 36
@@ -123,7 +123,7 @@ def test_nobody_whom_a_release_has_shown_is_searched_through(tmp_path: Path) -> 
 
 
 def test_nothing_is_priced_or_sent(tmp_path: Path) -> None:
-    s = stage(tmp_path, patients=24)
+    s = site_world(tmp_path, patients=24)
     size = (s.site.books.store.state.size, s.intake.register.store.state.size)
     tried(s, Menu((5, 8), 5, 2), anonfaces())
     assert (s.site.books.store.state.size, s.intake.register.store.state.size) == size
@@ -131,7 +131,7 @@ def test_nothing_is_priced_or_sent(tmp_path: Path) -> None:
 
 def test_the_search_moves_no_global_generator(tmp_path: Path) -> None:
     before, legacy = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
-    tried(stage(tmp_path, patients=24), Menu((5, 8), 5, 2), anonfaces())
+    tried(site_world(tmp_path, patients=24), Menu((5, 8), 5, 2), anonfaces())
     assert torch.equal(torch.get_rng_state(), before)
     assert np.array_equal(np.random.get_state()[1], legacy)  # type: ignore[index]
 
@@ -140,7 +140,7 @@ def test_the_search_moves_no_global_generator(tmp_path: Path) -> None:
 
 
 def test_who_is_found_at_every_k_gets_no_recommendation_and_who_is_never_found_gets_one(tmp_path: Path) -> None:
-    s = stage(tmp_path, patients=40)
+    s = site_world(tmp_path, patients=40)
     menu = Menu((5, 8), 5, 2, max_reid_rate=0.2)
     found, none = tried(s, menu, anonfaces(threshold=2.0))
     assert [(p.reid.hits, p.reid.tries) for p in found.points] == [(40, 40), (40, 40)]
@@ -153,7 +153,7 @@ def test_who_is_found_at_every_k_gets_no_recommendation_and_who_is_never_found_g
 
 def probed(people: int = 12) -> tuple[AnonFaces, Cohort, Any, Clusters]:
     mechanism = anonfaces()
-    cohort = Vault(people).cohort(OT)
+    cohort = MemoryVault(people).cohort(OT)
     latents = invert(cohort, mechanism.codec)
     return mechanism, cohort, latents, Clusters((latents.patients[: people // 2], latents.patients[people // 2 :]))
 

@@ -9,95 +9,56 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agent import grants, pipeline
-from agent.approval import hand_over, withdraw
-from agent.foreseen import RefusedBeforehandError
-from agent.kept import artifact_of, clear_of, listed, statement_of
-from agent.mechanisms.federated import Federated
-from agent.mechanisms.ksame import KSame
-from agent.nouns import CohortTooSmall, Selection, Split, Unreachable, Update
-from agent.participant import Participant
-from agent.pipeline import release_synthetic
-from agent.recovery import recover
-from agent.released import TooManySearches, form_of, note_search, searched
-from agent.site import Parcel, Refused, Site, Waiting
-from agent.stages.invert import Basis, fit_basis
-from agent.stages.vet import RepeatsAnInput
-from coordinator.intake import Intake
-from policies import governance
-from policies.export import Unsound
-from policies.policy import parse
-from policies.register import Register
-from policies.review import Verdict
-from policies.sqlite import export_file, open_sqlite
-from policies.statement import Release, encode
-from policies.store import Store
-from policies.verify import verify
-from protos.artifact import unpack_images
-from protos.pngset import pack_earlier_png
-from tests.protos.test_compressed_pictures import shard_of
-from tests.support.books import Clock, Hospital, Person, policy
+from agent.domain import Selection, Split, Update
+from agent.errors import CohortTooSmallError, CoordinatorUnreachableError, ReviewRejectedError
+from agent.federation.participant import Participant
+from agent.mechanisms.common.linear_codec import Basis, fit_basis
+from agent.release import budget, pipeline
+from agent.release.approval import submit_approved, withdraw
+from agent.release.history import TooManySearchesError, form_of, note_search, searched
+from agent.release.pipeline import release_synthetic
+from agent.release.ports import ApprovalPending, SignedRelease, SiteContext
+from agent.release.preflight import RefusedBeforehandError
+from agent.release.recovery import recover
+from agent.release.unsent import artifact_of, clear_of, listed, statement_of
+from agent.vetting.exact_copies import RepeatedInputError
+from policies.audit.verify import verify
+from policies.governance import decisions
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger.export import ExportError
+from policies.ledger_service import LedgerService
+from policies.review.policy import parse
+from policies.review.rules import Verdict
+from policies.statements import encode
+from protos.artifacts.arrays import unpack_images
+from protos.artifacts.png import pack_earlier_png
 from tests.support.entropy import UnsafeSeededEntropy
-from tests.support.wards import SHAPE, Door, Vault, federated, site_of
+from tests.support.federated_sites import federated
+from tests.support.image_sets import shard_of
+from tests.support.ledger_world import Person, policy
+from tests.support.site_world import (
+    RNG,
+    SHAPE,
+    DirectCoordinatorClient,
+    approve,
+    approving,
+    ksame,
+    site_world,
+    waiting,
+)
 
-RNG = np.random.default_rng(5)
-ROOT = Path(__file__).parent.parent.parent
-
-
-@dataclass
-class Stage:
-    """One site and one coordinator, with real ledgers."""
-
-    site: Site
-    vault: Vault
-    door: Door
-    hospital: Hospital
-    intake: Intake
-
-    def spent(self, kind: str) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(held, spent) of an account, at the site and at the coordinator."""
-        books = (self.site.books.store.state, self.intake.register.store.state)
-        accounts = [b.accounts[f"site-a/{kind}"] for b in books]
-        return (accounts[0].held, accounts[0].spent), (accounts[1].held, accounts[1].spent)
-
-    def join(self, p: Participant, mechanism: Federated, run: str = "run-1") -> None:
-        """The site prices the run, and the coordinator holds that price."""
-        assert self.intake.reserve_run(run, {"site-a": p.join(run, mechanism)}, 1)["site-a"].admitted
-
-    def arrives(self, sent: Parcel) -> None:
-        """An update comes in with the link, and is admitted."""
-        assert self.door.submit(f"submit-{sent.release.release}", sent.envelope, sent.artifact).admitted
-
-
-def stage(tmp_path: Path, patients: int = 12, **changes: object) -> Stage:
-    hospital = Hospital("site-a", policy(**changes))
-    store = Store(
-        open_sqlite(tmp_path / "coordinator.db"), "lazaret/coordinator", Ed25519PrivateKey.generate(), Clock()
-    )
-    intake = Intake.over(store, parse(policy(max_releases_per_patient=9), "federation"))
-    intake.enrol(hospital.enrolment()[1])
-    vault, door = Vault(patients), Door(intake, "site-a")
-    return Stage(site_of(tmp_path, hospital, vault, door), vault, door, hospital, intake)
-
-
-def basis(provenance: str = "public") -> Basis:
-    return fit_basis(np.random.default_rng(9).random((40, *SHAPE)).astype(np.float32), 8, provenance)  # type: ignore[arg-type]
-
-
-def ksame(k: int = 5, provenance: str = "public") -> KSame:
-    return KSame(k, 2, basis(provenance))
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_release_is_priced_made_reviewed_and_spent_on_both_sides(tmp_path: Path) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     goods, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
     assert verdict.admitted
     assert s.spent("k") == ((0, 1), (0, 1))
@@ -106,8 +67,8 @@ def test_a_release_is_priced_made_reviewed_and_spent_on_both_sides(tmp_path: Pat
 
 
 def test_no_image_is_read_when_the_sites_own_ledger_refuses(tmp_path: Path) -> None:
-    s = stage(tmp_path, k_min=11)
-    with pytest.raises(Refused) as caught:
+    s = site_world(tmp_path, k_min=11)
+    with pytest.raises(ReviewRejectedError) as caught:
         release_synthetic(s.site, ksame(5), "OT", RNG)
     assert caught.value.where == "site"
     assert s.vault.reads == 0
@@ -117,9 +78,9 @@ def test_no_image_is_read_when_the_sites_own_ledger_refuses(tmp_path: Path) -> N
 
 
 def test_no_image_is_read_when_the_coordinator_refuses_and_the_sites_grant_is_freed(tmp_path: Path) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     s.door.site = "site-unknown"
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ReviewRejectedError) as caught:
         release_synthetic(s.site, ksame(), "OT", RNG)
     assert caught.value.where == "coordinator"
     assert s.vault.reads == 0
@@ -127,9 +88,9 @@ def test_no_image_is_read_when_the_coordinator_refuses_and_the_sites_grant_is_fr
 
 
 def test_no_image_is_read_when_the_coordinator_is_silent_and_the_grant_stays_held(tmp_path: Path) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     s.door.shut = True
-    with pytest.raises(Unreachable):
+    with pytest.raises(CoordinatorUnreachableError):
         release_synthetic(s.site, ksame(), "OT", RNG)
     assert s.vault.reads == 0
     assert s.spent("k")[0] == (1, 0)
@@ -140,8 +101,8 @@ def test_no_image_is_read_when_the_coordinator_is_silent_and_the_grant_stays_hel
 
 def test_a_private_component_is_not_even_priced(tmp_path: Path) -> None:
     """P6: a basis fitted on patients is a function of every one of them."""
-    s = stage(tmp_path)
-    with pytest.raises(Refused, match="provenance"):
+    s = site_world(tmp_path)
+    with pytest.raises(ReviewRejectedError, match="provenance"):
         release_synthetic(s.site, ksame(provenance="private"), "OT", RNG)
     assert s.vault.reads == 0
     assert s.spent("k") == ((0, 0), (0, 0))
@@ -151,16 +112,16 @@ def test_what_the_site_would_refuse_the_coordinator_never_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The site's policy is the upper bound, also of what is merely handed in for review."""
-    s = stage(tmp_path, max_artifact_bytes=1000)
+    s = site_world(tmp_path, max_artifact_bytes=1000)
     sent: list[str] = []
-    monkeypatch.setattr(Door, "submit", lambda self, key, envelope, artifact: sent.append(key))
+    monkeypatch.setattr(DirectCoordinatorClient, "submit", lambda self, key, envelope, artifact: sent.append(key))
     with pytest.raises(RefusedBeforehandError, match="max_artifact_bytes, 1000"):
         release_synthetic(s.site, ksame(), "OT", RNG)
     assert (sent, s.vault.reads) == ([], 0)
     assert s.spent("k") == ((0, 0), (0, 0)), "the size was known before the price: the patients' only release is left"
-    tiny = stage(_fresh(tmp_path), max_artifact_bytes=50)
+    tiny = site_world(_fresh(tmp_path), max_artifact_bytes=50)
     p = Participant(tiny.site, "OT", UnsafeSeededEntropy(1))
-    with pytest.raises(Refused, match="artifact_size"):
+    with pytest.raises(ReviewRejectedError, match="artifact_size"):
         p.join("run-1", federated())
     assert not tiny.site.books.store.state.grants
 
@@ -169,9 +130,9 @@ def test_what_the_site_would_refuse_the_coordinator_never_sees(
 def test_too_few_patients_are_refused_before_a_price_is_held_and_nobody_outside_hears_of_it(
     tmp_path: Path, patients: int
 ) -> None:
-    s = stage(tmp_path, patients=patients)
+    s = site_world(tmp_path, patients=patients)
     before = s.intake.register.store.state.size
-    with pytest.raises(CohortTooSmall) as caught:
+    with pytest.raises(CohortTooSmallError) as caught:
         release_synthetic(s.site, ksame(), "OT", RNG)
     assert not any(character.isdigit() for character in str(caught.value))
     assert s.vault.reads == 0
@@ -182,35 +143,35 @@ def test_too_few_patients_are_refused_before_a_price_is_held_and_nobody_outside_
 def test_labels_that_allow_no_cluster_are_refused_before_a_price_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     for labels in (("",), ("ill",)):  # none given; the same for everybody
         monkeypatch.setattr(type(s.vault), "roster", lambda *_, own=labels: (own,) * 12)
-        with pytest.raises(CohortTooSmall):
+        with pytest.raises(CohortTooSmallError):
             release_synthetic(s.site, ksame(), "OT", RNG)
     assert (s.vault.reads, s.spent("k")) == (0, ((0, 0), (0, 0)))
 
 
 def test_what_only_the_images_show_spends_the_grant_and_says_nothing_of_their_number(tmp_path: Path) -> None:
-    s = stage(tmp_path, patients=12)
+    s = site_world(tmp_path, patients=12)
     s.vault.unreadable = 9
-    with pytest.raises(CohortTooSmall) as caught:
+    with pytest.raises(CohortTooSmallError) as caught:
         release_synthetic(s.site, ksame(), "OT", RNG)
     assert not any(character.isdigit() for character in str(caught.value))
     assert s.spent("k") == ((0, 1), (0, 1))
 
 
-def _shown(goods: Parcel) -> Counter[tuple[bytes, str]]:
+def _shown(goods: SignedRelease) -> Counter[tuple[bytes, str]]:
     images, labels = unpack_images(goods.artifact)
     return Counter(zip((image.tobytes() for image in images), labels, strict=True))
 
 
-def _behind(site: Site) -> list[set[str]]:
+def _behind(site: SiteContext) -> list[set[str]]:
     return [set(cluster) for one in site.vault.note("releases") for cluster in one["clusters"]]
 
 
 def test_a_grown_cohort_shows_old_clusters_as_they_were_and_new_ones_of_new_patients(tmp_path: Path) -> None:
     """P5: what two releases have in common is the same to the last byte, so nothing can be differenced."""
-    s = stage(tmp_path, patients=12, max_releases_per_patient=3)
+    s = site_world(tmp_path, patients=12, max_releases_per_patient=3)
     first, _ = release_synthetic(s.site, ksame(), "OT", RNG)
     s.vault.patients, s.vault.seed = 24, 2  # and the old patients have other images now
     second, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
@@ -225,25 +186,27 @@ def test_a_partition_drawn_anew_would_mix_old_patients_with_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P5 broken on purpose: without the record, clusters of two releases overlap and can be intersected."""
-    s = stage(tmp_path, patients=12, max_releases_per_patient=3)
+    s = site_world(tmp_path, patients=12, max_releases_per_patient=3)
     release_synthetic(s.site, ksame(), "OT", RNG)
     old = _behind(s.site)
     s.vault.write_note("releases", [])
     s.vault.patients = 24
     with monkeypatch.context() as patched:
-        for module in (grants, pipeline):
+        for module in (budget, pipeline):
             patched.setattr(module, "older_vault", lambda *_: ())
         release_synthetic(s.site, ksame(), "OT", RNG)
     assert any(a & b and a != b for a in old for b in _behind(s.site))
 
 
 def test_beside_an_older_vault_no_patient_is_released_again_and_nothing_is_priced(tmp_path: Path) -> None:
-    s = stage(tmp_path, patients=12, max_releases_per_patient=3)
+    s = site_world(tmp_path, patients=12, max_releases_per_patient=3)
     older = copy.deepcopy(s.vault.notes)
     first, _ = release_synthetic(s.site, ksame(), "OT", RNG)
     newer, s.vault.notes = s.vault.notes, older
     spent, reads, size = s.spent("k"), s.vault.reads, s.site.books.store.state.size
-    with pytest.raises(Refused, match=rf"does not know who is behind {first.release.release}: an older vault"):
+    with pytest.raises(
+        ReviewRejectedError, match=rf"does not know the patients of {first.release.release}: an older vault"
+    ):
         release_synthetic(s.site, ksame(), "OT", RNG)
     assert (s.spent("k"), s.vault.reads, s.site.books.store.state.size) == (spent, reads, size)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
@@ -253,32 +216,32 @@ def test_beside_an_older_vault_no_patient_is_released_again_and_nothing_is_price
 
 
 def test_a_release_that_waited_while_an_older_vault_was_brought_back_does_not_leave(tmp_path: Path) -> None:
-    s = stage(tmp_path, patients=12, max_releases_per_patient=3, approvals='["compliance"]')
+    s = site_world(tmp_path, patients=12, max_releases_per_patient=3, approvals='["compliance"]')
     person = Person("dpo-1", "compliance")
-    governance.appoint(s.site.books.store, person.name, person.role, person.public)
+    decisions.appoint(s.site.books.store, person.name, person.role, person.public)
 
-    def approved(goods: Parcel) -> None:
+    def approved(goods: SignedRelease) -> None:
         name, value = goods.release.release, goods.release.artifact_sha256
         word = person.approval(name, "release", name, value, origin=s.site.books.store.origin)
-        governance.approve(s.site.books.store, word)
+        decisions.approve(s.site.books.store, word)
 
-    with pytest.raises(Waiting) as first:
+    with pytest.raises(ApprovalPending) as first:
         release_synthetic(s.site, ksame(), "OT", RNG)
     s.vault.patients = 24
     older = copy.deepcopy(s.vault.notes)
-    with pytest.raises(Waiting) as second:
+    with pytest.raises(ApprovalPending) as second:
         release_synthetic(s.site, ksame(), "OT", RNG)
     approved(second.value.goods)
-    assert hand_over(s.site, second.value.goods.release.release)[1].admitted
+    assert submit_approved(s.site, second.value.goods.release.release)[1].admitted
     s.vault.notes = older
     approved(first.value.goods)
-    with pytest.raises(Refused, match="older_vault"):
-        hand_over(s.site, first.value.goods.release.release)
+    with pytest.raises(ReviewRejectedError, match="older_vault"):
+        submit_approved(s.site, first.value.goods.release.release)
     assert first.value.goods.release.release not in s.site.books.store.state.sent
 
 
 def test_a_cluster_of_somebody_who_opted_out_is_retired_whole_even_if_they_come_back(tmp_path: Path) -> None:
-    s = stage(tmp_path, patients=12, max_releases_per_patient=4)
+    s = site_world(tmp_path, patients=12, max_releases_per_patient=4)
     first, _ = release_synthetic(s.site, ksame(), "OT", RNG)
     gone = next(iter(_behind(s.site)[0]))
     s.vault.out, s.vault.patients = frozenset({gone}), 24
@@ -292,7 +255,7 @@ def test_a_cluster_of_somebody_who_opted_out_is_retired_whole_even_if_they_come_
 
 
 def test_old_clusters_are_not_shown_among_pictures_of_another_kind(tmp_path: Path) -> None:
-    s = stage(tmp_path, patients=12, max_releases_per_patient=3)
+    s = site_world(tmp_path, patients=12, max_releases_per_patient=3)
     first, _ = release_synthetic(s.site, ksame(), "OT", RNG)
     s.vault.patients = 24
     other = Selection("OT", SHAPE, labels=frozenset({"0", "1", "2"}))
@@ -305,8 +268,8 @@ def test_old_clusters_are_not_shown_among_pictures_of_another_kind(tmp_path: Pat
 def test_a_form_is_the_same_in_every_process_and_another_for_every_rule() -> None:
     """Were it not, a second release would show no old cluster: sets have another order in every process."""
     code = (
-        "from agent.nouns import Selection; from agent.released import form_of;"
-        "from tests.agent.test_pipeline import ksame;"
+        "from agent.domain import Selection; from agent.release.history import form_of;"
+        "from tests.support.site_world import ksame;"
         "print(form_of(ksame(), Selection('OT', (8, 8), labels=frozenset('abcdefgh'))))"
     )
     said = set()
@@ -331,36 +294,36 @@ def other_basis() -> Basis:
 
 
 def test_a_release_that_persons_did_not_want_is_not_shown_by_a_later_one(tmp_path: Path) -> None:
-    s = stage(tmp_path, patients=12, max_releases_per_patient=3, approvals='["compliance"]')
-    with pytest.raises(Waiting) as caught:
+    s = site_world(tmp_path, patients=12, max_releases_per_patient=3, approvals='["compliance"]')
+    with pytest.raises(ApprovalPending) as caught:
         release_synthetic(s.site, ksame(), "OT", RNG)
     unwanted = _shown(caught.value.goods)
     withdraw(s.site, caught.value.goods.release.release)
     s.vault.patients = 24
-    with pytest.raises(Waiting) as again:
+    with pytest.raises(ApprovalPending) as again:
         release_synthetic(s.site, ksame(), "OT", RNG)
     assert not unwanted & _shown(again.value.goods)
 
 
 def test_every_k_that_was_tried_is_in_the_statement_and_a_k_of_another_menu_is_refused(tmp_path: Path) -> None:
     """Tuning reads patients (001, section 3.5): what was tried is told, and k comes from it."""
-    s = stage(tmp_path, patients=24, max_releases_per_patient=3)
+    s = site_world(tmp_path, patients=24, max_releases_per_patient=3)
     note_search(s.site, "OT", (5, 8))
     note_search(s.site, "OT", (5, 11))
     goods, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
     assert verdict.admitted
     assert goods.release.menu == "5,8,11"
     s.vault.patients, before, reads = 48, s.spent("k"), s.vault.reads
-    with pytest.raises(Refused, match="menu"):
+    with pytest.raises(ReviewRejectedError, match="menu"):
         release_synthetic(s.site, ksame(6), "OT", RNG)
     assert (s.spent("k"), s.vault.reads) == (before, reads), "one mistyped k costs nothing"
 
 
 def test_a_search_that_no_statement_could_say_is_refused_before_it_is_noted(tmp_path: Path) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     note_search(s.site, "OT", range(5, 60))
     for menu in (range(60, 80), (1_000_000,)):
-        with pytest.raises(TooManySearches):
+        with pytest.raises(TooManySearchesError):
             note_search(s.site, "OT", menu)
     assert searched(s.site, "OT") == tuple(range(5, 60))
     assert release_synthetic(s.site, ksame(), "OT", RNG)[1].admitted
@@ -368,22 +331,22 @@ def test_a_search_that_no_statement_could_say_is_refused_before_it_is_noted(tmp_
 
 def test_what_waits_for_persons_is_shown_by_no_other_release_and_nobody_enters_two_clusters(tmp_path: Path) -> None:
     """A waits, B is made beside it, A is withdrawn: what B shows stays excluded, whatever comes of A (P5)."""
-    s = stage(tmp_path, patients=12, max_releases_per_patient=9, approvals='["compliance"]')
+    s = site_world(tmp_path, patients=12, max_releases_per_patient=9, approvals='["compliance"]')
     person = Person("dpo-1", "compliance")
-    governance.appoint(s.site.books.store, person.name, person.role, person.public)
-    waits: list[Parcel] = []
+    decisions.appoint(s.site.books.store, person.name, person.role, person.public)
+    waits: list[SignedRelease] = []
     for patients in (12, 24):
         s.vault.patients = patients
-        with pytest.raises(Waiting) as caught:
+        with pytest.raises(ApprovalPending) as caught:
             release_synthetic(s.site, ksame(), "OT", RNG)
         waits.append(caught.value.goods)
     assert not _shown(waits[0]) & _shown(waits[1])
     approve(s, person, waits[1].release)
-    assert hand_over(s.site, waits[1].release.release)[1].admitted
+    assert submit_approved(s.site, waits[1].release.release)[1].admitted
     withdraw(s.site, waits[0].release.release)
     recover(s.site)
     s.vault.patients = 36
-    with pytest.raises(Waiting) as caught:
+    with pytest.raises(ApprovalPending) as caught:
         release_synthetic(s.site, ksame(), "OT", RNG)
     behind = [set(c) for one in s.vault.note("releases") for c in one["clusters"]]
     assert sum(map(len, behind)) == len(set().union(*behind))
@@ -392,11 +355,11 @@ def test_what_waits_for_persons_is_shown_by_no_other_release_and_nobody_enters_t
 
 
 def test_a_k_that_persons_looked_at_and_did_not_want_is_a_k_that_was_tried(tmp_path: Path) -> None:
-    s = stage(tmp_path, patients=24, max_releases_per_patient=9, approvals='["compliance"]')
-    with pytest.raises(Waiting) as caught:
+    s = site_world(tmp_path, patients=24, max_releases_per_patient=9, approvals='["compliance"]')
+    with pytest.raises(ApprovalPending) as caught:
         release_synthetic(s.site, ksame(6), "OT", RNG)
     withdraw(s.site, caught.value.goods.release.release)
-    with pytest.raises(Refused, match="menu"):
+    with pytest.raises(ReviewRejectedError, match="menu"):
         release_synthetic(s.site, ksame(5), "OT", RNG)
 
 
@@ -404,26 +367,26 @@ def test_what_is_made_is_compared_with_patients_of_earlier_releases_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P7: a representative of newcomers that is the picture of somebody released before does not leave."""
-    s = stage(tmp_path, patients=12, max_releases_per_patient=3)
+    s = site_world(tmp_path, patients=12, max_releases_per_patient=3)
     release_synthetic(s.site, ksame(), "OT", RNG)
     old = np.rint(s.vault.cohort("OT", SHAPE).patients[0].images[0].pixels * 255).astype(np.uint8)
     s.vault.patients = 24
     monkeypatch.setattr(Basis, "decode", lambda self, codes: np.stack([old] * len(codes)))
-    with pytest.raises(RepeatsAnInput):
+    with pytest.raises(RepeatedInputError):
         release_synthetic(s.site, ksame(), "OT", RNG)
 
 
 def test_after_a_crash_before_anything_set_out_the_same_patients_can_be_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = stage(tmp_path, max_releases_per_patient=2)
-    monkeypatch.setattr(Register, "send", _crash)
+    s = site_world(tmp_path, max_releases_per_patient=2)
+    monkeypatch.setattr(LedgerService, "send", _crash)
     with pytest.raises(KeyboardInterrupt):
         release_synthetic(s.site, ksame(), "OT", RNG)
     monkeypatch.undo()
     assert recover(s.site) == []
     ((made, _),) = s.vault.note("pending").items()
-    assert hand_over(s.site, made)[1].admitted
+    assert submit_approved(s.site, made)[1].admitted
     assert (s.spent("k"), s.vault.note("pending"), s.vault.blobs) == (((0, 1), (0, 1)), {}, {})
 
 
@@ -431,8 +394,8 @@ def test_after_a_crash_when_it_had_set_out_its_patients_never_take_part_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of it may have been seen. What is kept can be sent again, and the next release is of other patients."""
-    s = stage(tmp_path, max_releases_per_patient=3)
-    monkeypatch.setattr(Door, "submit", _crash)
+    s = site_world(tmp_path, max_releases_per_patient=3)
+    monkeypatch.setattr(DirectCoordinatorClient, "submit", _crash)
     with pytest.raises(KeyboardInterrupt):
         release_synthetic(s.site, ksame(), "OT", RNG)
     monkeypatch.undo()
@@ -440,7 +403,7 @@ def test_after_a_crash_when_it_had_set_out_its_patients_never_take_part_again(
     ((made, _),) = s.vault.note("pending").items()
     withdraw(s.site, made)
     assert s.spent("k") == ((0, 1), (0, 1))
-    with pytest.raises(CohortTooSmall):
+    with pytest.raises(CohortTooSmallError):
         release_synthetic(s.site, ksame(), "OT", RNG)
     s.vault.patients = 24
     _, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
@@ -451,26 +414,26 @@ def test_what_is_sent_again_is_reviewed_by_the_policy_of_today(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P12: it had set out under a policy that admitted it, and nobody has it yet."""
-    s = stage(tmp_path)
-    monkeypatch.setattr(Door, "submit", _crash)
+    s = site_world(tmp_path)
+    monkeypatch.setattr(DirectCoordinatorClient, "submit", _crash)
     with pytest.raises(KeyboardInterrupt):
         release_synthetic(s.site, ksame(), "OT", RNG)
     monkeypatch.undo()
     ((made, _),) = s.vault.note("pending").items()
     tight = parse(policy(k_min=11), "tight")
-    s.site = replace(s.site, books=Register(s.site.books.store, lambda _site: tight))
-    with pytest.raises(Refused, match="min_k"):
-        hand_over(s.site, made)
+    s.site = replace(s.site, books=LedgerService(s.site.books.store, lambda _site: tight))
+    with pytest.raises(ReviewRejectedError, match="min_k"):
+        submit_approved(s.site, made)
     assert made in s.vault.note("pending")
     assert s.intake.register.store.state.releases == {}
 
 
 def test_a_policy_that_was_tightened_binds_an_account_that_was_opened_before(tmp_path: Path) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     tight = parse(policy(epsilon="4.0"), "tight")
     loose = s.site.books
-    s.site = replace(s.site, books=Register(loose.store, lambda _site: tight))
-    with pytest.raises(Refused, match="budget"):
+    s.site = replace(s.site, books=LedgerService(loose.store, lambda _site: tight))
+    with pytest.raises(ReviewRejectedError, match="budget"):
         Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-1", federated(rounds=4))
     s.site = replace(s.site, books=loose)
     Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-2", federated(rounds=4))
@@ -478,17 +441,17 @@ def test_a_policy_that_was_tightened_binds_an_account_that_was_opened_before(tmp
 
 def test_a_job_for_more_patients_than_delta_allows_is_not_priced(tmp_path: Path) -> None:
     """P1: delta < 1 / patients, by the public bound that the job itself names."""
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     job = replace(federated(), public_patients=1_000_000)
-    with pytest.raises(Refused, match="delta"):
+    with pytest.raises(ReviewRejectedError, match="delta"):
         Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-1", job)
     assert not s.site.books.store.state.grants
 
 
 @pytest.mark.parametrize("run", ["Dr Müller was here", "a b", "", "x" * 65, "../run"])
 def test_a_run_without_a_proper_name_is_not_priced(tmp_path: Path, run: str) -> None:
-    s = stage(tmp_path)
-    with pytest.raises(Refused, match="run"):
+    s = site_world(tmp_path)
+    with pytest.raises(ReviewRejectedError, match="run"):
         Participant(s.site, "OT", UnsafeSeededEntropy(1)).join(run, federated())
     assert not s.site.books.store.state.grants
 
@@ -496,15 +459,15 @@ def test_a_run_without_a_proper_name_is_not_priced(tmp_path: Path, run: str) -> 
 def test_what_sets_out_is_in_the_sites_ledger_before_it_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     seen: list[int] = []
-    submit = Door.submit
+    submit = DirectCoordinatorClient.submit
 
-    def look(self: Door, key: str, envelope: bytes, artifact: bytes) -> Verdict:
+    def look(self: DirectCoordinatorClient, key: str, envelope: bytes, artifact: bytes) -> Verdict:
         seen.append(len(s.site.books.store.state.sent))
         return submit(self, key, envelope, artifact)
 
-    monkeypatch.setattr(Door, "submit", look)
+    monkeypatch.setattr(DirectCoordinatorClient, "submit", look)
     release_synthetic(s.site, ksame(), "OT", RNG)
     assert seen == [1]
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
@@ -514,7 +477,7 @@ def test_what_sets_out_is_in_the_sites_ledger_before_it_leaves(
 
 
 def test_leaving_a_run_for_another_writes_its_last_verdict_down_first(tmp_path: Path) -> None:
-    s = stage(tmp_path, epsilon="8.0")
+    s = site_world(tmp_path, epsilon="8.0")
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
     small = replace(federated(rounds=1), noise_multiplier=8.0)
     s.join(p, small)
@@ -522,10 +485,10 @@ def test_leaving_a_run_for_another_writes_its_last_verdict_down_first(tmp_path: 
     s.arrives(sent)
     s.join(p, small, "run-2")
     assert sent.release.release in s.site.books.store.state.releases
-    with pytest.raises(Refused):
+    with pytest.raises(ReviewRejectedError):
         p.join("run-3", federated(rounds=40))
     reads = s.vault.reads
-    with pytest.raises(Refused):
+    with pytest.raises(ReviewRejectedError):
         p.train("run-2", 1, small.initial())
     assert s.vault.reads == reads, "no patient is read under a grant that is gone"
 
@@ -533,13 +496,15 @@ def test_leaving_a_run_for_another_writes_its_last_verdict_down_first(tmp_path: 
 def test_contradictory_answers_of_a_coordinator_do_not_stop_the_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
     s.join(p, federated(rounds=3))
     first, _ = p.train("run-1", 1, federated().initial())
     p.train("run-1", 2, federated().initial())
     answers = {f"submit-{first.release.release}": None}
-    monkeypatch.setattr(Door, "outcome", lambda self, key, _envelope: answers.get(key, Verdict((), "A")))
+    monkeypatch.setattr(
+        DirectCoordinatorClient, "outcome", lambda self, key, _envelope: answers.get(key, Verdict((), "A"))
+    )
     p.follow()
     answers[f"submit-{first.release.release}"] = Verdict((), "A")  # a round before one that is in the books
     p.follow()
@@ -548,7 +513,7 @@ def test_contradictory_answers_of_a_coordinator_do_not_stop_the_site(
 
 
 def test_one_lost_update_does_not_keep_later_verdicts_out_of_the_books(tmp_path: Path) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
     s.join(p, federated(rounds=2))
     p.train("run-1", 1, federated().initial())  # never arrives
@@ -560,7 +525,7 @@ def test_one_lost_update_does_not_keep_later_verdicts_out_of_the_books(tmp_path:
 
 def test_an_update_is_made_once_and_sent_again_when_asked_again(tmp_path: Path) -> None:
     """A coordinator that restarts asks the same round again; other parameters must not buy a second update."""
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
     s.join(p, federated())
     start = federated().initial()
@@ -573,51 +538,51 @@ def test_an_update_is_made_once_and_sent_again_when_asked_again(tmp_path: Path) 
 
 
 def test_rounds_out_of_order_beyond_the_grant_or_of_another_run_are_refused(tmp_path: Path) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
     start = federated().initial()
-    with pytest.raises(Refused):
+    with pytest.raises(ReviewRejectedError):
         p.train("run-1", 1, start)
     s.join(p, federated(rounds=2))
-    with pytest.raises(Refused):
+    with pytest.raises(ReviewRejectedError):
         p.train("run-2", 1, start)
     p.train("run-1", 5, start)
-    with pytest.raises(Refused):
+    with pytest.raises(ReviewRejectedError):
         p.train("run-1", 4, start)
     p.train("run-1", 6, start)
-    with pytest.raises(Refused):
+    with pytest.raises(ReviewRejectedError):
         p.train("run-1", 7, start)
 
 
 def test_a_run_is_priced_once_and_a_part_that_a_restart_does_not_take_up_is_spent(tmp_path: Path) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
     first = p.join("run-1", federated())
     assert p.join("run-1", federated()) == first
     assert len(s.site.books.store.state.grants) == 1
-    with pytest.raises(Refused, match="priced before"):
+    with pytest.raises(ReviewRejectedError, match="priced before"):
         p.join("run-1", federated(rounds=2))
     assert recover(s.site) == [], "the part is open, by its note"
     s.vault.write_note("run", None)
     assert recover(s.site) == [p.grant]
     (held, spent), _ = s.spent("rdp")
     assert held == 0 < spent
-    with pytest.raises(Refused, match="priced before"):
+    with pytest.raises(ReviewRejectedError, match="priced before"):
         Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-1", federated())
 
 
 def test_a_failure_in_the_middle_of_training_counts_as_trained(tmp_path: Path) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
     s.join(p, federated(rounds=1))
     with pytest.raises(ValueError, match="parameters"):
         p.train("run-1", 1, Update(np.zeros(7, np.float32)))
-    with pytest.raises(Refused):
+    with pytest.raises(ReviewRejectedError):
         p.train("run-1", 2, federated().initial())
 
 
 def test_the_verdicts_on_updates_are_written_into_the_sites_ledger(tmp_path: Path) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
     s.join(p, federated(rounds=1))
     sent, _ = p.train("run-1", 1, federated().initial())
@@ -633,7 +598,7 @@ def _crash(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _refusals(register: Register) -> list[Any]:
+def _refusals(register: LedgerService) -> list[Any]:
     entries = [register.store.line(i).record.entry for i in range(register.store.state.size)]
     return [e for e in entries if type(e).__name__ == "Refused"]
 
@@ -643,53 +608,32 @@ def _fresh(tmp_path: Path) -> Path:
     return tmp_path / "second"
 
 
-def approving(tmp_path: Path) -> tuple[Stage, Person, Person]:
-    """A site whose policy has two persons approve, and both of them appointed."""
-    s = stage(tmp_path, approvals='["compliance", "hospital"]')
-    persons = Person("dpo-1", "compliance"), Person("head-1", "hospital")
-    for person in persons:
-        governance.appoint(s.site.books.store, person.name, person.role, person.public)
-    return s, *persons
-
-
-def approve(s: Stage, person: Person, release: Release, digest: str = "") -> None:
-    value = digest or release.artifact_sha256
-    sealed = person.approval(release.release, "release", release.release, value, origin=s.site.books.store.origin)
-    governance.approve(s.site.books.store, sealed)
-
-
-def waiting(s: Stage) -> Release:
-    with pytest.raises(Waiting) as caught:
-        release_synthetic(s.site, ksame(), "OT", RNG)
-    return caught.value.goods.release
-
-
 def test_a_release_waits_for_persons_over_restarts_and_leaves_when_all_have_approved(tmp_path: Path) -> None:
     s, careful, local = approving(tmp_path)
     release = waiting(s)
     assert s.intake.register.store.state.releases == {}
     assert recover(s.site) == []
     approve(s, careful, release)
-    with pytest.raises(Refused, match="hospital"):
-        hand_over(s.site, release.release)
+    with pytest.raises(ReviewRejectedError, match="hospital"):
+        submit_approved(s.site, release.release)
     approve(s, local, release)
-    goods, verdict = hand_over(s.site, release.release)
+    goods, verdict = submit_approved(s.site, release.release)
     assert verdict.admitted
     assert set(goods.release.approvals) == {"compliance", "hospital"}
     assert s.spent("k") == ((0, 1), (0, 1))
-    with pytest.raises(Refused):
-        hand_over(s.site, release.release)
+    with pytest.raises(ReviewRejectedError):
+        submit_approved(s.site, release.release)
 
 
 def test_what_a_person_has_refused_never_leaves_whoever_approved_it(tmp_path: Path) -> None:
     s, careful, local = approving(tmp_path)
     release = waiting(s)
     words = (f"refuse-{release.release}", "refuse", release.release, f"{release.artifact_sha256} likeness")
-    governance.approve(s.site.books.store, careful.approval(*words, origin=s.site.books.store.origin))
+    decisions.approve(s.site.books.store, careful.approval(*words, origin=s.site.books.store.origin))
     approve(s, careful, release)
     approve(s, local, release)
-    with pytest.raises(Refused, match="refused it"):
-        hand_over(s.site, release.release)
+    with pytest.raises(ReviewRejectedError, match="refused it"):
+        submit_approved(s.site, release.release)
     assert s.intake.register.store.state.releases == {}
 
 
@@ -698,14 +642,14 @@ def test_an_approval_of_other_bytes_is_none(tmp_path: Path) -> None:
     release = waiting(s)
     approve(s, careful, release)
     approve(s, local, release, digest="0" * 64)
-    with pytest.raises(Refused, match="hospital"):
-        hand_over(s.site, release.release)
+    with pytest.raises(ReviewRejectedError, match="hospital"):
+        submit_approved(s.site, release.release)
     assert s.intake.register.store.state.releases == {}
 
 
 def test_rounds_are_refused_at_their_price_where_persons_must_approve(tmp_path: Path) -> None:
     s, *_ = approving(tmp_path)
-    with pytest.raises(Refused, match="approve"):
+    with pytest.raises(ReviewRejectedError, match="approve"):
         Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-1", federated())
     assert s.spent("rdp") == ((0, 0), (0, 0))
 
@@ -716,18 +660,18 @@ def test_an_auditor_finds_an_approval_that_nobody_gave(tmp_path: Path) -> None:
     lied = replace(release, approvals={"compliance": "ab" * 32, "hospital": "cd" * 32})
     s.site.books.send(lied, s.site.seal(lied))
     s.site.books.store.close()
-    with pytest.raises(Unsound, match="nobody gave"):
+    with pytest.raises(ExportError, match="nobody gave"):
         verify(export_file(tmp_path / "site-a.db", "lazaret/test", s.hospital.key))
 
 
 def test_a_run_that_ends_early_gives_back_what_was_not_used_at_the_site(tmp_path: Path) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
     s.join(p, federated(rounds=3))
     whole = s.spent("rdp")[0][0]
     sent, _ = p.train("run-1", 1, federated().initial())
     s.arrives(sent)
-    p.part()
+    p.leave_run()
     (held, spent), (hub_held, hub_spent) = s.spent("rdp")
     assert held == hub_held == 0
     assert 0 < spent < whole == hub_spent
@@ -747,7 +691,7 @@ def test_what_waited_since_before_pictures_were_compressed_leaves_as_persons_app
     for person in (careful, local):
         approve(s, person, before)
     assert recover(s.site) == []
-    goods, verdict = hand_over(s.site, release.release)
+    goods, verdict = submit_approved(s.site, release.release)
     assert (verdict.admitted, goods.artifact) == (True, old)
 
 

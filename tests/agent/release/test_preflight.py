@@ -2,93 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agent.foreseen import (
-    Foreseen,
+from agent.domain import Scan, Selection, Volume
+from agent.errors import ReviewRejectedError
+from agent.federation.participant import Participant, update_bytes
+from agent.mechanisms.registry import MECHANISMS
+from agent.release.packaging import ReleaseFormat
+from agent.release.pipeline import pack_volumes, release_heads, release_resumable, release_synthetic
+from agent.release.preflight import (
     RefusedBeforehandError,
-    against,
-    of_clusters,
+    known_objections,
     of_configuration,
     of_heads,
-    untrained,
 )
-from agent.mechanisms import MECHANISMS
-from agent.nouns import Scan, Selection, Volume
-from agent.participant import Participant, update_bytes
-from agent.pipeline import pack_volumes, release_heads, release_resumable, release_synthetic
-from agent.site import Refused
-from agent.wrapping import Wrapping
-from protos.hpke import sealed_bytes
-from protos.shards import MAX_SHARD, Dicom, Png, plain_bytes
-from tests.agent.test_mechanisms import (
-    ANONFACES,
-    CENTROIDS,
-    DISTILL,
-    DISTILL_DP,
-    FEDERATED,
-    KSALSA,
-    KSAME,
-    MASKED,
-    PRIVIMAGE,
-)
-from tests.agent.test_pipeline import Stage, ksame, stage
-from tests.agent.test_remodel_release import examine
-from tests.agent.test_remodel_release import mechanism as remodel
+from protos.artifacts.shards import MAX_SHARD, Dicom, Png, plain_bytes
+from protos.encryption.hpke import sealed_bytes
 from tests.support.entropy import UnsafeSeededEntropy
+from tests.support.remodelled_heads import examine, remodel
+from tests.support.site_world import ksame, site_world
+from tests.support.small_mechanisms import DISTILL, FEDERATED, MASKED, PRIVIMAGE, SET_RELEASES, SetRelease
 
 PATIENTS = 23
-SEALED = Wrapping(reader="a" * 64, seal=lambda raw: raw)
+SEALED = ReleaseFormat(reader="a" * 64, seal=lambda raw: raw)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A mechanism, how many pictures it makes at most from 23 patients, and how it is released."""
-
-    mechanism: Any
-    pictures: int
-    public: bool
-
-    @property
-    def selection(self) -> Selection:
-        return Selection("OT", self.mechanism.shape)
-
-    def foreseen(self, s: Stage, wrapping: Wrapping | None = None) -> Foreseen:
-        of: Callable[..., Foreseen] = of_configuration if self.public else of_clusters
-        return of(s.site, self.mechanism, self.selection, wrapping or Wrapping())
-
-    def release(self, s: Stage) -> None:
-        if self.public:
-            release_resumable(s.site, self.mechanism, self.selection, UnsafeSeededEntropy(1))
-        else:
-            release_synthetic(s.site, self.mechanism, self.selection, np.random.default_rng(1))
-
-
-CASES = {
-    "ksame": Case(KSAME, 23 // 5, public=False),
-    "ksalsa": Case(KSALSA, 23 // 5 * 2, public=False),  # two views of each cluster
-    "anonfaces": Case(ANONFACES, 23 // 5, public=False),
-    "privimage": Case(PRIVIMAGE, PRIVIMAGE.synthetic.pictures, public=True),
-    "centroids": Case(CENTROIDS, CENTROIDS.codebook.cells, public=True),
-    "distill": Case(DISTILL, DISTILL.course.output.pictures, public=True),
-    "distill-dp": Case(DISTILL_DP, DISTILL_DP.course.output.pictures, public=True),
-}
 OTHERS = {"remodel", "federated", "federated-masked"}  # below
 
 
 def test_every_mechanism_is_weighed() -> None:
-    assert CASES.keys() | OTHERS == MECHANISMS.keys()
+    assert SET_RELEASES.keys() | OTHERS == MECHANISMS.keys()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SET_RELEASES)
 def test_number_and_bytes_follow_from_the_configuration_and_the_form(tmp_path: Path, name: str) -> None:
-    case, s = CASES[name], stage(tmp_path, patients=PATIENTS)
+    case, s = SET_RELEASES[name], site_world(tmp_path, patients=PATIENTS)
     found = case.foreseen(s)
     assert (found.samples, found.public) == (case.pictures, case.public)
     assert found.size == plain_bytes(case.pictures, case.mechanism.shape, Png())
@@ -96,16 +49,16 @@ def test_number_and_bytes_follow_from_the_configuration_and_the_form(tmp_path: P
     assert sealed.size == sealed_bytes(found.size)
     if len(case.mechanism.shape) == 2:
         form = Dicom("OT", (1000, 1000))
-        assert case.foreseen(s, Wrapping(form)).size == plain_bytes(case.pictures, case.mechanism.shape, form)
+        assert case.foreseen(s, ReleaseFormat(form)).size == plain_bytes(case.pictures, case.mechanism.shape, form)
     assert s.vault.reads == 0
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SET_RELEASES)
 def test_a_set_one_byte_too_large_is_refused_and_nothing_is_read_priced_or_written(tmp_path: Path, name: str) -> None:
-    case = CASES[name]
+    case = SET_RELEASES[name]
     (tmp_path / "first").mkdir()
-    size = case.foreseen(stage(tmp_path / "first", patients=PATIENTS)).size
-    s = stage(tmp_path, patients=PATIENTS, max_artifact_bytes=size - 1)
+    size = case.foreseen(site_world(tmp_path / "first", patients=PATIENTS)).size
+    s = site_world(tmp_path, patients=PATIENTS, max_artifact_bytes=size - 1)
     before = s.site.books.store.state.size, s.intake.register.store.state.size, dict(s.vault.notes)
     with pytest.raises(
         RefusedBeforehandError, match=f"{case.pictures} pictures of this size may take more than the policy's"
@@ -114,15 +67,15 @@ def test_a_set_one_byte_too_large_is_refused_and_nothing_is_read_priced_or_writt
     after = s.site.books.store.state.size, s.intake.register.store.state.size, dict(s.vault.notes)
     assert (s.vault.reads, after) == (0, before)
     (tmp_path / "third").mkdir()
-    fits = stage(tmp_path / "third", patients=PATIENTS, max_artifact_bytes=size)
-    assert "artifact_size" not in {finding.rule for finding in against(fits.site, case.foreseen(fits))}
+    fits = site_world(tmp_path / "third", patients=PATIENTS, max_artifact_bytes=size)
+    assert "artifact_size" not in {finding.rule for finding in known_objections(fits.site, case.foreseen(fits))}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SET_RELEASES)
 def test_a_disk_that_could_not_keep_it_is_said_beforehand(tmp_path: Path, name: str) -> None:
-    case, s = CASES[name], stage(tmp_path, patients=PATIENTS)
+    case, s = SET_RELEASES[name], site_world(tmp_path, patients=PATIENTS)
     s.vault.free = case.foreseen(s).disk - 1
-    with pytest.raises(RefusedBeforehandError, match="make room"):
+    with pytest.raises(RefusedBeforehandError, match="free some space"):
         case.release(s)
     assert (s.vault.reads, len(s.site.books.store.state.grants)) == (0, 0)
 
@@ -130,26 +83,26 @@ def test_a_disk_that_could_not_keep_it_is_said_beforehand(tmp_path: Path, name: 
 def test_a_model_is_weighed_by_its_untrained_file(tmp_path: Path) -> None:
     output = replace(DISTILL.course.output, release="model")
     model = replace(DISTILL, course=replace(DISTILL.course, output=output))
-    size = len(untrained(model.course))
-    s = stage(tmp_path, max_artifact_bytes=size - 1)
+    size = len(model.course.untrained())
+    s = site_world(tmp_path, max_artifact_bytes=size - 1)
     with pytest.raises(RefusedBeforehandError, match=f"the model takes {size} bytes"):
         release_resumable(s.site, model, Selection("OT", model.shape), UnsafeSeededEntropy(1))
     assert not s.site.books.store.state.grants
 
 
 def test_more_than_one_shard_is_refused_whatever_the_policy_admits(tmp_path: Path) -> None:
-    s = stage(tmp_path, max_artifact_bytes=1 << 40)
+    s = site_world(tmp_path, max_artifact_bytes=1 << 40)
     many = replace(PRIVIMAGE, synthetic=replace(PRIVIMAGE.synthetic, pictures=100_000))
-    found = of_configuration(s.site, many, Selection("OT", many.shape), Wrapping())
-    assert [f.rule for f in against(s.site, replace(found, samples=100_001))] == ["artifact_size"]
+    found = of_configuration(s.site, many, Selection("OT", many.shape), ReleaseFormat())
+    assert [f.rule for f in known_objections(s.site, replace(found, samples=100_001))] == ["artifact_size"]
     large = replace(found, shape=(2048, 2048, 3), samples=22)
     assert plain_bytes(22, large.shape, Png()) > MAX_SHARD
-    assert ["21 would fit" in f.detail for f in against(s.site, large)] == [True]
+    assert ["21 would fit" in f.detail for f in known_objections(s.site, large)] == [True]
 
 
 def test_clusters_that_are_shown_again_count_too(tmp_path: Path) -> None:
-    s = stage(tmp_path, patients=12, max_releases_per_patient=3)
-    small = Case(ksame(), 2, public=False)
+    s = site_world(tmp_path, patients=12, max_releases_per_patient=3)
+    small = SetRelease(ksame(), 2, public=False)
     release_synthetic(s.site, small.mechanism, "OT", np.random.default_rng(1))
     s.vault.patients = 24
     found = small.foreseen(s)
@@ -162,7 +115,7 @@ def test_clusters_that_are_shown_again_count_too(tmp_path: Path) -> None:
 def test_heads_are_counted_and_weighed_without_opening_one(
     tmp_path: Path, wide: bool, type_: type[np.generic]
 ) -> None:
-    s = stage(tmp_path)
+    s = site_world(tmp_path)
     values = np.zeros(remodel().shape, type_)
     s.vault.heads = tuple(Scan(f"{n:04d}", Volume(values, np.eye(4)), "a") for n in range(3))
     s.vault.wide = wide
@@ -170,7 +123,7 @@ def test_heads_are_counted_and_weighed_without_opening_one(
     assert (found.samples, found.public, s.vault.reads) == (3, False, 0)
     made = type("Made", (), {"volumes": [values] * 3, "labels": ("x" * 32,) * 3, "spacing": (1.0, 1.0, 1.0)})()
     assert found.size == len(pack_volumes(made))
-    tight = stage(_fresh(tmp_path), max_artifact_bytes=found.size - 1)
+    tight = site_world(_fresh(tmp_path), max_artifact_bytes=found.size - 1)
     tight.vault.heads, tight.vault.wide = s.vault.heads, wide
     with pytest.raises(RefusedBeforehandError, match="3 volumes of this size"):
         release_heads(tight.site, remodel(), "MR", examine, np.random.default_rng(1))
@@ -180,8 +133,8 @@ def test_heads_are_counted_and_weighed_without_opening_one(
 @pytest.mark.parametrize("job", [FEDERATED, MASKED], ids=["federated", "federated-masked"])
 def test_a_run_whose_updates_no_policy_admits_is_not_priced(tmp_path: Path, job: Any) -> None:
     size = update_bytes(job)
-    s = stage(tmp_path, max_artifact_bytes=size - 1, levels='["A", "A*", "B"]')
-    with pytest.raises(Refused, match="artifact_size"):
+    s = site_world(tmp_path, max_artifact_bytes=size - 1, levels='["A", "A*", "B"]')
+    with pytest.raises(ReviewRejectedError, match="artifact_size"):
         Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-1", job)
     assert not s.site.books.store.state.grants
 

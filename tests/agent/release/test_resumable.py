@@ -12,41 +12,36 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent import pipeline
-from agent.mechanisms import MECHANISMS
-from agent.mechanisms.anonfaces import AnonFaces
-from agent.mechanisms.bench import Bench
-from agent.mechanisms.remodel import Remodel
-from agent.nets.siamese import Share
-from agent.nouns import Cohort
-from agent.pipeline import release_heads
-from agent.stages import distil, noise
-from agent.stages.noise import SystemEntropy
-from agent.stages.plant import SINGLE
-from agent.stages.vet import Power
-from policies.claims import KAnonymous, NoClaim
-from policies.policy import preset
-from tests.agent import test_pipeline
-from tests.agent.test_distill_commands import every_fourth_dropped, permissive
-from tests.agent.test_foreseen import CASES
-from tests.agent.test_mechanisms import CENTROIDS, COHORT
-from tests.agent.test_pipeline import Stage, stage
-from tests.agent.test_remodel_release import ADMITS, examine, scans
-from tests.agent.test_remodel_release import mechanism as remodel
-from tests.support.books import policy
+from agent.domain import Cohort
+from agent.dp import noise
+from agent.dp.noise import SystemEntropy
+from agent.mechanisms.anonfaces.mechanism import AnonFaces
+from agent.mechanisms.common.workspace import Workspace
+from agent.mechanisms.registry import MECHANISMS
+from agent.mechanisms.remodel.mechanism import Remodel
+from agent.release import pipeline
+from agent.release.pipeline import release_heads
+from policies.accounting.claims import KAnonymous, NoClaim
+from policies.review.policy import preset
+from tests.support.ledger_world import policy
+from tests.support.memory_place import MemoryPlace
+from tests.support.remodelled_heads import ADMITS, examine, remodel, scans
+from tests.support.site_world import SiteWorld, permissive, site_world
+from tests.support.small_distillation import believe_the_vetting
+from tests.support.small_mechanisms import CENTROIDS, COHORT, SET_RELEASES
 
 ROUNDS = {"federated", "federated-masked"}  # no set: an update leaves with its round, or never
 PATIENTS = 23
 FULL = OSError(28, "No space left on device")
 
 
-def made_by(name: str) -> tuple[Any, Callable[[Stage], None]]:
+def made_by(name: str) -> tuple[Any, Callable[[SiteWorld], None]]:
     """The mechanism, and its release with fresh dice or the system's entropy."""
     if name == "remodel":
         mechanism = remodel()
         fresh = np.random.default_rng
         return mechanism, lambda s: _quiet(release_heads, s.site, mechanism, "MR", examine, fresh())
-    case = CASES[name]
+    case = SET_RELEASES[name]
     if case.public:
         release = pipeline.release_resumable
         return case.mechanism, lambda s: _quiet(release, s.site, case.mechanism, case.selection, SystemEntropy())
@@ -65,14 +60,10 @@ def test_a_full_disk_at_the_end_draws_nothing_anew(
     mechanism, release = made_by(name)
     admits = policy(**ADMITS) if name == "remodel" else permissive(preset("internal"))
     admits = admits.replace("epsilon = 8.0", "epsilon = 100.0")
-    monkeypatch.setattr(test_pipeline, "policy", lambda **_: admits)  # of the site and of the federation
-    s = stage(tmp_path, patients=PATIENTS)
+    s = site_world(tmp_path, patients=PATIENTS, own=admits, federation=admits)
     s.vault.heads = scans()[:3]
     if name == "distill":  # an untrained verifier knows nobody, and what it says is no use to this test
-        good = Share(0.99, 0.95, 1.0)
-        monkeypatch.setattr(distil, "power", lambda *_: Power(good, good, good, dict.fromkeys(SINGLE, good), None))
-        monkeypatch.setattr(distil, "measured", lambda *_: Share(0.0, 0.0, 0.01))
-        monkeypatch.setattr(distil, "vet", every_fourth_dropped)
+        believe_the_vetting(monkeypatch)
     attempts: list[Any] = []
 
     def full(*_: Any) -> None:
@@ -102,7 +93,7 @@ def _watched(
     """By which dice each run began, or what a distillation made; and how many numbers of noise were drawn."""
     runs: list[Any] = []
     draws: list[int] = []
-    run, gaussians = type(mechanism).run, noise.gaussians
+    run, gaussians = type(mechanism).run, noise.draw_gaussians
 
     def seen(self: Any, *told: Any, **more: Any) -> Any:
         runs.extend(one.bit_generator.state for one in told if isinstance(one, np.random.Generator))
@@ -118,29 +109,16 @@ def _watched(
         return gaussians(entropy, count)
 
     monkeypatch.setattr(type(mechanism), "run", seen)
-    monkeypatch.setattr(noise, "gaussians", counted)
+    monkeypatch.setattr(noise, "draw_gaussians", counted)
     return runs, draws
 
 
 def test_centroids_are_kept_with_their_noise_before_a_picture_is_made_of_them() -> None:
     """The second run reads nobody: another cohort and another entropy give the very same set."""
-    drawer = Drawer()
-    first = CENTROIDS.run(COHORT, SystemEntropy(), Bench(lambda _: drawer))
-    raw = drawer.raw
+    place = MemoryPlace()
+    first = CENTROIDS.run(COHORT, SystemEntropy(), Workspace(lambda _: place))
+    raw = place.data
     assert raw is not None
-    again = CENTROIDS.run(Cohort(()), SystemEntropy(), Bench(lambda _: drawer))
+    again = CENTROIDS.run(Cohort(()), SystemEntropy(), Workspace(lambda _: place))
     assert (again.images == first.images).all()
-    assert (again.labels, drawer.raw) == (first.labels, raw)
-
-
-class Drawer:
-    """A place in memory."""
-
-    def __init__(self) -> None:
-        self.raw: bytes | None = None
-
-    def read(self) -> bytes | None:
-        return self.raw
-
-    def write(self, data: bytes) -> None:
-        self.raw = data
+    assert (again.labels, place.data) == (first.labels, raw)

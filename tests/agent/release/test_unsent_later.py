@@ -10,52 +10,51 @@ from typing import Any
 
 import pytest
 
-from agent import released
-from agent.approval import hand_over, waiting, withdraw
-from agent.edges import projects
-from agent.edges.notes import Notes
-from agent.edges.sealed import SealedPlace
-from agent.edges.vault import Vault
-from agent.kept import forget, listed
-from agent.mechanisms import KSame
-from agent.nouns import NotKept
-from agent.pipeline import release_synthetic
-from agent.recovery import recover
-from agent.released import made_of
-from agent.site import Refused, Waiting
-from agent.unfinished import Unfinished, abandon
-from policies import governance
-from policies.statement import Release
-from tests.agent.test_alike import key, record
-from tests.agent.test_kept_releases import at, blobs, held, kept, killed, typed, ward
-from tests.agent.test_pipeline import RNG, Stage, approve, ksame, stage
-from tests.agent.test_synthesis_commands import Typed
-from tests.support.books import Person
-from tests.support.federation import Site as Hospital
-from tests.support.wards import Drawer
+from agent.errors import ReviewRejectedError, SiteStorageError
+from agent.mechanisms.registry import KSame
+from agent.release import history
+from agent.release.approval import submit_approved, waiting, withdraw
+from agent.release.history import patients_of
+from agent.release.pipeline import release_synthetic
+from agent.release.ports import ApprovalPending
+from agent.release.recovery import recover
+from agent.release.resumable import ReleaseInProgressError, abandon
+from agent.release.unsent import forget, listed
+from agent.storage import projects
+from agent.storage.encrypted_sqlite import EncryptedCheckpointStore
+from agent.storage.site_database import SiteDatabase
+from agent.storage.vault import Vault
+from policies.governance import decisions
+from policies.statements import Release
+from tests.support.command_line import Typed, at, typed
+from tests.support.federation_world import Site as Hospital
+from tests.support.ledger_world import Person
+from tests.support.release_site import blobs, held, kept, killed, site
+from tests.support.site_world import RNG, MemoryCheckpointStore, SiteWorld, approve, ksame, site_world
+from tests.support.vault_records import key_of, picture_record
 
-__all__ = ["typed", "ward"]  # fixtures
+__all__ = ["site", "typed"]  # fixtures
 HELD, SPENT = ((1, 0), (1, 0)), ((0, 1), (0, 1))
 
 
 @pytest.fixture
 def vault(tmp_path: Path) -> Iterator[Vault]:
-    opened = Vault(Notes(tmp_path / "vault.db", bytes(32)), tmp_path / "main.db", bytes(range(32)))
+    opened = Vault(SiteDatabase(tmp_path / "vault.db", bytes(32)), tmp_path / "main.db", bytes(range(32)))
     yield opened
     opened.close()
 
 
-def five(tmp_path: Path, vault: Vault, **changes: object) -> Stage:
+def five(tmp_path: Path, vault: Vault, **changes: object) -> SiteWorld:
     """A site of five patients, over a real vault."""
-    s = stage(tmp_path, max_releases_per_patient=9, **changes)
-    vault.keep_all([record(n, n) for n in range(5)])
+    s = site_world(tmp_path, max_releases_per_patient=9, **changes)
+    vault.keep_all([picture_record(n, n) for n in range(5)])
     s.site = replace(s.site, vault=vault)
     return s
 
 
 def found_alike(vault: Vault, one: int = 0, other: int = 1) -> None:
     """A sender sends a picture of one patient under another's id, too."""
-    vault.keep_all([record(one, 100 + one), record(other, 200 + other, picture=100 + one)])
+    vault.keep_all([picture_record(one, 100 + one), picture_record(other, 200 + other, picture=100 + one)])
 
 
 def told_apart(vault: Vault) -> None:
@@ -63,15 +62,15 @@ def told_apart(vault: Vault) -> None:
         vault.tell_apart(one.name)
 
 
-def made(s: Stage) -> Release:
-    with pytest.raises(Waiting) as caught:
+def made(s: SiteWorld) -> Release:
+    with pytest.raises(ApprovalPending) as caught:
         release_synthetic(s.site, ksame(), "OT", RNG)
     return caught.value.goods.release
 
 
-def officer(s: Stage) -> Person:
+def officer(s: SiteWorld) -> Person:
     person = Person("dpo-1", "compliance")
-    governance.appoint(s.site.books.store, person.name, person.role, person.public)
+    decisions.appoint(s.site.books.store, person.name, person.role, person.public)
     return person
 
 
@@ -85,12 +84,12 @@ def test_a_kept_set_stays_when_a_cluster_has_fewer_than_k_patients_by_now(tmp_pa
     approve(s, person, release)
     found_alike(vault)
     for _ in range(2):
-        with pytest.raises(Refused, match=r"withdraw it, or .*cohort --apart"):
-            hand_over(s.site, release.release)
+        with pytest.raises(ReviewRejectedError, match=r"withdraw it, or .*cohort --apart"):
+            submit_approved(s.site, release.release)
     assert (list(listed(vault)), s.spent("k")) == ([release.release], HELD)
     assert s.intake.register.store.state.releases == {}
     told_apart(vault)
-    assert hand_over(s.site, release.release)[1].admitted
+    assert submit_approved(s.site, release.release)[1].admitted
 
 
 def test_without_the_rule_a_set_of_four_patients_would_leave_as_k_of_five(
@@ -102,14 +101,14 @@ def test_without_the_rule_a_set_of_four_patients_would_leave_as_k_of_five(
     release = made(s)
     approve(s, person, release)
     found_alike(vault)
-    monkeypatch.setattr(released, "_patients", lambda members, _alike: len(set(members)))
-    assert hand_over(s.site, release.release)[1].admitted
+    monkeypatch.setattr(history, "_patients", lambda members, _alike: len(set(members)))
+    assert submit_approved(s.site, release.release)[1].admitted
 
 
 def test_a_kept_set_that_shows_a_cluster_again_stays_when_that_one_fell_below_k(tmp_path: Path, vault: Vault) -> None:
     s = five(tmp_path, vault)
     first, _ = release_synthetic(s.site, ksame(), "OT", RNG)
-    vault.keep_all([record(n, n) for n in range(10, 15)])
+    vault.keep_all([picture_record(n, n) for n in range(10, 15)])
     submit = s.door.submit
 
     def silent(*_: object) -> Any:
@@ -117,18 +116,18 @@ def test_a_kept_set_that_shows_a_cluster_again_stays_when_that_one_fell_below_k(
         return submit(*_)
 
     s.door.submit = silent
-    with pytest.raises(Exception, match="slammed"):
+    with pytest.raises(Exception, match="no answer"):
         release_synthetic(s.site, ksame(), "OT", RNG)
     (name,) = listed(vault)
-    assert made_of(s.site, name) == {key(n, 3) for n in (*range(5), *range(10, 15))}, "shown again"
+    assert patients_of(s.site, name) == {key_of(n, 3) for n in (*range(5), *range(10, 15))}, "shown again"
     s.door.shut = False
     del s.door.submit
     found_alike(vault)
-    with pytest.raises(Refused, match="alike"):
-        hand_over(s.site, name)
+    with pytest.raises(ReviewRejectedError, match="alike"):
+        submit_approved(s.site, name)
     assert (list(listed(vault)), s.spent("k")) == ([name], ((1, 1), (1, 1))), "though it had set out"
     told_apart(vault)
-    assert hand_over(s.site, name)[1].admitted
+    assert submit_approved(s.site, name)[1].admitted
     assert first.release.release in s.intake.register.store.state.releases
 
 
@@ -143,12 +142,12 @@ def test_ids_found_alike_while_a_set_is_made_keep_it_here(
         return run(self, *told)
 
     monkeypatch.setattr(KSame, "run", long)
-    with pytest.raises(Refused, match="cohort --apart"):
+    with pytest.raises(ReviewRejectedError, match="cohort --apart"):
         release_synthetic(s.site, ksame(), "OT", RNG)
     (name,) = listed(vault)
     assert (s.spent("k"), s.intake.register.store.state.releases) == (HELD, {})
     told_apart(vault)
-    assert hand_over(s.site, name)[1].admitted
+    assert submit_approved(s.site, name)[1].admitted
     assert s.spent("k") == SPENT
 
 
@@ -159,7 +158,7 @@ def full(*_: object) -> Any:
     raise OSError(28, "No space left on device")
 
 
-def interrupted(tmp_path: Path, vault: Vault, monkeypatch: pytest.MonkeyPatch) -> Stage:
+def interrupted(tmp_path: Path, vault: Vault, monkeypatch: pytest.MonkeyPatch) -> SiteWorld:
     s = five(tmp_path, vault)
     with monkeypatch.context() as patch:
         patch.setattr(KSame, "run", full)
@@ -173,15 +172,15 @@ def test_ids_found_alike_since_a_making_was_interrupted_spend_nothing_until_a_pe
 ) -> None:
     s = interrupted(tmp_path, vault, monkeypatch)
     found_alike(vault)
-    vault.keep_all([record(n, n) for n in range(10, 20)])  # enough, but none of them is in it
+    vault.keep_all([picture_record(n, n) for n in range(10, 20)])  # enough, but none of them is in it
     for _ in range(2):
-        with pytest.raises(Unfinished, match="cohort --apart"):
+        with pytest.raises(ReleaseInProgressError, match="cohort --apart"):
             release_synthetic(s.site, ksame(), "OT", RNG)
         assert s.spent("k") == HELD
     told_apart(vault)
     goods, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
     assert (verdict.admitted, s.spent("k")) == (True, SPENT)
-    assert made_of(s.site, goods.release.release) == {key(n, 3) for n in range(5)}
+    assert patients_of(s.site, goods.release.release) == {key_of(n, 3) for n in range(5)}
 
 
 def test_what_cannot_go_on_is_given_up_when_that_is_said(
@@ -189,7 +188,7 @@ def test_what_cannot_go_on_is_given_up_when_that_is_said(
 ) -> None:
     s = interrupted(tmp_path, vault, monkeypatch)
     found_alike(vault)
-    with pytest.raises(Unfinished, match="--anew"):
+    with pytest.raises(ReleaseInProgressError, match="--anew"):
         release_synthetic(s.site, ksame(), "OT", RNG)
     abandon(s.site)
     assert s.spent("k") == SPENT
@@ -198,28 +197,28 @@ def test_what_cannot_go_on_is_given_up_when_that_is_said(
 def test_a_newcomer_stands_for_nobody_in_a_making_that_goes_on(
     tmp_path: Path, vault: Vault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = stage(tmp_path, max_releases_per_patient=9)
-    vault.keep_all([record(n, n) for n in range(10, 15)])
+    s = site_world(tmp_path, max_releases_per_patient=9)
+    vault.keep_all([picture_record(n, n) for n in range(10, 15)])
     s.site = replace(s.site, vault=vault)
     with monkeypatch.context() as patch:
         patch.setattr(KSame, "run", full)
         with pytest.raises(OSError, match="No space"):
             release_synthetic(s.site, ksame(), "OT", RNG)
-    vault.keep(record(1, 99, picture=10))  # an id that sorts before those who take part
+    vault.keep(picture_record(1, 99, picture=10))  # an id that sorts before those who take part
     goods, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
     assert (verdict.admitted, s.spent("k")) == (True, SPENT)
-    assert made_of(s.site, goods.release.release) == {key(n, 3) for n in range(10, 15)}
+    assert patients_of(s.site, goods.release.release) == {key_of(n, 3) for n in range(10, 15)}
 
 
 # -- a kill between two writes
 
 
-def of_sets(s: Stage) -> list[str]:
+def of_sets(s: SiteWorld) -> list[str]:
     return sorted(name for name in s.vault.blobs if name.startswith("site/kept/"))
 
 
-def died_keeping(tmp_path: Path) -> Stage:
-    s = stage(tmp_path)
+def died_keeping(tmp_path: Path) -> SiteWorld:
+    s = site_world(tmp_path)
     s.vault.crash_at = "pending"
     with pytest.raises(KeyboardInterrupt):
         release_synthetic(s.site, ksame(), "OT", RNG)
@@ -248,19 +247,23 @@ def test_a_kill_while_a_set_is_forgotten_leaves_nothing_that_the_next_start_does
 ) -> None:
     for cleared, place in enumerate(("first", "second")):
         (tmp_path / place).mkdir()
-        s = stage(tmp_path / place, approvals='["compliance"]')
+        s = site_world(tmp_path / place, approvals='["compliance"]')
         release = made(s)
         s.vault.site_place(f"kept/{release.release}/clear").write(b"as before it was sealed to a reader")
-        clear, times = Drawer.clear, list[int]()
+        clear, times = MemoryCheckpointStore.clear, list[int]()
 
-        def die(self: Drawer, clear: Callable[[Drawer], None] = clear, cleared: int = cleared) -> None:
+        def die(
+            self: MemoryCheckpointStore,
+            clear: Callable[[MemoryCheckpointStore], None] = clear,
+            cleared: int = cleared,
+        ) -> None:
             times.append(1)  # noqa: B023 - of this turn
             if len(times) > cleared:  # noqa: B023
                 raise KeyboardInterrupt
             clear(self)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Drawer, "clear", die)
+            patch.setattr(MemoryCheckpointStore, "clear", die)
             with pytest.raises(KeyboardInterrupt):
                 forget(s.site, release.release)
         assert (listed(s.vault), len(of_sets(s))) == ({}, 2 - cleared)
@@ -275,7 +278,7 @@ def test_a_kill_while_a_set_is_forgotten_leaves_nothing_that_the_next_start_does
 def test_kept_bytes_that_are_missing_or_other_ones_spend_nothing_and_are_not_handed_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bool
 ) -> None:
-    s = stage(tmp_path, approvals="[]" if sent else '["compliance"]')
+    s = site_world(tmp_path, approvals="[]" if sent else '["compliance"]')
     if sent:
         s.door.submit = full
         with pytest.raises(OSError, match="No space"):
@@ -291,56 +294,61 @@ def test_kept_bytes_that_are_missing_or_other_ones_spend_nothing_and_are_not_han
     right = shelf.read()
     assert right is not None
     shelf.clear()
-    for asked in (hand_over, waiting):
-        with pytest.raises(NotKept, match="missing"):
+    for asked in (submit_approved, waiting):
+        with pytest.raises(SiteStorageError, match="missing"):
             asked(s.site, name)
     shelf.write(right[:-1] + bytes([right[-1] ^ 1]))
-    with pytest.raises(Refused, match="not those that the statement names"):
-        hand_over(s.site, name)
+    with pytest.raises(ReviewRejectedError, match="not those that the statement names"):
+        submit_approved(s.site, name)
     assert (list(listed(s.vault)), s.spent("k")) == ([name], HELD)
     shelf.write(right)
-    assert hand_over(s.site, name)[1].admitted
+    assert submit_approved(s.site, name)[1].admitted
 
 
-def test_a_missing_set_is_a_sentence_and_can_be_withdrawn(typed: Typed, ward: Hospital, tmp_path: Path) -> None:
-    killed(ward, tmp_path, "before-sent")
-    (name,) = kept(ward)
-    with closing(projects.open_vault(ward.home, "main")) as vault:
-        SealedPlace(vault._notes, f"site/kept/{name}/artifact").clear()
-    said = typed(*at(ward), "release", "send", name)
-    assert (said.status, "missing from the vault" in said.err, held(ward), kept(ward)) == (1, True, (1, 0), [name])
-    assert typed(*at(ward), "release", "withdraw", name).status == 0
-    assert (held(ward), kept(ward)) == ((0, 1), [])
+def test_a_missing_set_is_a_sentence_and_can_be_withdrawn(typed: Typed, site: Hospital, tmp_path: Path) -> None:
+    killed(site, tmp_path, "before-sent")
+    (name,) = kept(site)
+    with closing(projects.open_vault(site.home, "main")) as vault:
+        EncryptedCheckpointStore(vault._notes, f"site/kept/{name}/artifact").clear()
+    said = typed(*at(site), "release", "send", name)
+    assert (said.status, "missing from the vault" in said.err, held(site), kept(site)) == (
+        1,
+        True,
+        (1, 0),
+        [name],
+    )
+    assert typed(*at(site), "release", "withdraw", name).status == 0
+    assert (held(site), kept(site)) == ((0, 1), [])
 
 
 # -- a patient's no
 
 
 def test_a_kept_set_goes_at_the_next_start_once_a_patient_in_it_has_opted_out(tmp_path: Path) -> None:
-    s = stage(tmp_path, approvals='["compliance"]')
+    s = site_world(tmp_path, approvals='["compliance"]')
     release = made(s)
-    inside = sorted(made_of(s.site, release.release))
+    inside = sorted(patients_of(s.site, release.release))
     s.vault.out = frozenset({"somebody else"})
     assert recover(s.site) == []
     assert (list(listed(s.vault)), len(of_sets(s))) == ([release.release], 1)
     s.vault.out = frozenset({inside[0]})
     assert recover(s.site) == [release.grant]
     assert (listed(s.vault), of_sets(s), s.spent("k")) == ({}, [], SPENT)
-    with pytest.raises(Refused, match="no release of that name"):
+    with pytest.raises(ReviewRejectedError, match="no release of that name"):
         withdraw(s.site, release.release)
     assert recover(s.site) == []
 
 
-def test_whoever_opts_out_hears_what_lies_where_until_when(typed: Typed, ward: Hospital, tmp_path: Path) -> None:
-    killed(ward, tmp_path, "before-sent")
-    (name,) = kept(ward)
-    with closing(projects.open_vault(ward.home, "main")) as vault:
+def test_whoever_opts_out_hears_what_lies_where_until_when(typed: Typed, site: Hospital, tmp_path: Path) -> None:
+    killed(site, tmp_path, "before-sent")
+    (name,) = kept(site)
+    with closing(projects.open_vault(site.home, "main")) as vault:
         persons = set(vault.note("releases")[0]["clusters"][0][:1])
-    projects.opt_out(ward.home, next(iter(persons)))
-    assert (projects.kept_of(ward.home, persons), projects.kept_of(ward.home, {"0" * 32})) == (1, 0)
-    assert blobs(ward) > 0
-    said = typed(*at(ward), "release", "send", name)
+    projects.opt_out(site.home, next(iter(persons)))
+    assert (projects.kept_of(site.home, persons), projects.kept_of(site.home, {"0" * 32})) == (1, 0)
+    assert blobs(site) > 0
+    said = typed(*at(site), "release", "send", name)
     assert said.status == 1
     assert "opted out" in said.out
-    assert (held(ward), kept(ward), blobs(ward)) == ((0, 1), [], 0)
-    assert projects.kept_of(ward.home, persons) == 0
+    assert (held(site), kept(site), blobs(site)) == ((0, 1), [], 0)
+    assert projects.kept_of(site.home, persons) == 0

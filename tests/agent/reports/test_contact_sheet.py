@@ -14,17 +14,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agent.edges.sheet_page import PATIENTS, PUBLIC, odds, overlay, render
-from agent.nets.siamese import Share
-from agent.stages.distil import Exhibit, Review, Tally
-from agent.stages.vet import REASONS, Power
-from agent.wilson import bounds
+from agent.intervals import Proportion, bounds
+from agent.mechanisms.distillation.teacher_student import Exhibit, Review, Tally
+from agent.reports.contact_sheet import PATIENTS, PUBLIC, format_odds, overlay, render
+from agent.vetting.filter import REASONS, Power
 
 SIDE = 32
 
 
-def share(hits: int, of: int) -> Share:
-    return Share(hits / of, *bounds(hits, of))
+def share(hits: int, of: int) -> Proportion:
+    return Proportion(hits / of, *bounds(hits, of))
 
 
 def picture(seed: int, colour: bool = False) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -168,15 +167,15 @@ def test_every_count_and_share_of_the_review_is_on_the_page_with_its_interval() 
     told = words(render(review(), "distill, as x.toml has it."))
     assert "distill, as x.toml has it. Of 600 samples of the teacher 294 were kept and 306 dropped;" in told
     assert "the student learned 34 of them. The student's own" in told
-    assert "pictures: 100 drawn, 1 a copy, cropped or turned, 3 too like somebody; 96 leave, or stand for" in told
+    assert "100 drawn, 1 a copy, cropped or turned, 3 too similar to a patient; 96 leave, or stand for" in told
     assert "of the teacher's samples 5.17% (3.66% to 7.24%)" in told
     assert "Re-identified after: of what leaves 0.33% (0.09% to 1.21%)" in told
     assert "caught: all 98.57%" in told
     assert "caught: crop 97.00%" in told
     assert "caught: by the second verifier, which measures 91.43%" in told
-    assert "other visits, not counted in all everybody has one picture" in told
+    assert "other visits, not counted in all every person has one image" in told
     assert "edema 200 105 0 5 90 15 5" in told, "drawn, kept, by reason, learned, groups left empty"
-    assert "Nothing was left of a<b>: the student never saw such a picture." in told
+    assert "The vetting dropped all of a<b>: the student learned no such image." in told
     assert "Threshold: verifier odds of 12.2:1 0.100% to 0.612%" in told
     assert "Threshold: unseen odds of 22.2:1 0.200% to not known" in told
     assert "Threshold: copy correlation 0.93 - Threshold" in told
@@ -198,7 +197,7 @@ def test_the_sheet_says_which_pictures_leave_and_that_of_a_model_nothing_is_held
     assert told.index("Kept: does any") < kept < told.index("Dropped, and why") < dropped
     model = replace(review(), leaving=Tally("", 100, {"verifier": 4}, 100, 0))
     told = words(render(model, "distill."))
-    assert "100 drawn, 4 too like somebody; the model leaves, and draws such pictures again" in told
+    assert "100 drawn, 4 too similar to a patient; the model leaves, and draws such pictures again" in told
 
 
 def test_a_bar_is_as_long_as_the_share_that_was_kept() -> None:
@@ -211,7 +210,7 @@ def test_the_distribution_before_filtering_is_drawn_with_the_threshold_and_told_
     shown = review()
     above = int((shown.scores[5:] >= 2.5).sum())
     page = render(shown, "distill.").decode()
-    assert f"{above} reach the threshold of 12.2:1, and were dropped for it. 5 could not be judged" in page
+    assert f"{above} reach the threshold of 12.2:1, and were dropped for it. 5 could not be checked" in page
     svg = base64.b64decode(re.findall(r"svg\+xml;base64,([A-Za-z0-9+/=]+)", page)[0]).decode()
     assert svg.count("<path") > 20
 
@@ -229,7 +228,7 @@ def test_a_threshold_beyond_the_drawing_makes_a_page_too(delta: float) -> None:
 
 
 def test_nothing_kept_or_nothing_dropped_is_said() -> None:
-    assert "Nothing was kept." in words(render(review([exhibit(1, 0.9, "verifier")]), "distill."))
+    assert "No sample was kept." in words(render(review([exhibit(1, 0.9, "verifier")]), "distill."))
     assert "Nothing was dropped." in words(render(review([exhibit(1, 0.1)]), "distill."))
 
 
@@ -249,7 +248,7 @@ def test_every_drawing_has_words_for_who_cannot_see_it() -> None:
 def test_every_reason_of_the_vetting_has_words() -> None:
     gone = [exhibit(n, 0.5, reason) for n, reason in enumerate(REASONS) if reason]
     told = words(render(review(gone), "distill."))
-    for text in ("too like somebody", "a copy", "a part is a copy", "a copy, cropped or turned", "not judged"):
+    for text in ("too similar to a patient", "a copy", "a part is a copy", "a copy, cropped or turned", "not judged"):
         assert f"dropped, {text}" in told
 
 
@@ -258,4 +257,4 @@ def test_every_reason_of_the_vetting_has_words() -> None:
     [(0.0, "even"), (math.log(20), "20:1"), (-math.log(3), "1:3"), (23.03, "10^10.0:1"), (math.nan, "not known")],
 )
 def test_odds_are_said_as_people_say_them(log_odds: float, told: str) -> None:
-    assert odds(log_odds) == told
+    assert format_odds(log_odds) == told

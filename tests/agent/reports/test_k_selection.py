@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agent.edges.page import write
-from agent.edges.tuning_page import render
-from agent.measures.tuning import Curves, Menu, tune
-from agent.nouns import Latents
+from agent.domain import Latents
+from agent.evaluation.k_selection import Curves, Menu, tune
+from agent.reports.html_page import write
+from agent.reports.k_selection import render
 
 
 def curves(probe: bool = True, attributes: bool = True) -> Curves:

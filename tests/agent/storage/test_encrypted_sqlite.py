@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from agent.edges import sealed
-from agent.edges.sealed import SealedFile, SealedPlace, VaultError
+from agent.storage import encrypted_sqlite
+from agent.storage.encrypted_sqlite import EncryptedCheckpointStore, EncryptedDatabase, VaultError
 
 KEY = bytes(range(32))
 LONG = os.urandom(4096) * 5
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SealedFile:
-    monkeypatch.setattr(sealed, "_PART", 4096)
-    return SealedFile(tmp_path / "a.db", KEY)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EncryptedDatabase:
+    monkeypatch.setattr(encrypted_sqlite, "_PART", 4096)
+    return EncryptedDatabase(tmp_path / "a.db", KEY)
 
 
 def on_disk(folder: Path) -> bytes:
@@ -25,21 +25,21 @@ def on_disk(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 5 * 4096])
-def test_what_was_written_is_read_whatever_its_length(file: SealedFile, size: int) -> None:
+def test_what_was_written_is_read_whatever_its_length(file: EncryptedDatabase, size: int) -> None:
     file.write_blob("model", LONG[:size])
     assert file.blob("model") == LONG[:size]
     assert file.blob("another") is None
 
 
-def test_a_shorter_value_leaves_nothing_of_the_longer_one(file: SealedFile) -> None:
+def test_a_shorter_value_leaves_nothing_of_the_longer_one(file: EncryptedDatabase) -> None:
     file.write_blob("model", LONG)
     file.write_blob("model", b"short")
     assert file.blob("model") == b"short"
     assert file.rows("SELECT count(*) FROM note WHERE name LIKE 'part/%'") == [(1,)]
 
 
-def test_the_disk_holds_ciphertext_only_and_none_after_it_is_cleared(file: SealedFile, tmp_path: Path) -> None:
-    place = SealedPlace(file, "model")
+def test_the_disk_holds_ciphertext_only_and_none_after_it_is_cleared(file: EncryptedDatabase, tmp_path: Path) -> None:
+    place = EncryptedCheckpointStore(file, "model")
     place.write(LONG)
     assert LONG[:64] not in on_disk(tmp_path)
     boxes = [box for (box,) in file.rows("SELECT body FROM note WHERE name LIKE 'part/%'")]
@@ -49,7 +49,7 @@ def test_the_disk_holds_ciphertext_only_and_none_after_it_is_cleared(file: Seale
     assert not any(box[:64] in on_disk(tmp_path) for box in boxes)
 
 
-def test_parts_that_were_exchanged_or_are_of_an_older_value_are_refused(file: SealedFile) -> None:
+def test_parts_that_were_exchanged_or_are_of_an_older_value_are_refused(file: EncryptedDatabase) -> None:
     file.write_blob("model", LONG)
     (old,) = file.rows("SELECT body FROM note WHERE name = 'part/model/0'")
     file.rows(
@@ -63,18 +63,18 @@ def test_parts_that_were_exchanged_or_are_of_an_older_value_are_refused(file: Se
         file.blob("model")
 
 
-def test_a_fault_in_the_middle_leaves_the_old_value(file: SealedFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_middle_leaves_the_old_value(file: EncryptedDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_blob("model", LONG)
-    seal, left = SealedFile.seal, iter(range(3))
+    seal, left = EncryptedDatabase.seal, iter(range(3))
 
-    def failing(self: SealedFile, what: str, plain: bytes) -> bytes:
+    def failing(self: EncryptedDatabase, what: str, plain: bytes) -> bytes:
         if next(left, None) is None:
             raise OSError("the cable")
         return seal(self, what, plain)
 
-    monkeypatch.setattr(SealedFile, "seal", failing)
+    monkeypatch.setattr(EncryptedDatabase, "seal", failing)
     with pytest.raises(OSError, match="cable"):
         file.write_blob("model", LONG[::-1])
     monkeypatch.undo()
-    monkeypatch.setattr(sealed, "_PART", 4096)
+    monkeypatch.setattr(encrypted_sqlite, "_PART", 4096)
     assert file.blob("model") == LONG

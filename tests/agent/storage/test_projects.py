@@ -16,19 +16,18 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from agent.deidentify.reasons import Refused
-from agent.deidentify.record import Record, own
-from agent.edges import home as homes
-from agent.edges import projects
-from agent.edges.home import Home
-from agent.edges.projects import BadProject
-from agent.edges.quarantine import Quarantine
-from agent.edges.room import Arrival, Room
-from agent.edges.sealed import OlderVault
-from agent.edges.vault import Vault, VaultError
-from agent.stages.freeze import place_of
-from protos.identity import BadKeyFile
-from tests.support.books import policy
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.record import Record, keyed_name
+from agent.microaggregation.released_clusters import place_of
+from agent.storage import projects, site_directory
+from agent.storage.encrypted_sqlite import OlderVaultError
+from agent.storage.projects import ProjectError
+from agent.storage.quarantine import Quarantine
+from agent.storage.site_directory import SiteDirectory
+from agent.storage.spool import ReceivedFile, Spool
+from agent.storage.vault import Vault, VaultError
+from protos.identity.certificates import KeyFileError
+from tests.support.ledger_world import policy
 
 SHAPE = (8, 8)
 SITE = """
@@ -42,8 +41,8 @@ public_components = []
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return homes.create(tmp_path / "home", SITE, policy())
+def home(tmp_path: Path) -> SiteDirectory:
+    return site_directory.create(tmp_path / "home", SITE, policy())
 
 
 def record(number: int, person: int = 1) -> Record:
@@ -58,12 +57,12 @@ def who(person: int) -> str:
     return f"{person:032x}"
 
 
-def stock(home: Home, name: str, *records: Record) -> None:
+def stock(home: SiteDirectory, name: str, *records: Record) -> None:
     with contextlib.closing(projects.open_vault(home, name)) as vault:
         vault.keep_all(records)
 
 
-def kept(home: Home, name: str = "main") -> set[str]:
+def kept(home: SiteDirectory, name: str = "main") -> set[str]:
     with contextlib.closing(projects.open_vault(home, name)) as vault:
         return {head.person for head in vault.heads()}
 
@@ -75,7 +74,7 @@ def everything(root: Path) -> bytes:
 # -- keys
 
 
-def test_a_site_begins_with_the_project_main(home: Home) -> None:
+def test_a_site_begins_with_the_project_main(home: SiteDirectory) -> None:
     assert projects.names(home) == ("main",)
     assert kept(home) == set()
     key = home.keys / "projects" / "main" / "key"
@@ -90,7 +89,7 @@ def hkdf_sha256(key: bytes, info: bytes) -> bytes:
     return hmac.digest(extracted, info + b"\x01", hashlib.sha256)
 
 
-def test_each_project_has_keys_of_its_own_for_each_purpose(home: Home) -> None:
+def test_each_project_has_keys_of_its_own_for_each_purpose(home: SiteDirectory) -> None:
     projects.create(home, "lung")
     main, lung = projects.keys(home, "main"), projects.keys(home, "lung")
     assert len({main.vault, main.pseudonym, main.rooms, lung.vault, lung.pseudonym, lung.rooms}) == 6
@@ -104,44 +103,44 @@ def test_each_project_has_keys_of_its_own_for_each_purpose(home: Home) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "A", "a b", "1a", "-a", "x" * 32, "a/b", "a\n", "ä"])
-def test_a_project_has_a_plain_name(home: Home, name: str) -> None:
-    for act in (projects.create, projects.keys, projects.end, projects.open_vault, projects.rooms):
-        with pytest.raises(BadProject, match="short name"):
+def test_a_project_has_a_plain_name(home: SiteDirectory, name: str) -> None:
+    for act in (projects.create, projects.keys, projects.end, projects.open_vault, projects.project_folders):
+        with pytest.raises(ProjectError, match="short name"):
             act(home, name)
     assert projects.names(home) == ("main",)
 
 
-def test_a_key_is_never_replaced_and_never_made_for_records_that_lost_theirs(home: Home) -> None:
+def test_a_key_is_never_replaced_and_never_made_for_records_that_lost_theirs(home: SiteDirectory) -> None:
     stock(home, "main", record(1))
     key = home.keys / "projects" / "main" / "key"
     before = key.read_bytes()
-    with pytest.raises(BadProject, match="already"):
+    with pytest.raises(ProjectError, match="already"):
         projects.create(home, "main")
     assert key.read_bytes() == before
     key.unlink()
-    with pytest.raises(BadProject, match="restore"):
+    with pytest.raises(ProjectError, match="restore"):
         projects.open_vault(home)
     assert not key.exists()
 
 
-def test_a_project_that_was_never_made_is_not_opened(home: Home) -> None:
-    with pytest.raises(BadProject, match="no project lung"):
+def test_a_project_that_was_never_made_is_not_opened(home: SiteDirectory) -> None:
+    with pytest.raises(ProjectError, match="no project lung"):
         projects.open_vault(home, "lung")
     assert not (home.root / "projects" / "lung.db").exists()
 
 
-def test_a_key_that_others_can_read_or_that_is_cut_stops_everything(home: Home) -> None:
+def test_a_key_that_others_can_read_or_that_is_cut_stops_everything(home: SiteDirectory) -> None:
     key = home.keys / "projects" / "main" / "key"
     key.chmod(0o640)
-    with pytest.raises(BadKeyFile):
+    with pytest.raises(KeyFileError):
         projects.open_vault(home)
     key.chmod(0o600)
     key.write_bytes(bytes(31))
-    with pytest.raises(BadProject, match="damaged"):
+    with pytest.raises(ProjectError, match="damaged"):
         projects.open_vault(home)
 
 
-def test_projects_hold_different_records_and_share_the_sites_books(home: Home) -> None:
+def test_projects_hold_different_records_and_share_the_sites_books(home: SiteDirectory) -> None:
     projects.create(home, "lung")
     stock(home, "main", record(1, 1))
     stock(home, "lung", record(1, 1), record(2, 2))
@@ -151,33 +150,33 @@ def test_projects_hold_different_records_and_share_the_sites_books(home: Home) -
     with contextlib.closing(projects.open_vault(home)) as vault:
         assert vault.note("releases") == [{"release": "r", "clusters": [["someone"]]}]
     (home.root / "projects" / "main.db").write_bytes((home.root / "projects" / "lung.db").read_bytes())
-    with pytest.raises(VaultError, match="another one"):
+    with pytest.raises(VaultError, match="key is wrong"):
         projects.open_vault(home)
 
 
 # -- the end
 
 
-def full(home: Home) -> None:
+def full(home: SiteDirectory) -> None:
     """A project with records, an arrival that waits, and one that was refused; and another project beside it."""
     projects.create(home, "lung")
     stock(home, "lung", record(1), record(2))
     stock(home, "main", record(3, 3))
-    inbox, quarantine = projects.rooms(home, "lung")
+    inbox, quarantine = projects.project_folders(home, "lung")
     key = projects.keys(home, "lung").rooms
-    arrival = Arrival("stow", "PACS", b"PAYLOAD-IN-CLEAR")
-    Room(inbox, key).put(arrival)
+    arrival = ReceivedFile("stow", "PACS", b"PAYLOAD-IN-CLEAR")
+    Spool(inbox, key).put(arrival)
     Quarantine(quarantine, key).refuse("a" * 32, "truncated", arrival)
 
 
-def leftovers(home: Home) -> list[str]:
+def leftovers(home: SiteDirectory) -> list[str]:
     """What on the disk still has to do with the project."""
     mark = home.keys / "projects" / "lung" / "ended"
     found = [p for p in home.root.rglob("*") if "lung" in str(p.relative_to(home.root)) and p.is_file()]
     return [str(path) for path in found if path != mark]
 
 
-def test_an_ended_project_leaves_neither_key_nor_text_and_a_stolen_copy_is_noise(home: Home) -> None:
+def test_an_ended_project_leaves_neither_key_nor_text_and_a_stolen_copy_is_noise(home: SiteDirectory) -> None:
     full(home)
     file = home.keys / "projects" / "lung" / "key"
     key, keys = file.read_bytes(), projects.keys(home, "lung")
@@ -207,19 +206,19 @@ def sqlite_boxes(raw: bytes, place: Path) -> list[tuple[str, bytes]]:
         return database.execute("SELECT name, head FROM instance").fetchall()
 
 
-def test_an_end_is_for_good(home: Home) -> None:
+def test_an_end_is_for_good(home: SiteDirectory) -> None:
     full(home)
     projects.end(home, "lung")
     for act in (projects.create, projects.keys, projects.open_vault, projects.end):
-        with pytest.raises(BadProject, match="ended"):
+        with pytest.raises(ProjectError, match="ended"):
             act(home, "lung")
     projects.end(home, "main")
-    with pytest.raises(BadProject, match="ended"):
+    with pytest.raises(ProjectError, match="ended"):
         projects.open_vault(home)
     assert projects.names(home) == ()
 
 
-def test_who_was_released_and_who_opted_out_outlive_the_project(home: Home) -> None:
+def test_who_was_released_and_who_opted_out_outlive_the_project(home: SiteDirectory) -> None:
     full(home)
     with contextlib.closing(projects.open_vault(home, "lung")) as vault:
         vault.write_note("releases", [{"release": "r", "clusters": [["someone"]]}])
@@ -230,11 +229,11 @@ def test_who_was_released_and_who_opted_out_outlive_the_project(home: Home) -> N
         assert vault.opted_out() == {who(7)}
 
 
-def test_a_project_that_another_process_works_with_is_not_ended(home: Home) -> None:
+def test_a_project_that_another_process_works_with_is_not_ended(home: SiteDirectory) -> None:
     full(home)
     with contextlib.closing(projects.open_vault(home, "lung")) as vault:
         vault._file.rows("PRAGMA busy_timeout=1")
-        with pytest.raises(BadProject, match="another process"):
+        with pytest.raises(ProjectError, match="another process"):
             projects.end(home, "lung")
         assert vault.patients() == 1
     assert kept(home, "lung") == {who(1)}
@@ -275,7 +274,7 @@ def killed_at(turn: int, names: tuple[str, ...], act: Callable[[], None]) -> boo
 def test_an_end_that_is_interrupted_anywhere_is_finished_by_the_next_start(tmp_path: Path) -> None:
     turn, killed, begun = 0, True, []
     while killed:
-        home = homes.create(tmp_path / str(turn), SITE, policy())
+        home = site_directory.create(tmp_path / str(turn), SITE, policy())
         full(home)
         key = (home.keys / "projects" / "lung" / "key").read_bytes()
         calls = ("fsync", "unlink", "rmdir", "write", "open")
@@ -285,7 +284,7 @@ def test_an_end_that_is_interrupted_anywhere_is_finished_by_the_next_start(tmp_p
         if begun[-1]:
             assert key not in everything(home.root)
             assert leftovers(home) == []
-            with pytest.raises(BadProject, match="ended"):
+            with pytest.raises(ProjectError, match="ended"):
                 projects.open_vault(home, "lung")
         else:
             assert kept(home, "lung") == {who(1)}
@@ -295,7 +294,7 @@ def test_an_end_that_is_interrupted_anywhere_is_finished_by_the_next_start(tmp_p
     assert not all(begun)
 
 
-def test_a_creation_that_is_interrupted_anywhere_can_be_done_again(home: Home) -> None:
+def test_a_creation_that_is_interrupted_anywhere_can_be_done_again(home: SiteDirectory) -> None:
     turn, killed = 0, True
     while killed:
         name = f"p{turn}"
@@ -313,7 +312,7 @@ def test_a_creation_that_is_interrupted_anywhere_can_be_done_again(home: Home) -
 # -- a patient's no
 
 
-def test_a_patient_who_opts_out_is_deleted_from_every_project_and_kept_in_none(home: Home) -> None:
+def test_a_patient_who_opts_out_is_deleted_from_every_project_and_kept_in_none(home: SiteDirectory) -> None:
     projects.create(home, "lung")
     stock(home, "main", record(1, 1), record(2, 2))
     stock(home, "lung", record(1, 1), record(3, 1), record(4, 4))
@@ -321,15 +320,17 @@ def test_a_patient_who_opts_out_is_deleted_from_every_project_and_kept_in_none(h
     assert projects.opted_out(home) == {who(1)}
     assert (kept(home), kept(home, "lung")) == ({who(2)}, {who(4)})
     for name in ("main", "lung"):
-        with pytest.raises(Refused, match="opted_out"):
+        with pytest.raises(FileRejectedError, match="opted_out"):
             stock(home, name, record(9, 1))
     projects.create(home, "later")
-    with pytest.raises(Refused, match="opted_out"):
+    with pytest.raises(FileRejectedError, match="opted_out"):
         stock(home, "later", record(9, 1))
     assert projects.opt_out(home, who(1)) == 0
 
 
-def test_an_opt_out_forgets_the_pictures_of_the_patients_clusters_at_once_and_in_every_project(home: Home) -> None:
+def test_an_opt_out_forgets_the_pictures_of_the_patients_clusters_at_once_and_in_every_project(
+    home: SiteDirectory,
+) -> None:
     """P5, P15: nothing made of a patient is shown again after a no, though the patient says yes later."""
     projects.create(home, "lung")
     record_of = [{"release": "r", "clusters": [[who(1), who(2)], [who(3), who(4)]]}]
@@ -347,7 +348,7 @@ def test_an_opt_out_forgets_the_pictures_of_the_patients_clusters_at_once_and_in
             assert vault.note("releases") == record_of, "and its other members enter no other cluster"
 
 
-def test_who_opts_in_again_finds_nothing_of_before(home: Home) -> None:
+def test_who_opts_in_again_finds_nothing_of_before(home: SiteDirectory) -> None:
     stock(home, "main", record(1, 1))
     with contextlib.closing(projects.open_vault(home)) as vault:
         vault.write_note("releases", [{"release": "r", "clusters": [[who(1)]]}])
@@ -361,7 +362,7 @@ def test_who_opts_in_again_finds_nothing_of_before(home: Home) -> None:
 
 
 def test_a_deletion_that_is_interrupted_is_finished_by_the_next_start(
-    home: Home, monkeypatch: pytest.MonkeyPatch
+    home: SiteDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     projects.create(home, "lung")
     for name in ("main", "lung"):
@@ -382,7 +383,7 @@ def test_a_deletion_that_is_interrupted_is_finished_by_the_next_start(
     assert kept(home, "main") == kept(home, "lung") == {who(2)}
 
 
-def test_only_a_pseudonym_can_opt_out(home: Home) -> None:
+def test_only_a_pseudonym_can_opt_out(home: SiteDirectory) -> None:
     with pytest.raises(ValueError, match="32 hex"):
         projects.opt_out(home, "Mustermann^Erika")
     assert projects.opted_out(home) == frozenset()
@@ -391,7 +392,7 @@ def test_only_a_pseudonym_can_opt_out(home: Home) -> None:
 # -- homes from before there were projects
 
 
-def format_1(home: Home, *records: Record) -> list[bytes]:
+def format_1(home: SiteDirectory, *records: Record) -> list[bytes]:
     """``vault.db`` as it was written before: one box for a record, under the site's key. Returns the boxes."""
     aead, boxes = AESGCM(home.secret("vault")), []
     with contextlib.closing(sqlite3.connect(home.root / "vault.db")) as old:
@@ -417,7 +418,9 @@ def format_1(home: Home, *records: Record) -> list[bytes]:
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_an_older_home_comes_over_whole(home: Home, monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> None:
+def test_an_older_home_comes_over_whole(
+    home: SiteDirectory, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
     (home.keys / "projects" / "main" / "key").unlink()  # such a home had none
     (home.keys / "projects" / "main").rmdir()
     (home.keys / "projects").rmdir()
@@ -437,18 +440,20 @@ def test_an_older_home_comes_over_whole(home: Home, monkeypatch: pytest.MonkeyPa
             patch.setattr(Vault, "keep_all", gone)
             with pytest.raises(Gone):
                 projects.upgrade(home)
-    with pytest.raises(OlderVault, match="upgrade"):  # begun or not: nothing is done with a half
+    with pytest.raises(OlderVaultError, match="upgrade"):  # begun or not: nothing is done with a half
         projects.open_vault(home)
     for _ in range(2):
         projects.upgrade(home)
         with contextlib.closing(projects.open_vault(home)) as vault:
             assert vault.note("releases") == [{"release": "r", "clusters": [["someone"]]}]
-            assert {head.name for head in vault.heads()} == {own(r.pseudonym, r.name) for r in (*records, faced)}
+            assert {head.name for head in vault.heads()} == {
+                keyed_name(r.pseudonym, r.name) for r in (*records, faced)
+            }
             cohort = vault.cohort("OT", SHAPE).patients
             assert {p.pseudonym for p in cohort} == {who(n) for n in range(7)}
             assert [face.payload for study, _ in vault.faces() for face in vault.faces_of(study)] == [b"VOLUME"]
             for r in records[::50]:
-                assert vault.payload(own(r.pseudonym, r.name)) == r.payload
+                assert vault.payload(keyed_name(r.pseudonym, r.name)) == r.payload
                 assert vault.has(r.digest)
             (first,) = (p for p in cohort if p.pseudonym == who(1))
             shown = sorted((image.pixels[1, 0] for image in first.images), reverse=True)
@@ -458,7 +463,7 @@ def test_an_older_home_comes_over_whole(home: Home, monkeypatch: pytest.MonkeyPa
     assert (home.root / "vault.db").stat().st_size < 200_000 < sum(map(len, boxes)), "the books are small again"
 
 
-def test_an_opted_out_patient_does_not_come_over_from_an_older_file(home: Home) -> None:
+def test_an_opted_out_patient_does_not_come_over_from_an_older_file(home: SiteDirectory) -> None:
     projects.opt_out(home, who(1))
     (home.root / "vault.db").rename(home.root / "books.db")
     format_1(home, record(1, 1), record(2, 2))

@@ -21,49 +21,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.deidentify.manifest import Instance, manifest
-from agent.deidentify.reasons import Refused
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.manifest import InstanceChange, manifest
+from agent.deidentify.ps315.action_trace import AttributeAction
 from agent.deidentify.record import Record
-from agent.deidentify.trace import Step
-from agent.edges.cohorts import Count, part_of
-from agent.edges.notes import Notes
-from agent.edges.sealed import FORMAT
-from agent.edges.vault import Vault, VaultError
-from agent.edges.withheld import Bare
-from agent.nouns import Selection, Split
+from agent.domain import Selection, Split
+from agent.storage.encrypted_sqlite import FORMAT
+from agent.storage.instance_index import DefacedInstance, StateCount, part_of
+from agent.storage.site_database import SiteDatabase
+from agent.storage.vault import Vault, VaultError
+from tests.support.vault_records import KEY, OTHER, key_of, open_vault, record
 
-KEY, OTHER = bytes(range(32)), bytes(range(32, 64))
 SHAPE = (8, 8)
 OT = Selection("OT", SHAPE)
-TRACE = (Step("0010,0010", "replaced", "profile"), Step("0009,1001", "removed", "private"))
 ROOT = Path(__file__).parents[3]
-
-
-def key_of(number: int, kind: int = 0) -> str:
-    """A keyed identity, as the reader makes them."""
-    return f"{kind:016x}{number:016x}"
-
-
-def record(
-    number: int = 1, person: int = 1, label: str = "7", face: bool = False, series: int | None = None
-) -> Record:
-    """One image; its series is the patient's own unless told otherwise."""
-    pixels = np.linspace(0, 1, 64, dtype=np.float32).reshape(SHAPE) * np.float32(1 / (1 + number))
-    return Record(
-        key_of(number, 1),
-        key_of(number, 2),
-        key_of(person, 3),
-        key_of(person, 4),
-        "OT",
-        "image",
-        label,
-        pixels,
-        b"PAYLOAD-IN-CLEAR" + str(number).encode(),
-        face,
-        key_of(person if series is None else series, 5),
-        "CHEST",
-        TRACE,
-    )
 
 
 def said(one: Record) -> Record:
@@ -78,12 +49,8 @@ def volume(number: int, person: int = 1, face: bool = True) -> Record:
     return replace(record(number, person, face=face), kind="volume", pixels=None, modality="MR")
 
 
-def open_vault(folder: Path) -> Vault:
-    return Vault(Notes(folder / "vault.db", KEY), folder / "main.db", OTHER)
-
-
-def books_of(folder: Path) -> contextlib.closing[Notes]:
-    return contextlib.closing(Notes(folder / "vault.db", KEY))
+def books_of(folder: Path) -> contextlib.closing[SiteDatabase]:
+    return contextlib.closing(SiteDatabase(folder / "vault.db", KEY))
 
 
 @pytest.fixture
@@ -127,8 +94,8 @@ def test_the_vault_gives_back_what_it_keeps_and_holds_only_ciphertext(tmp_path: 
 @pytest.mark.parametrize(("site", "project"), [(OTHER, OTHER), (KEY, KEY)])
 def test_another_key_opens_neither_the_notes_nor_the_records(tmp_path: Path, site: bytes, project: bytes) -> None:
     open_vault(tmp_path).close()
-    with pytest.raises(VaultError, match="another one"):
-        Vault(Notes(tmp_path / "vault.db", site), tmp_path / "main.db", project)
+    with pytest.raises(VaultError, match="key is wrong"):
+        Vault(SiteDatabase(tmp_path / "vault.db", site), tmp_path / "main.db", project)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +150,7 @@ def test_what_is_kept_is_known_by_name_and_digest_and_a_repetition_changes_nothi
 @pytest.mark.parametrize("change", [{"payload": b"other"}, {"name": "f" * 32}])
 def test_an_instance_that_was_kept_with_other_content_is_refused(vault: Vault, change: dict[str, Any]) -> None:
     vault.keep(record())
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(FileRejectedError) as caught:
         vault.keep_all([record(2), replace(record(), **change)])
     assert caught.value.code == "conflicting_instance"
     assert names(vault) == {record().name}
@@ -194,13 +161,13 @@ def test_a_series_of_two_studies_is_barred_until_a_person_lifts_it(tmp_path: Pat
         vault.keep_all([record(1, series=5), record(2, person=2, series=6)])
         other = replace(record(3, series=5), study="f" * 32)
         assert vault.refusal(other) == "inconsistent_series"
-        with pytest.raises(Refused, match="inconsistent_series"):
+        with pytest.raises(FileRejectedError, match="inconsistent_series"):
             vault.keep(other)
         vault.keep(record(4, series=5))  # of the first study: kept, and held back with the others
     with contextlib.closing(open_vault(tmp_path)) as vault:
         assert [p.pseudonym for p in vault.cohort("OT", SHAPE).patients] == [key_of(2, 3)]
-        assert Count("OT", "CHEST", "held", 2, 1) in vault.counts()
-        assert Count("OT", "CHEST", "eligible", 1, 1) in vault.counts()
+        assert StateCount("OT", "CHEST", "held", 2, 1) in vault.counts()
+        assert StateCount("OT", "CHEST", "eligible", 1, 1) in vault.counts()
         vault.lift(record(1, series=5).series)
         assert len(vault.cohort("OT", SHAPE).patients) == 2
         assert vault.refusal(other) == "inconsistent_series", "and the next one bars it again"
@@ -215,7 +182,7 @@ def test_a_contradiction_within_one_batch_is_found_before_anything_is_kept(vault
 
 
 def test_a_batch_with_a_contradiction_keeps_nothing_and_bars_the_series(vault: Vault) -> None:
-    with pytest.raises(Refused, match="inconsistent_series"):
+    with pytest.raises(FileRejectedError, match="inconsistent_series"):
         vault.keep_all([record(9, person=9), record(1, series=5), replace(record(2, series=5), study="f" * 32)])
     assert names(vault) == set()
     vault.keep(record(1, person=1, series=5))
@@ -260,13 +227,13 @@ def test_a_series_with_too_few_instances_waits_until_it_is_complete(vault: Vault
     three = replace(OT, min_instances=3)
     vault.keep_all([record(1), record(2, label="")])
     assert vault.cohort(three).patients == ()
-    assert vault.counts(3) == (Count("OT", "CHEST", "waiting", 2, 1),)
+    assert vault.counts(3) == (StateCount("OT", "CHEST", "waiting", 2, 1),)
     vault.keep(record(3))
     (patient,) = vault.cohort(three).patients
     assert len(patient.images) == 2, "the unlabelled one completes the series, and is not in the cohort itself"
     assert vault.counts(3) == (
-        Count("OT", "CHEST", "eligible", 2, 1),
-        Count("OT", "CHEST", "unlabelled", 1, 1),
+        StateCount("OT", "CHEST", "eligible", 2, 1),
+        StateCount("OT", "CHEST", "unlabelled", 1, 1),
     )
 
 
@@ -377,13 +344,13 @@ def test_all_images_of_a_patient_are_in_one_part_and_the_parts_make_the_whole(va
 def test_who_has_opted_out_is_refused_and_in_no_cohort_even_before_the_deletion(tmp_path: Path) -> None:
     with (
         contextlib.closing(open_vault(tmp_path)) as vault,
-        contextlib.closing(Notes(tmp_path / "vault.db", KEY)) as books,
+        contextlib.closing(SiteDatabase(tmp_path / "vault.db", KEY)) as books,
     ):
         vault.keep_all([record(1, person=1), record(2, person=2)])
         books.opt_out(key_of(1, 3))  # by another process
         assert [p.pseudonym for p in vault.cohort("OT", SHAPE).patients] == [key_of(2, 3)]
         assert vault.refusal(record(3, person=1)) == "opted_out"
-        with pytest.raises(Refused, match="opted_out"):
+        with pytest.raises(FileRejectedError, match="opted_out"):
             vault.keep_all([record(4, person=2), record(3, person=1)])
         assert names(vault) == {record(1).name, record(2).name}
         books.opt_in(key_of(1, 3))
@@ -393,7 +360,9 @@ def test_who_has_opted_out_is_refused_and_in_no_cohort_even_before_the_deletion(
 def test_a_purge_leaves_no_ciphertext_of_the_patient_in_the_file_or_its_log(tmp_path: Path) -> None:
     vault = open_vault(tmp_path)
     big = replace(
-        said(record(1)), payload=bytes(range(256)) * 2000, trace=(Step("0010,0020", "replaced", "profile"),)
+        said(record(1)),
+        payload=bytes(range(256)) * 2000,
+        trace=(AttributeAction("0010,0020", "replaced", "profile"),),
     )
     vault.keep_all([big, record(2), *(record(n, person=2) for n in range(10, 60))])
     assert vault.relabel({UID_1: "later"}) == 1
@@ -438,10 +407,10 @@ def test_a_study_is_told_with_its_instances_and_a_shared_trace_is_stored_once(va
     assert vault.studies() == (key_of(1, 4), key_of(2, 4))
     told = vault.instances(key_of(1, 4))
     assert told == tuple(
-        Instance(r.name, r.digest, vault.mark(r.payload), r.trace) for r in (record(1), record(2), other)
+        InstanceChange(r.name, r.digest, vault.mark(r.payload), r.trace) for r in (record(1), record(2), other)
     )
     assert len({instance.after for instance in told} - {r.after for r in (record(1), record(2), other)}) == 3
-    vault.defaced([Bare(record(1).name, b"NEW", np.zeros(SHAPE, np.float32))])
+    vault.defaced([DefacedInstance(record(1).name, b"NEW", np.zeros(SHAPE, np.float32))])
     one = vault.instances(key_of(1, 4))[0]
     assert (one.after, one.pixels.faces) == (vault.mark(b"NEW"), "removed")
     assert [i["name"] for i in manifest(key_of(1, 4), told)["instances"]] == [i.name for i in told]
@@ -459,7 +428,7 @@ def test_a_defaced_instance_has_new_bytes_and_none_of_the_old(tmp_path: Path) ->
     assert count == len(waiting) == 2
     assert all(face.payload.startswith(b"PAYLOAD") for face in waiting)
     assert {(face.person, face.study) for face in waiting} == {(record(1).pseudonym, study)}
-    vault.defaced(Bare(face.name, b"NEW", pixels if face.kind == "image" else None) for face in waiting)
+    vault.defaced(DefacedInstance(face.name, b"NEW", pixels if face.kind == "image" else None) for face in waiting)
     assert vault.faces() == []
     assert vault.faces_of(study) == []
     assert vault.payload(record(1).name) == b"NEW"
@@ -480,10 +449,10 @@ def test_a_defacing_that_does_not_fit_changes_nothing(vault: Vault) -> None:
         (record(2).name, np.full(SHAPE, np.nan, np.float32)),
     ):
         with pytest.raises(ValueError, match="pixels"):
-            vault.defaced([Bare(name, b"NEW", pixels)])
-    right = Bare(record(1).name, b"NEW")
+            vault.defaced([DefacedInstance(name, b"NEW", pixels)])
+    right = DefacedInstance(record(1).name, b"NEW")
     with pytest.raises(KeyError):
-        vault.defaced([right, Bare("f" * 32, b"NEW")])
+        vault.defaced([right, DefacedInstance("f" * 32, b"NEW")])
     assert [face.payload for face in vault.faces_of(record(1).study)] == [volume(1).payload, record(2).payload]
 
 
@@ -500,9 +469,9 @@ def test_a_file_that_is_another_by_now_is_not_replaced(vault: Vault) -> None:
     vault.keep_all([volume(1), volume(2)])
     (first, second) = vault.faces_of(record(1).study)
     read = {face.name: sha256(face.payload).hexdigest() for face in (first, second)}
-    vault.defaced([Bare(first.name, b"FASTER", before=read[first.name])])
+    vault.defaced([DefacedInstance(first.name, b"FASTER", before=read[first.name])])
     with pytest.raises(KeyError):
-        vault.defaced(Bare(face.name, b"NEW", before=read[face.name]) for face in (second, first))
+        vault.defaced(DefacedInstance(face.name, b"NEW", before=read[face.name]) for face in (second, first))
     assert vault.payload(first.name) == b"FASTER"
     assert [face.name for face in vault.faces_of(record(1).study)] == [second.name]
 
@@ -529,12 +498,12 @@ CHILD = """
     from pathlib import Path
     import numpy as np
     from agent.deidentify.record import Record
-    from agent.edges.notes import Notes
-    from agent.edges.vault import Vault, VaultError
-    from agent.nouns import Selection
+    from agent.storage.site_database import SiteDatabase
+    from agent.storage.vault import Vault, VaultError
+    from agent.domain import Selection
 
     folder, records, batch, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    vault = Vault(Notes(folder / "vault.db", bytes(range(32))), folder / "main.db", bytes(range(32, 64)))
+    vault = Vault(SiteDatabase(folder / "vault.db", bytes(range(32))), folder / "main.db", bytes(range(32, 64)))
     pixels = np.zeros((8, 8), np.float32)
     pixels[0] = 1
 
@@ -594,7 +563,7 @@ def test_a_full_disk_is_told_in_a_sentence_and_nothing_is_half_kept(tmp_path: Pa
     with child(tmp_path, program, 60, 60, 100_000) as process:
         assert process.stdout is not None
         said, known = process.stdout.read().splitlines()
-    assert "nothing of this was kept" in said
+    assert "nothing was saved" in said
     assert known == "2"
     with contextlib.closing(open_vault(tmp_path)) as vault:
         assert len(names(vault)) == 2

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from agent.edges.centroids import read_centroids
-from agent.edges.home import BadSite
-from agent.edges.privimage import read_privimage
-from agent.edges.remodel import read_remodel
-from agent.edges.synthesis import Synthesised, read_synthesis, read_vetting
-from agent.edges.vetting import JudgesTable
-from agent.nets.weights import BadWeights
-from tests.agent.edges.test_synthesis import ANONFACES, DOCS, KSALSA, beside, changed, sha, toml
-from tests.support.distilling import verifier_file
+from agent.errors import SiteConfigError
+from agent.mechanisms.centroids.config import read_centroids
+from agent.mechanisms.common.config import read_vetting
+from agent.mechanisms.kanonymous_config import KAnonymousConfig, read_synthesis
+from agent.mechanisms.privimage.config import read_privimage
+from agent.mechanisms.remodel.config import read_remodel
+from agent.models.weights import WeightsError
+from agent.vetting.config import JudgesTable
+from tests.support.distillation_networks import verifier_file
+from tests.support.mechanism_documents import ANONFACES, DOCS, KSALSA, changed, lay_networks, sha, toml
 
 FILES = {"verifier": verifier_file(0), "unseen": verifier_file(1)}
 TABLE: Mapping[str, Any] = {
@@ -28,8 +29,8 @@ TABLE: Mapping[str, Any] = {
 }
 
 
-def read(folder: Path, document: Mapping[str, Any], vouched: bool = True) -> Synthesised:
-    digests, judges = beside(folder), set(map(sha, FILES.values()))
+def read(folder: Path, document: Mapping[str, Any], vouched: bool = True) -> KAnonymousConfig:
+    digests, judges = lay_networks(folder), set(map(sha, FILES.values()))
     for part, raw in FILES.items():
         (folder / f"{part}.safetensors").write_bytes(raw)
     (folder / "release.toml").write_text(toml(document))
@@ -37,7 +38,7 @@ def read(folder: Path, document: Mapping[str, Any], vouched: bool = True) -> Syn
 
 
 def refused(folder: Path, document: Mapping[str, Any], vouched: bool = True) -> str:
-    with pytest.raises((BadSite, BadWeights)) as caught:
+    with pytest.raises((SiteConfigError, WeightsError)) as caught:
         read(folder, document, vouched)
     return str(caught.value)
 
@@ -60,15 +61,13 @@ def test_another_file_than_the_pinned_one_is_refused(tmp_path: Path) -> None:
 
 def test_a_verifier_that_nobody_vouches_for_vets_nothing(tmp_path: Path) -> None:
     told = refused(tmp_path, changed(KSALSA, vetting=TABLE), vouched=False)
-    assert told.startswith(
-        "nobody vouches for verifier.safetensors, unseen.safetensors yet: if no patient is on them"
-    )
+    assert told.startswith("not yet vouched for: verifier.safetensors, unseen.safetensors: if they show no patient")
 
 
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"unseen_sha256": TABLE["verifier_sha256"]}, "verifier and unseen are one file"),
+        ({"unseen_sha256": TABLE["verifier_sha256"]}, "verifier and unseen are the same file"),
         ({"verifier": None}, "vetting.verifier: missing"),
         ({"verifier_sha256": "1234"}, "verifier_sha256: the file's SHA-256, 64 hexadecimal digits in lower case"),
         ({"unseen": ""}, "unseen: must name a file"),
@@ -90,7 +89,7 @@ def test_a_file_of_its_own_is_for_a_release_that_is_typed(tmp_path: Path) -> Non
     assert read_vetting(path, vouched).verifier.origin.sha256 == TABLE["verifier_sha256"]
     for document, told in (({}, "vetting: missing"), ({"vetting": TABLE, "cohort": {}}, "unknown table: cohort")):
         path.write_text(toml(document))
-        with pytest.raises(BadSite, match=told):
+        with pytest.raises(SiteConfigError, match=told):
             read_vetting(path, vouched)
 
 
@@ -108,7 +107,7 @@ def test_a_mechanism_whose_claim_a_vetting_would_void_says_so(
     """P7: read with the patients in it, a vetting is no post-processing of a release with an epsilon."""
     path = tmp_path / f"{name}.toml"
     path.write_text((DOCS / f"{name}.example.toml").read_text() + "\n[vetting]\ntop = 10\n")
-    with pytest.raises((BadSite, BadWeights)) as caught:
+    with pytest.raises((SiteConfigError, WeightsError)) as caught:
         reader(path, frozenset())
     assert told in str(caught.value)
     assert "unknown table" not in str(caught.value)

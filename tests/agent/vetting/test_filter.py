@@ -16,18 +16,20 @@ from scipy.ndimage import gaussian_filter
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, normalize
 
-from agent.nets.pictures import to_tensor
-from agent.nets.siamese import KnowsNobody, Share
-from agent.nets.tail import Tail, fit_tail
-from agent.nets.weights import Origin
-from agent.nouns import CohortTooSmall, Image, Patient
-from agent.stages import nearest, plant, reference, vet
-from agent.stages.copies import Copies, thumbs
-from agent.stages.nearest import Search, exhaustive
-from agent.stages.plant import SINGLE
-from agent.stages.reference import CEILING, FLOOR, Reference, Sight, look
-from agent.stages.vet import REASONS, Power, Vetting, measured, power, reference_of
-from agent.training.loop import own_generator
+from agent.domain import Image, Patient
+from agent.errors import CohortTooSmallError
+from agent.intervals import Proportion
+from agent.models.image_tensors import to_tensor
+from agent.models.recognition.recogniser import RecogniserError
+from agent.models.recognition.score_tail import Tail, fit_tail
+from agent.models.training_loop import torch_generator
+from agent.models.weights import Origin
+from agent.vetting import filter, nearest_neighbours, planted_copies, reference
+from agent.vetting.copy_detection import Copies, thumbnail_vectors
+from agent.vetting.filter import REASONS, Power, Vetting, measured, power, reference_of
+from agent.vetting.nearest_neighbours import Search, exhaustive
+from agent.vetting.planted_copies import SINGLE
+from agent.vetting.reference import CEILING, FLOOR, Reference, VerifierView, look
 
 SIDE = 32
 Floats = NDArray[np.float32]
@@ -91,7 +93,7 @@ def as_bytes(pictures: Floats) -> NDArray[np.uint8]:
 STRANGERS = as_bytes(people(200, 777))
 
 
-def pictures_of(some: Reference) -> Floats:
+def images_of(some: Reference) -> Floats:
     return np.stack([image.pixels for image in some.images])
 
 
@@ -99,36 +101,36 @@ def opened(some: Reference, **thresholds: float) -> Reference:
     return replace(some, thresholds=MappingProxyType({**some.thresholds, **thresholds}))
 
 
-@pytest.mark.parametrize("kind", sorted(plant.KINDS))
+@pytest.mark.parametrize("kind", sorted(planted_copies.KINDS))
 def test_near_duplicates_of_every_kind_are_dropped(kind: str) -> None:
-    made = plant.KINDS[kind](to_tensor(pictures_of(REFERENCE)), own_generator(1))
+    made = planted_copies.KINDS[kind](to_tensor(images_of(REFERENCE)), torch_generator(1))
     made8 = torch.round((made[:, 0] + 1) * 127.5).to(torch.uint8).numpy()
-    vetted = vet.vet(made8, REFERENCE, VETTING)
+    vetted = filter.vet(made8, REFERENCE, VETTING)
     assert (~vetted.kept).mean() >= 0.95
     assert (vetted.nearest == np.arange(60)).mean() >= 0.95
 
 
 def test_a_copy_passes_where_nothing_stops_it() -> None:
-    copy = as_bytes(pictures_of(REFERENCE)[:5])
+    copy = as_bytes(images_of(REFERENCE)[:5])
     inf = float("inf")
-    assert vet.vet(copy, opened(REFERENCE, verifier=inf, copy=inf, patch=inf, moved=inf), VETTING).kept.all()
+    assert filter.vet(copy, opened(REFERENCE, verifier=inf, copy=inf, patch=inf, moved=inf), VETTING).kept.all()
     for check in REASONS[1:-1]:  # each of them stops it alone
         others = {name: inf for name in REASONS[1:-1] if name != check}
-        assert vet.vet(copy, opened(REFERENCE, **others), VETTING).reasons == (check,) * 5
+        assert filter.vet(copy, opened(REFERENCE, **others), VETTING).reasons == (check,) * 5
 
 
 def test_strangers_are_kept_but_for_the_budget() -> None:
-    vetted = vet.vet(STRANGERS, REFERENCE, VETTING)
+    vetted = filter.vet(STRANGERS, REFERENCE, VETTING)
     assert vetted.kept.mean() >= 0.9  # 1 % is the budget; thresholds err on the low side
     assert set(vetted.reasons) <= set(REASONS)
     loose = Vetting(VERIFIER, UNSEEN, false_matches=0.3)
-    assert vet.vet(STRANGERS, reference_of(PATIENTS, loose), loose).kept.sum() < vetted.kept.sum()
+    assert filter.vet(STRANGERS, reference_of(PATIENTS, loose), loose).kept.sum() < vetted.kept.sum()
 
 
 def test_the_verifier_on_the_nearest_agrees_with_the_verifier_on_everybody() -> None:
     made = look([to_tensor(STRANGERS.astype(np.float32) / 255)], (VERIFIER,), "cpu")[0][0]
     scores, places = exhaustive(VERIFIER, made, REFERENCE.seen)
-    vetted = vet.vet(STRANGERS, REFERENCE, VETTING)
+    vetted = filter.vet(STRANGERS, REFERENCE, VETTING)
     assert np.allclose(vetted.scores, scores, atol=1e-5)
     kept = vetted.kept
     assert np.array_equal(vetted.nearest[kept], places[kept])
@@ -154,7 +156,7 @@ def crowd() -> tuple[Tensor, NDArray[np.int64]]:
 def test_one_patients_many_pictures_do_not_hide_the_next_patient(
     monkeypatch: pytest.MonkeyPatch, faiss_from: int
 ) -> None:
-    monkeypatch.setattr(nearest, "FAISS_FROM", faiss_from)
+    monkeypatch.setattr(nearest_neighbours, "FAISS_FROM", faiss_from)
     points, owners = crowd()
     query, none = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([-1])
     for top in (1, 2, 5, 10, 20):
@@ -168,7 +170,7 @@ def test_one_patients_many_pictures_do_not_hide_the_next_patient(
 
 
 def test_faiss_and_torch_answer_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = own_generator(3)
+    generator = torch_generator(3)
     points = normalize(torch.randn(3_000, 16, generator=generator))
     owners = np.sort(torch.randint(0, 700, (3_000,), generator=generator).numpy())
     queries = normalize(torch.randn(50, 16, generator=generator))
@@ -179,7 +181,7 @@ def test_faiss_and_torch_answer_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         return {int(r): p[p >= 0].tolist() for rows, places in pieces for r, p in zip(rows, places, strict=True)}
 
     by_torch = listed()
-    monkeypatch.setattr(nearest, "FAISS_FROM", 1)
+    monkeypatch.setattr(nearest_neighbours, "FAISS_FROM", 1)
     assert listed() == by_torch
     assert sorted(by_torch) == list(range(50))
     by_hand = (queries @ points.T).numpy()
@@ -191,26 +193,26 @@ def test_faiss_and_torch_answer_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_answer_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = vet.vet(STRANGERS, REFERENCE, VETTING)
-    monkeypatch.setattr(vet, "BATCH", 7)
+    whole = filter.vet(STRANGERS, REFERENCE, VETTING)
+    monkeypatch.setattr(filter, "BATCH", 7)
     monkeypatch.setattr(reference, "BATCH", 5)
-    monkeypatch.setattr(vet, "_BLOCK", 13)
-    monkeypatch.setattr(nearest, "_PLACES", 64)
+    monkeypatch.setattr(filter, "_BLOCK", 13)
+    monkeypatch.setattr(nearest_neighbours, "_PLACES", 64)
     monkeypatch.setattr(reference, "NUMBERS", 300)
     again = reference_of(PATIENTS, VETTING)
-    parts = vet.vet(STRANGERS, again, VETTING)
+    parts = filter.vet(STRANGERS, again, VETTING)
     assert dict(again.thresholds) == pytest.approx(dict(REFERENCE.thresholds), abs=1e-4)
     assert np.allclose(parts.scores, whole.scores, atol=1e-5)
     assert parts.reasons == whole.reasons
     assert np.array_equal(parts.nearest, whole.nearest)
-    assert vet.vet(STRANGERS[3:4], REFERENCE, VETTING).reasons == whole.reasons[3:4]
+    assert filter.vet(STRANGERS[3:4], REFERENCE, VETTING).reasons == whole.reasons[3:4]
 
 
 def test_no_answer_depends_on_the_order_of_patients() -> None:
     order = np.random.default_rng(0).permutation(60)
     again = reference_of([PATIENTS[place] for place in order], VETTING)
     assert again.thresholds == REFERENCE.thresholds
-    one, other = (vet.vet(STRANGERS, some, VETTING) for some in (REFERENCE, again))
+    one, other = (filter.vet(STRANGERS, some, VETTING) for some in (REFERENCE, again))
     assert one.reasons == other.reasons
     assert np.array_equal(one.scores, other.scores)
     assert np.array_equal(one.nearest, other.nearest)
@@ -252,7 +254,7 @@ def test_what_cannot_be_judged_is_dropped_and_its_neighbours_are_not(value: floa
     some = reference_of(PATIENTS, vetting)
     made = STRANGERS[:20].copy()
     made[4:6] = marked(made[4:6])
-    vetted = vet.vet(made, some, vetting)
+    vetted = filter.vet(made, some, vetting)
     assert vetted.reasons[4:6] == ("not a number",) * 2
     assert not vetted.kept[4:6].any()
     assert np.isnan(vetted.scores[4:6]).all()
@@ -263,9 +265,9 @@ def test_what_cannot_be_judged_is_dropped_and_its_neighbours_are_not(value: floa
 @pytest.mark.parametrize("where", ["features", "embeddings", "logits"])
 def test_a_verifier_that_cannot_judge_the_patients_is_refused(where: str) -> None:
     first = Image(marked(as_bytes(people(1, 5)))[0].astype(np.float32) / 255, "")
-    with pytest.raises(KnowsNobody):
+    with pytest.raises(RecogniserError):
         reference_of([*PATIENTS, Patient("a", (first,))], Vetting(Failing(float("nan"), where), UNSEEN))
-    with pytest.raises(KnowsNobody):
+    with pytest.raises(RecogniserError):
         reference_of([*PATIENTS, Patient("a", (first,))], Vetting(UNSEEN, Failing(float("nan"), where)))
 
 
@@ -279,12 +281,12 @@ def test_what_the_unseen_verifier_cannot_judge_counts_as_found() -> None:
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_nobody_and_one_patient_are_refused_in_the_same_words(count: int) -> None:
-    with pytest.raises(CohortTooSmall) as refusal:
+    with pytest.raises(CohortTooSmallError) as refusal:
         reference_of(patients(count, visits=3), VETTING)
-    assert str(refusal.value) == str(CohortTooSmall())
+    assert str(refusal.value) == str(CohortTooSmallError())
     taken = patients(1, visits=2)[0]
     twice = [Patient("same", taken.images[:1]), Patient("same", taken.images[1:])]
-    with pytest.raises(CohortTooSmall):  # one person under one pseudonym, however often it comes
+    with pytest.raises(CohortTooSmallError):  # one person under one pseudonym, however often it comes
         reference_of(twice, VETTING)
 
 
@@ -301,21 +303,21 @@ def test_a_vetting_without_sense_cannot_be_built(wrong: dict[str, float]) -> Non
 
 def test_a_reference_of_another_vetting_or_shape_is_refused() -> None:
     for other in (Vetting(UNSEEN, VERIFIER), Vetting(VERIFIER, UNSEEN, false_matches=0.5)):
-        for ask in (vet.vet, measured):
+        for ask in (filter.vet, measured):
             with pytest.raises(ValueError, match="another vetting"):
                 ask(STRANGERS, REFERENCE, other)
         with pytest.raises(ValueError, match="another vetting"):
-            power(REFERENCE, other, own_generator(0))
+            power(REFERENCE, other, torch_generator(0))
     for wrong in (STRANGERS[:, :16], STRANGERS.astype(np.float32), np.zeros((3, SIDE, SIDE, 3), np.uint8)):
         with pytest.raises(ValueError, match="shape"):
-            vet.vet(wrong, REFERENCE, VETTING)
+            filter.vet(wrong, REFERENCE, VETTING)
     odd = Patient("odd", (Image(np.zeros((16, 16), np.float32), ""),))
     with pytest.raises(ValueError, match="one shape"):
         reference_of([*PATIENTS, odd], VETTING)
 
 
 def test_no_picture_is_vetted_to_nothing_and_not_measured() -> None:
-    empty = vet.vet(STRANGERS[:0], REFERENCE, VETTING)
+    empty = filter.vet(STRANGERS[:0], REFERENCE, VETTING)
     assert empty.reasons == ()
     assert empty.kept.shape == (0,)
     with pytest.raises(ValueError, match="nothing to measure"):
@@ -329,7 +331,7 @@ def test_the_lower_of_the_two_laws_is_the_threshold() -> None:
     here = reference_of(PATIENTS, lax)
     # a file that would let this cohort's copies pass is overruled by the cohort's own strangers
     assert here.thresholds["verifier"] < shifted.threshold(60, budget) - 4.0
-    assert (~vet.vet(as_bytes(pictures_of(here)), here, lax).kept).all()
+    assert (~filter.vet(as_bytes(images_of(here)), here, lax).kept).all()
     few = reference_of(PATIENTS[:20], lax)  # too few for a law of their own
     assert few.thresholds["verifier"] == shifted.threshold(20, budget)
     strict = Vetting(Synthetic("strict", tail=replace(shifted, start=shifted.start - 8.0)), UNSEEN)
@@ -344,7 +346,7 @@ def test_a_verifier_lost_in_the_domain_drops_and_does_not_keep() -> None:
             return super().logits(a, b) + 20.0
 
     vetting = Vetting(Lost("lost", tail=VERIFIER.tail), UNSEEN)
-    assert not vet.vet(STRANGERS, reference_of(PATIENTS, vetting), vetting).kept.any()
+    assert not filter.vet(STRANGERS, reference_of(PATIENTS, vetting), vetting).kept.any()
 
 
 def test_a_larger_gallery_has_higher_thresholds() -> None:
@@ -359,7 +361,7 @@ def test_a_larger_gallery_has_higher_thresholds() -> None:
 
 
 def test_measured_is_the_unseen_verifiers_share_with_wilsons_interval() -> None:
-    half = np.concatenate([as_bytes(pictures_of(REFERENCE)), STRANGERS[:60]])
+    half = np.concatenate([as_bytes(images_of(REFERENCE)), STRANGERS[:60]])
     share = measured(half, REFERENCE, VETTING)
     assert share.value == pytest.approx(0.5, abs=0.06)
     assert share.low < 0.5 < share.high
@@ -369,24 +371,24 @@ def test_measured_is_the_unseen_verifiers_share_with_wilsons_interval() -> None:
 
 
 def test_power_finds_what_was_planted_by_kind() -> None:
-    found = power(reference_of(patients(40, visits=2), VETTING), VETTING, own_generator(0))
-    assert sorted(found.kinds) == sorted(plant.KINDS)
+    found = power(reference_of(patients(40, visits=2), VETTING), VETTING, torch_generator(0))
+    assert sorted(found.kinds) == sorted(planted_copies.KINDS)
     assert found.caught.low >= 0.9
-    single = [found.kinds[kind].value for kind in plant.KINDS if kind != "combined"]
+    single = [found.kinds[kind].value for kind in planted_copies.KINDS if kind != "combined"]
     assert found.caught.value == pytest.approx(np.mean(single))  # and of nothing that is planted one on the other
     assert found.kinds["exact"].value == 1.0
     assert found.other_visits is not None
     assert found.other_visits.value >= 0.9
     found.demand()
-    assert power(REFERENCE, VETTING, own_generator(0)).other_visits is None
+    assert power(REFERENCE, VETTING, torch_generator(0)).other_visits is None
 
 
 def test_a_verifier_that_finds_nothing_is_refused_whatever_the_copy_check_finds() -> None:
     blind = Vetting(Synthetic("blind", slope=0.0, tail=VERIFIER.tail), UNSEEN)
-    found = power(reference_of(PATIENTS, blind), blind, own_generator(0))
+    found = power(reference_of(PATIENTS, blind), blind, torch_generator(0))
     assert found.verifier.value == 0.0
     assert found.kinds["exact"].value == 1.0  # the copy check's
-    with pytest.raises(KnowsNobody, match=r"by the verifier 0\.00"):
+    with pytest.raises(RecogniserError, match=r"by the verifier 0\.00"):
         found.demand()
 
 
@@ -403,13 +405,13 @@ def test_a_verifier_that_finds_nothing_is_refused_whatever_the_copy_check_finds(
 def test_power_is_demanded_in_all_of_every_kind_and_of_both_verifiers(
     caught: float, alone: float, unseen: float, worst: float, good: bool
 ) -> None:
-    told = [Share(min(1.0, low + 0.02), low, 1.0) for low in (caught, alone, unseen)]
-    kinds = {kind: Share(1.0, 0.9, 1.0) for kind in SINGLE} | {"crop": Share(worst, 0.5, 1.0)}
+    told = [Proportion(min(1.0, low + 0.02), low, 1.0) for low in (caught, alone, unseen)]
+    kinds = {kind: Proportion(1.0, 0.9, 1.0) for kind in SINGLE} | {"crop": Proportion(worst, 0.5, 1.0)}
     power_ = Power(*told, kinds, None)
     if good:
         power_.demand()
     else:
-        with pytest.raises(KnowsNobody) as refusal:
+        with pytest.raises(RecogniserError) as refusal:
             power_.demand()
         assert "[" not in str(refusal.value), "an interval would tell how many patients there are"
 
@@ -417,37 +419,37 @@ def test_power_is_demanded_in_all_of_every_kind_and_of_both_verifiers(
 def test_the_unseen_verifier_is_tried_on_the_cohort_too() -> None:
     """A blind one would measure a re-identification rate of nothing."""
     blind = Vetting(VERIFIER, Synthetic("blind", slope=0.0, tail=UNSEEN.tail))
-    found = power(reference_of(PATIENTS, blind), blind, own_generator(0))
+    found = power(reference_of(PATIENTS, blind), blind, torch_generator(0))
     assert (found.unseen.value, found.verifier.value > 0.9) == (0.0, True)
-    with pytest.raises(KnowsNobody):
+    with pytest.raises(RecogniserError):
         found.demand()
 
 
 def test_a_patient_with_many_pictures_is_one_trial() -> None:
     few = [Patient(one.pseudonym, one.images * 20) for one in patients(5)]
-    found = power(reference_of(few, VETTING), VETTING, own_generator(0))
+    found = power(reference_of(few, VETTING), VETTING, torch_generator(0))
     assert found.caught.low < 0.9
-    with pytest.raises(KnowsNobody):
+    with pytest.raises(RecogniserError):
         found.demand()
 
 
 def test_the_copy_check_is_blind_to_brightness_and_contrast_and_to_nothing_else() -> None:
-    real = pictures_of(REFERENCE)
+    real = images_of(REFERENCE)
     for change in (lambda x: 0.6 * x + 0.2, lambda x: 0.9 * x, lambda x: 0.5 * x):
-        found = REFERENCE.copies.alike(thumbs(to_tensor(change(real).astype(np.float32))))
+        found = REFERENCE.copies.alike(thumbnail_vectors(to_tensor(change(real).astype(np.float32))))
         assert np.allclose(found.whole, 1.0, atol=1e-4)
         assert np.array_equal(found.whole_at, np.arange(60))
-    mirrored = REFERENCE.copies.alike(thumbs(to_tensor(real[:, :, ::-1].copy())))
+    mirrored = REFERENCE.copies.alike(thumbnail_vectors(to_tensor(real[:, :, ::-1].copy())))
     assert np.allclose(mirrored.whole, 1.0, atol=1e-4)
-    strangers = REFERENCE.copies.alike(thumbs(to_tensor(people(60, 777))))
+    strangers = REFERENCE.copies.alike(thumbnail_vectors(to_tensor(people(60, 777))))
     assert strangers.whole.max() < 0.95
 
 
 def test_the_correlation_is_pearsons_of_what_differs_from_the_mean() -> None:
-    small = thumbs(to_tensor(people(20, 1))).whole.flatten(1).double().numpy()
+    small = thumbnail_vectors(to_tensor(people(20, 1))).whole.flatten(1).double().numpy()
     rest = small - small.mean(axis=0)
-    copies = Copies.of(thumbs(to_tensor(people(20, 1))))
-    made = thumbs(to_tensor(people(5, 2)))
+    copies = Copies.of(thumbnail_vectors(to_tensor(people(20, 1))))
+    made = thumbnail_vectors(to_tensor(people(5, 2)))
     mean = small.mean(axis=0)
     for row in range(5):
         own, turned = (m.whole.flatten(1).double().numpy()[row] - mean for m in (made, made.mirrored()))
@@ -458,20 +460,20 @@ def test_the_correlation_is_pearsons_of_what_differs_from_the_mean() -> None:
 
 def test_a_part_of_a_patients_picture_in_another_picture_is_found() -> None:
     made = STRANGERS[:30].copy()
-    real = as_bytes(pictures_of(REFERENCE)[:30])
+    real = as_bytes(images_of(REFERENCE)[:30])
     made[:, 8:28, 4:24] = np.clip(0.8 * real[:, 8:28, 4:24] + 20, 0, 255).astype(np.uint8)
-    vetted = vet.vet(made, opened(REFERENCE, verifier=float("inf")), VETTING)
+    vetted = filter.vet(made, opened(REFERENCE, verifier=float("inf")), VETTING)
     assert (~vetted.kept).mean() >= 0.95
     assert set(vetted.reasons) <= {"patch", "copy", ""}
     assert (vetted.nearest[~vetted.kept] == np.arange(30)[~vetted.kept]).all()
-    alone = vet.vet(STRANGERS[:30], opened(REFERENCE, verifier=float("inf")), VETTING)
+    alone = filter.vet(STRANGERS[:30], opened(REFERENCE, verifier=float("inf")), VETTING)
     assert alone.kept.mean() >= 0.9
 
 
 def test_flat_pictures_are_no_copies_of_anything_by_correlation() -> None:
     flat = np.full((2, SIDE, SIDE), 128, np.uint8)
     flat[1, ::2] = 129
-    found = REFERENCE.copies.alike(thumbs(to_tensor(flat.astype(np.float32) / 255)))
+    found = REFERENCE.copies.alike(thumbnail_vectors(to_tensor(flat.astype(np.float32) / 255)))
     assert (found.whole <= 0.0).all()
     assert (found.patch <= 0.0).all()
 
@@ -489,7 +491,7 @@ def test_whoever_watches_is_told_how_far_it_is() -> None:
     reference_of(PATIENTS[:30], VETTING, lambda done, of: told.append((done, of)))
     assert told[-1] == (30, 30)
     told.clear()
-    vet.vet(STRANGERS, REFERENCE, VETTING, lambda done, of: told.append((done, of)))
+    filter.vet(STRANGERS, REFERENCE, VETTING, lambda done, of: told.append((done, of)))
     assert told[-1] == (200, 200)
 
 
@@ -499,15 +501,15 @@ def test_coloured_pictures_are_vetted_too() -> None:
 
     some = [Patient(p.pseudonym, (Image(coloured(p.images[0].pixels[None])[0], ""),)) for p in PATIENTS]
     seen = reference_of(some, VETTING)
-    assert (~vet.vet(as_bytes(coloured(pictures_of(REFERENCE))), seen, VETTING).kept).all()
-    assert seen.picture(3).shape == (SIDE, SIDE, 3)
+    assert (~filter.vet(as_bytes(coloured(images_of(REFERENCE))), seen, VETTING).kept).all()
+    assert seen.image(3).shape == (SIDE, SIDE, 3)
 
 
-@pytest.mark.parametrize("kind", sorted(plant.KINDS))
+@pytest.mark.parametrize("kind", sorted(planted_copies.KINDS))
 def test_planted_copies_are_pictures_and_the_same_for_the_same_generator(kind: str) -> None:
-    change: Callable[[Tensor, torch.Generator], Tensor] = plant.KINDS[kind]
+    change: Callable[[Tensor, torch.Generator], Tensor] = planted_copies.KINDS[kind]
     real = to_tensor(people(6, 3))
-    one, other = (change(real, own_generator(5)) for _ in range(2))
+    one, other = (change(real, torch_generator(5)) for _ in range(2))
     assert torch.equal(one, other)
     assert one.shape == real.shape
     assert bool((one.abs() <= 1.0 + 1e-6).all())
@@ -516,18 +518,18 @@ def test_planted_copies_are_pictures_and_the_same_for_the_same_generator(kind: s
 
 def test_a_rotation_is_five_degrees_and_a_crop_a_tenth() -> None:
     ramp = torch.linspace(-1, 1, 65).expand(1, 1, 65, 65).contiguous()
-    turned = plant.rotated(ramp, own_generator(0))[0, 0]
+    turned = planted_copies.rotated(ramp, torch_generator(0))[0, 0]
     slope = torch.stack([turned[32, 40] - turned[32, 24], turned[40, 32] - turned[24, 32]])
     assert abs(float(torch.atan2(slope[1].abs(), slope[0]))) == pytest.approx(np.deg2rad(5.0), abs=1e-3)
-    window = plant.cropped(ramp, own_generator(0))[0, 0]
+    window = planted_copies.cropped(ramp, torch_generator(0))[0, 0]
     assert float(window.max() - window.min()) == pytest.approx(2.0 * 0.9, abs=0.02)
 
 
 def test_sights_know_what_is_finite() -> None:
-    seen = Sight(torch.tensor([[1.0, 2.0], [np.nan, 0.0]]), torch.tensor([[1.0], [1.0]]))
+    seen = VerifierView(torch.tensor([[1.0, 2.0], [np.nan, 0.0]]), torch.tensor([[1.0], [1.0]]))
     assert seen.finite().tolist() == [True, False]
 
 
 def test_a_picture_of_one_grey_cannot_be_judged_and_is_dropped() -> None:
     blank = np.stack([np.full((SIDE, SIDE), level, np.uint8) for level in (0, 128, 255)])
-    assert set(vet.vet(blank, REFERENCE, VETTING).reasons) == {"not a number"}
+    assert set(filter.vet(blank, REFERENCE, VETTING).reasons) == {"not a number"}

@@ -10,10 +10,10 @@ from scipy.ndimage import gaussian_filter
 from torch import Tensor
 from torch.nn.functional import affine_grid, avg_pool2d, grid_sample
 
-from agent.stages import moved, plant
-from agent.stages.copies import FINE, SIDE, thumbs
-from agent.stages.moved import ZOOM, Moved, looked_through, movements
-from agent.training.loop import own_generator
+from agent.models.training_loop import torch_generator
+from agent.vetting import planted_copies, shifted_copies
+from agent.vetting.copy_detection import FINE, SIDE, thumbnail_vectors
+from agent.vetting.shifted_copies import ZOOM, ShiftedCopies, looked_through, movements
 
 
 def pictures(count: int, seed: int) -> Tensor:
@@ -26,26 +26,28 @@ def pictures(count: int, seed: int) -> Tensor:
 
 
 REAL = pictures(40, 0)
-REFERENCE = Moved.of(REAL[:, 0])
+REFERENCE = ShiftedCopies.of(REAL[:, 0])
 EVERYBODY = torch.arange(40).expand(40, -1)
 
 
 def found(made: Tensor, candidates: Tensor = EVERYBODY) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    values, places = REFERENCE.best(thumbs(made).fine, candidates[: len(made)])
+    values, places = REFERENCE.best(thumbnail_vectors(made).fine, candidates[: len(made)])
     return values.numpy(), places.numpy()
 
 
 @pytest.mark.parametrize("kind", ["exact", "contrast", "crop", "flip", "rotation"])
 def test_a_moved_copy_is_found_and_whose_it_is(kind: str) -> None:
-    values, places = found(plant.KINDS[kind](REAL, own_generator(1)))
+    values, places = found(planted_copies.KINDS[kind](REAL, torch_generator(1)))
     assert (values > 0.97).all()
     assert np.array_equal(places, np.arange(40))
     assert found(pictures(40, 7))[0].max() < 0.95  # strangers, by the same movements
 
 
 def test_a_crop_that_is_turned_and_mirrored_too_is_found() -> None:
-    generator = own_generator(3)
-    made = plant.flipped(plant.cropped(plant.rotated(REAL, generator), generator), generator)
+    generator = torch_generator(3)
+    made = planted_copies.flipped(
+        planted_copies.cropped(planted_copies.rotated(REAL, generator), generator), generator
+    )
     values, places = found(made)
     assert (values > 0.93).all()
     assert np.array_equal(places, np.arange(40))
@@ -54,17 +56,19 @@ def test_a_crop_that_is_turned_and_mirrored_too_is_found() -> None:
 def test_without_the_movements_or_with_borders_for_what_is_missing_a_crop_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = plant.cropped(REAL, own_generator(1))
+    made = planted_copies.cropped(REAL, torch_generator(1))
     good = found(made)[0]
-    whole = moved.movements()[:5]
+    whole = shifted_copies.movements()[:5]
     assert (whole[:, 0] == 1.0).all()
-    monkeypatch.setattr(moved, "movements", lambda: whole)
-    still = Moved.of(REAL[:, 0]).best(made[:, 0], EVERYBODY)[0]
+    monkeypatch.setattr(shifted_copies, "movements", lambda: whole)
+    still = ShiftedCopies.of(REAL[:, 0]).best(made[:, 0], EVERYBODY)[0]
     assert float(still.mean()) < good.mean() - 0.05
     monkeypatch.undo()
-    real = moved.looked_through
-    monkeypatch.setattr(moved, "looked_through", lambda every: (real(every)[0], torch.ones_like(real(every)[1])))
-    unmasked = Moved.of(REAL[:, 0]).best(made[:, 0], EVERYBODY)[0]
+    real = shifted_copies.looked_through
+    monkeypatch.setattr(
+        shifted_copies, "looked_through", lambda every: (real(every)[0], torch.ones_like(real(every)[1]))
+    )
+    unmasked = ShiftedCopies.of(REAL[:, 0]).best(made[:, 0], EVERYBODY)[0]
     assert float(1.0 - unmasked.mean()) > 10 * (1.0 - good.mean())
 
 
@@ -84,10 +88,10 @@ def by_hand(picture: Tensor, place: int, view: Tensor) -> float:
 
 
 def test_the_correlation_is_partial_pearson_over_what_the_view_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moved, "CLOSER", (0.0,))
+    monkeypatch.setattr(shifted_copies, "CLOSER", (0.0,))
     some = movements()[[0, 7, 60, 129]]
-    monkeypatch.setattr(moved, "movements", lambda: some)
-    reference = Moved.of(REAL[:, 0])
+    monkeypatch.setattr(shifted_copies, "movements", lambda: some)
+    reference = ShiftedCopies.of(REAL[:, 0])
     made = pictures(3, 5)
     told = reference.every(made[:, 0], torch.tensor([4, 9]))
     for row in range(3):
@@ -115,7 +119,7 @@ def test_flat_pictures_correlate_with_nobody_and_nan_is_told() -> None:
     assert values[:2].tolist() == [0.0, 0.0]
     assert np.isnan(values[2])
     assert ((places >= 0) & (places < 40)).all()
-    flat = Moved.of(torch.cat([REAL[:, 0], torch.zeros(1, FINE, FINE)]))
+    flat = ShiftedCopies.of(torch.cat([REAL[:, 0], torch.zeros(1, FINE, FINE)]))
     assert float(flat.best(REAL[:1, 0], torch.tensor([[40]]))[0]) == 0.0
 
 
@@ -133,9 +137,9 @@ def test_only_candidates_count() -> None:
 def test_no_answer_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     made = pictures(9, 8)
     whole, places = found(made)
-    monkeypatch.setattr(moved, "_BLOCK", 2)
-    monkeypatch.setattr(moved, "_PICTURES", 7)
-    again = Moved.of(REAL[:, 0])
+    monkeypatch.setattr(shifted_copies, "_BLOCK", 2)
+    monkeypatch.setattr(shifted_copies, "_PICTURES", 7)
+    again = ShiftedCopies.of(REAL[:, 0])
     parts, at = again.best(made[:, 0], EVERYBODY[:9])
     assert np.allclose(parts.numpy(), whole, atol=1e-5)
     assert np.array_equal(at.numpy(), places)

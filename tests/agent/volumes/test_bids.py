@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.edges.bids import BadTable, HeadScan, adni, adni_dicom, bids, oasis3
+from agent.volumes.bids import HeadScan, ParticipantsTableError, adni, bids, oasis3
 
 TABLE = "participant_id\tage\tsex\nsub-ZZ1\t70.5\tF\nsub-ZZ2\t61\tM\nsub-ZZ3\tn/a\tF\n"
-SEARCH = "Image Data ID,Subject,Group,Sex,Age,Visit,Description\n"
 
 
 def laid(folder: Path, table: str | bytes, *files: str) -> Path:
@@ -61,7 +60,7 @@ def test_a_session_of_oasis_is_so_many_days_later_and_of_adni_so_many_months(tmp
 def test_a_session_that_does_not_say_when_it_was_has_no_age(tmp_path: Path) -> None:
     folder = laid(tmp_path / "set", TABLE, "sub-ZZ1/ses-late/anat/sub-ZZ1_T1w.nii")
     assert bids(folder)[0].age == 70.5
-    with pytest.raises(BadTable, match="how long after"):
+    with pytest.raises(ParticipantsTableError, match="does not state the time since"):
         oasis3(folder)
 
 
@@ -75,18 +74,19 @@ def test_a_session_that_does_not_say_when_it_was_has_no_age(tmp_path: Path) -> N
         ("participant_id\tage\nsub-ZZ1\tnan\n", "line 2: age: not an age"),
         ("participant_id\tage\nsub-ZZ1\t-1\n", "line 2: age: not an age"),
         ("participant_id\tage\nsub-ZZ1\t7000\n", "line 2: age: not an age"),
-        ("participant_id\tage\nsub-ZZ1\t70\nsub-ZZ1\t71\n", "line 3: participant_id: stands there twice"),
+        ("participant_id\tage\nsub-ZZ1\t70\nsub-ZZ1\t71\n", "line 3: participant_id: appears twice"),
         ("participant_id\tage\n\t70\n", "line 2: participant_id: empty"),
         ("participant_id\tage\n../ZZ\t70\nsub-ZZ1\t70\n", "line 2: participant_id: not sub-"),
         ("participant_id\tage\nsub-ZZ2\t70\n", "a folder of a participant has no line"),
         ("participant_id\tage\nsub-ZZ1\n", "line 2: another number of columns"),
         ("participant_id\tage\nsub-ZZ1\t70\tF\n", "line 2: another number of columns"),
+        ('participant_id\tage\nsub-ZZ1\t"70', "not a table"),
         (b"participant_id\tage\nsub-ZZ1\t\xff\n", "not UTF-8"),
     ],
 )
 def test_a_bad_table_is_told_by_line_and_column(tmp_path: Path, table: str | bytes, said: str) -> None:
     folder = laid(tmp_path / "set", table, "sub-ZZ1/anat/sub-ZZ1_T1w.nii")
-    with pytest.raises(BadTable, match=said) as failure:
+    with pytest.raises(ParticipantsTableError, match=said) as failure:
         bids(folder)
     assert "ZZ" not in str(failure.value)
 
@@ -94,60 +94,16 @@ def test_a_bad_table_is_told_by_line_and_column(tmp_path: Path, table: str | byt
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     table = "participant_id\tage\nsub-ZZ1\told\nsub-ZZ2\tolder\n"
     folder = laid(tmp_path / "set", table, "sub-ZZ1/anat/sub-ZZ1_T1w.nii", "sub-ZZ2/anat/sub-ZZ2_T1w.nii")
-    with pytest.raises(BadTable, match=r"line 2.*line 3"):
+    with pytest.raises(ParticipantsTableError, match=r"line 2.*line 3"):
         bids(folder)
 
 
 def test_a_folder_without_a_table_or_without_heads_is_no_collection(tmp_path: Path) -> None:
-    with pytest.raises(BadTable, match=r"no sub-\*"):
+    with pytest.raises(ParticipantsTableError, match=r"no sub-\*"):
         bids(laid(tmp_path / "set", TABLE, "sub-ZZ1/anat/sub-ZZ1_T2w.nii"))
     (tmp_path / "set/participants.tsv").unlink()
-    with pytest.raises(BadTable, match="cannot be read"):
+    with pytest.raises(ParticipantsTableError, match="cannot be read"):
         bids(tmp_path / "set")
-
-
-def raw(folder: Path, *images: str) -> Path:
-    for image in images:
-        (folder / image).mkdir(parents=True)
-        (folder / image / "ADNI_1.dcm").write_bytes(b"")
-    return folder
-
-
-def search(folder: Path, *lines: str) -> Path:
-    path = folder / "search.csv"
-    path.write_text(SEARCH + "".join(f"{line}\n" for line in lines))
-    return path
-
-
-def test_adni_as_downloaded_has_the_age_of_each_image(tmp_path: Path) -> None:
-    folder = raw(
-        tmp_path / "ADNI", "002_S_1/MPRAGE/2006-05-19_16_17_47.0/I11", "002_S_1/MPRAGE/2007-06-01_10_00_00.0/I12"
-    )
-    table = search(tmp_path, '"I12","002_S_1","CN","F","71","m12","MPRAGE"', "I11,002_S_1,CN,F,70,bl,MPRAGE",
-                   "I13,003_S_2,CN,F,80,bl,not downloaded")  # fmt: skip
-    found = adni_dicom(folder, table)
-    assert told(found) == [
-        ("002_S_1", "2006-05-19_16_17_47.0", "I11", 70.0),
-        ("002_S_1", "2007-06-01_10_00_00.0", "I12", 71.0),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        (["I11,003_S_2,CN,F,70,bl,X"], "line 2: Subject: its images lie in another"),
-        (["I12,002_S_1,CN,F,70,bl,X"], "a folder of images has no line"),
-        (["I11,002_S_1,CN,F,old,bl,X"], "line 2: Age: not an age"),
-        (["I11,002_S_1,CN,F,70,bl,X", "I11,002_S_1,CN,F,71,bl,X"], "line 3: Image Data ID: stands there twice"),
-        (["I11,002_S_1,CN,F,70"], "line 2: another number of columns"),
-        (['I11,"002_S_1,CN,F,70,bl,X'], "not a table|number of columns"),
-    ],
-)
-def test_adnis_search_and_its_folders_must_agree(tmp_path: Path, lines: list[str], said: str) -> None:
-    folder = raw(tmp_path / "ADNI", "002_S_1/MPRAGE/2006-05-19/I11")
-    with pytest.raises(BadTable, match=said) as failure:
-        adni_dicom(folder, search(tmp_path, *lines))
-    assert "_S_" not in str(failure.value)
 
 
 def test_a_scan_has_an_age_that_somebody_can_have() -> None:

@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.edges.brain_masks import mask_from
-from agent.heads.grid import oriented
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
+from agent.domain import Volume
+from agent.volumes.brain_masks import mask_from
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import oriented
 from tests.support.heads import real_head
 
 Values = NDArray[np.generic]
@@ -106,7 +106,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_does_not_fit_is_refused(tmp_path: Path, name: str) -> None:
     volume, true = real_head(3.0)
-    with pytest.raises(NotDefaced, match="mask_does_not_fit"):
+    with pytest.raises(NotDefacedError, match="mask_does_not_fit"):
         mask_from(written(tmp_path, *BAD[name](true, volume)), volume)
 
 
@@ -114,5 +114,5 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     volume, _ = real_head(3.0)
     (tmp_path / "mask.nii.gz").write_bytes(b"nothing")
     for path in (tmp_path / "mask.nii.gz", tmp_path / "nowhere.nii.gz"):
-        with pytest.raises(NotDefaced, match="mask_does_not_fit"):
+        with pytest.raises(NotDefacedError, match="mask_does_not_fit"):
             mask_from(path, volume)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
-from agent.heads.grid import (
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import (
     CENTRE_MM,
     Cube,
     averaged,
@@ -25,8 +27,6 @@ from agent.heads.grid import (
     resample,
     spacing,
 )
-from agent.heads.reasons import NotDefaced
-from agent.nouns import Volume
 
 HEAD = (64, 72, 60)  # 192 x 216 x 180 mm at 3 mm
 
@@ -46,7 +46,7 @@ def turned(degrees: tuple[float, float, float], edges: tuple[float, float, float
 
 
 def refused(given: Volume) -> str:
-    with pytest.raises(NotDefaced) as failure:
+    with pytest.raises(NotDefacedError) as failure:
         check(given)
     return failure.value.code
 
@@ -200,7 +200,7 @@ def test_the_cube_of_the_template_itself_is_upright_and_holds_a_head() -> None:
 
 @pytest.mark.parametrize("wrong", [np.diag([-1.0, 1, 1, 1]), np.diag([0.0, 1, 1, 1]), np.full((4, 4), np.nan)])
 def test_a_registration_that_mirrors_or_collapses_gives_no_cube(wrong: NDArray[np.float64]) -> None:
-    with pytest.raises(NotDefaced, match="bad_affine"):
+    with pytest.raises(NotDefacedError, match="bad_affine"):
         cube_at(wrong, 32)
 
 

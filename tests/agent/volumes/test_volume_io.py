@@ -34,12 +34,12 @@ from pydicom.uid import (
 )
 from scipy.spatial.transform import Rotation
 
-from agent.deidentify.profile import Pixels
-from agent.deidentify.tags import Deidentifier
-from agent.edges import volume_nifti
-from agent.edges.volume_dicom import CHANGED
-from agent.edges.volumes import Source, derived, grouped, read, read_bytes, series_of, studies
-from agent.heads.reasons import NotDefaced
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.ps315.options import Pixels
+from agent.volumes import nifti as volume_nifti
+from agent.volumes.dicom_series import CHANGED
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.volume_io import Source, derive_uid, grouped, read, read_bytes, series_of, studies
 from tests.support.instances import written
 from tests.support.peers import need
 
@@ -164,7 +164,7 @@ def as_syntax(data: bytes, syntax: str) -> bytes:
 
 
 def refused(files: Sequence[bytes] | bytes) -> str:
-    with pytest.raises(NotDefaced) as failure:
+    with pytest.raises(NotDefacedError) as failure:
         read_bytes([files] if isinstance(files, bytes) else files)
     return failure.value.code
 
@@ -342,11 +342,11 @@ def _cleaned(who: Deidentifier, d: Dataset, known: Pixels) -> bytes:
 def test_a_file_beside_its_original_has_names_of_its_own() -> None:
     files = encode(series())
     source = read_bytes(files)
-    first, second = (source.encoded(source.volume.values, derived) for _ in range(2))
+    first, second = (source.encoded(source.volume.values, derive_uid) for _ in range(2))
     assert first == second
     new = [pydicom.dcmread(io.BytesIO(data)) for data in first]
     assert len({d.SOPInstanceUID for d in new}) == len(files)
-    assert {d.SeriesInstanceUID for d in new} == {derived(SERIES)}
+    assert {d.SeriesInstanceUID for d in new} == {derive_uid(SERIES)}
     assert {d.StudyInstanceUID for d in new} == {STUDY}
     assert {d.FrameOfReferenceUID for d in new} == {FRAME}
     assert all(d.SOPInstanceUID == d.file_meta.MediaStorageSOPInstanceUID for d in new)
@@ -612,7 +612,7 @@ def test_a_size_is_refused_before_anything_is_allocated(monkeypatch: pytest.Monk
     struct.pack_into("<f", data, 108, 352.0)
     struct.pack_into("<hh", data, 252, 1, 0)
     data[344:348] = b"n+1\0"
-    with pytest.raises(NotDefaced, match="too_large"):
+    with pytest.raises(NotDefacedError, match="too_large"):
         volume_nifti.opened(gzip.compress(bytes(data)))
 
 
@@ -687,7 +687,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from agent.edges.volumes import read
+from agent.volumes.volume_io import read
 source, count, real = read(Path(sys.argv[1])), iter(range(100)), os.fsync
 def killed(descriptor):
     real(descriptor)
@@ -715,7 +715,7 @@ def test_a_kill_leaves_no_half_file(tmp_path: Path, there: bool) -> None:
 
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     for wrong in (tmp_path / "none.nii", [tmp_path / "none.dcm"], tmp_path):
-        with pytest.raises(NotDefaced):
+        with pytest.raises(NotDefacedError):
             read(wrong)
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-import agent.__main__
-from coordinator.__main__ import main
-from policies.policy import preset
-from policies.verify import main as verify
+import agent.cli.main
+from coordinator.cli.main import main
+from policies.audit.verify import main as verify
+from policies.review.policy import preset
 from tests.support.ports import free_port
 from tests.support.postgres import GUARDED, OWNER, PASSWORD, WRITER, throwaway
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PERSONS = {"dpo-1": "compliance", "chief-1": "hospital"}
 
 
@@ -83,12 +83,12 @@ def enrol(root: Path, run: object, listen: str) -> None:
     policy = root / "policy.toml"
     policy.write_text(preset("internal"))
     words = ["init", "--site", "site-a", "--policy", str(policy), "--coordinator", listen, "--modality", "OT"]
-    assert agent.__main__.main([*site, *words]) == 0
+    assert agent.cli.main.main([*site, *words]) == 0
     said = run("invite", "site-a", "--out", files[0], "--token-file", files[1])
     found = re.search(r"root: ([0-9a-f ]+)", said)
     assert found is not None
     words = ["enrol", files[0], "--token-file", files[1], "--fingerprint", found.group(1).strip()]
-    agent.__main__.main([*site, *words])
+    agent.cli.main.main([*site, *words])
     (pending,) = json.loads(run("enrolments", "--json"))
     assert pending["digest"] == hashlib.sha256((root / "site-a" / "request.json").read_bytes()).hexdigest()
     approvals = []
@@ -97,7 +97,7 @@ def enrol(root: Path, run: object, listen: str) -> None:
         what = ["ledger", "sign", "enrol", "site-a", pending["digest"], "--serial", "s1", "--person", person]
         run(*what, "--key", str(root / person), "--out", approvals[-1])
     run("approve", "site-a", *approvals, "--serial", "s1")
-    assert agent.__main__.main([*site, "enrol"]) == 0
+    assert agent.cli.main.main([*site, "enrol"]) == 0
     assert (root / "site-a" / "keys" / "tls.pem").exists()
 
 

@@ -12,29 +12,30 @@ from typing import Any
 import grpc
 import pytest
 
-import coordinator.__main__ as cli
-from agent.edges import enrol as joining
-from agent.edges import home as agent_home
-from coordinator.edges import conductor, remote
-from coordinator.edges.home import BadCoordinator
-from coordinator.edges.operations import Operations
-from coordinator.edges.runs import Runs
-from policies.policy import preset
-from protos.identity import same_fingerprint
-from protos.v1 import gateway_pb2 as pb
+import coordinator.cli.main as cli
+from agent.gateway import enrolment
+from agent.storage import site_directory
+from coordinator.cli import operator_client
+from coordinator.errors import CoordinatorConfigError
+from coordinator.federation import run_controller
+from coordinator.federation.run_manager import RunManager
+from coordinator.gateway.run_service import Operations
+from policies.review.policy import preset
+from protos.identity.certificates import same_fingerprint
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
-from tests.support.books import Person
-from tests.support.federation import SETTINGS, Federation
-from tests.support.grids import Grid, Host, conduct_here
+from tests.support.coordinator_runs import Grid, Host, conduct_here, job
+from tests.support.federated_sites import FederatedSite, federated
+from tests.support.federation_world import SETTINGS, Federation
+from tests.support.ledger_world import Person
 from tests.support.ports import free_port
-from tests.support.runs import job
-from tests.support.wards import Vault, Ward, federated
+from tests.support.site_world import MemoryVault
 
 
 @pytest.fixture
 def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Federation]:
     """A service on a port that is written in its settings, as an operator's command reads it."""
-    monkeypatch.setattr(conductor, "conduct", conduct_here)
+    monkeypatch.setattr(run_controller, "conduct", conduct_here)
     port = free_port()
     made = Federation(tmp_path)
     with made:
@@ -63,14 +64,14 @@ def test_a_hospital_is_invited_shown_approved_and_revoked_with_five_commands(
 ) -> None:
     invitation, token = tmp_path / "north.invitation", tmp_path / "north.token"
     assert typed(fed, "invite", "north", "--out", str(invitation), "--token-file", str(token)) == 0
-    root = out(capsys).partition("root: ")[2].split(" tell")[0]
+    root = out(capsys).partition("root: ")[2].split(" give both")[0]
     assert "token" not in invitation.read_text()
-    home = agent_home.create(
+    home = site_directory.create(
         tmp_path / "north", SETTINGS.format(site="north", listen=f"127.0.0.1:{fed.port}"), preset("internal")
     )
-    given = joining.Given(invitation.read_bytes(), token.read_text(), root)
+    given = enrolment.Given(invitation.read_bytes(), token.read_text(), root)
     now = dt.datetime.now(dt.UTC)
-    progress = joining.enrol(home, given, joining.over_grpc(), now)
+    progress = enrolment.enrol(home, given, enrolment.over_grpc(), now)
     assert progress.state == "waiting"
 
     assert typed(fed, "enrolments", "--json") == 0
@@ -87,13 +88,13 @@ def test_a_hospital_is_invited_shown_approved_and_revoked_with_five_commands(
     assert typed(fed, "approve", "north", str(files[0]), "--serial", "enrol-1") == 1, "one person is not two"
     assert "refused" in err(capsys)
     assert typed(fed, "approve", "north", *map(str, files), "--serial", "enrol-1") == 0
-    assert joining.enrol(home, None, joining.over_grpc(), now).state == "enrolled"
+    assert enrolment.enrol(home, None, enrolment.over_grpc(), now).state == "enrolled"
 
     assert typed(fed, "revoke", "north", "--reason", "left") == 1, "it asks first"
-    assert "say --yes" in err(capsys)
+    assert "To confirm: --yes" in err(capsys)
     assert typed(fed, "revoke", "north", "--reason", "Dr Müller left", "--yes") == 1
     assert typed(fed, "revoke", "north", "--reason", "left", "--yes") == 0
-    assert "north" in fed.store.state.barred
+    assert "north" in fed.store.state.revoked_sites
 
 
 def test_a_token_is_shown_when_no_file_is_named_and_a_bad_name_is_refused_in_words(
@@ -112,16 +113,16 @@ def test_a_sites_certificate_is_no_operators(fed: Federation) -> None:
     with grpc.secure_channel(f"127.0.0.1:{fed.port}", chain) as channel:
         stub = GatewayStub(channel)
         for call in (
-            lambda: stub.Invite(pb.InviteRequest(site="x"), timeout=120),
-            lambda: stub.Revoke(pb.RevokeRequest(site="north", reason="left"), timeout=120),
-            lambda: stub.Plan(pb.LaunchRequest(run="r"), timeout=120),
-            lambda: stub.Stop(pb.RunRequest(run="r"), timeout=120),
-            lambda: list(stub.Launch(pb.LaunchRequest(run="r"), timeout=120)),
+            lambda: stub.Invite(gateway_pb2.InviteRequest(site="x"), timeout=120),
+            lambda: stub.Revoke(gateway_pb2.RevokeRequest(site="north", reason="left"), timeout=120),
+            lambda: stub.Plan(gateway_pb2.LaunchRequest(run="r"), timeout=120),
+            lambda: stub.Stop(gateway_pb2.RunRequest(run="r"), timeout=120),
+            lambda: list(stub.Launch(gateway_pb2.LaunchRequest(run="r"), timeout=120)),
         ):
             with pytest.raises(grpc.RpcError) as refused:
                 call()
             assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
-    assert not fed.store.state.barred
+    assert not fed.store.state.revoked_sites
 
 
 def written(tmp_path: Path, **changes: Any) -> Path:
@@ -141,24 +142,24 @@ def written(tmp_path: Path, **changes: Any) -> Path:
 
 
 @pytest.fixture
-def conducting(fed: Federation) -> dict[str, Ward]:
+def conducting(fed: Federation) -> dict[str, FederatedSite]:
     """The service conducts runs over wards of two enrolled sites."""
     wards = {
-        name: Ward(fed.root, fed.join(name).hospital, fed.intake, vault=Vault(seed=i), seed=i + 1)
+        name: FederatedSite(fed.root, fed.join(name).hospital, fed.intake, vault=MemoryVault(seed=i), seed=i + 1)
         for i, name in enumerate(("north", "south"))
     }
     for name, ward in wards.items():  # the key it enrolled with
-        ward.hospital.key = agent_home.Home(fed.root / name).sign_key()
+        ward.hospital.key = site_directory.SiteDirectory(fed.root / name).sign_key()
         ward.folder = fed.root / "wards"
         ward.folder.mkdir(exist_ok=True)
         ward.start()
-    runs = Runs(fed.root / "runs", Host(Grid(wards)), fed.intake, fed.shelf, fed.service.at.log)  # type: ignore[arg-type]
+    runs = RunManager(fed.root / "runs", Host(Grid(wards)), fed.intake, fed.shelf, fed.service.at.log)  # type: ignore[arg-type]
     fed.service.at = replace(fed.service.at, conducting=Operations(runs))
     return wards
 
 
 def test_a_run_is_planned_launched_watched_and_stopped_from_the_command_line(
-    fed: Federation, conducting: dict[str, Ward], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fed: Federation, conducting: dict[str, FederatedSite], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(written(tmp_path))
     size = fed.store.state.size
@@ -183,12 +184,12 @@ def test_a_run_is_planned_launched_watched_and_stopped_from_the_command_line(
 
 
 def test_a_run_that_cannot_be_is_refused_with_the_reason_and_exit_1(
-    fed: Federation, conducting: dict[str, Ward], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fed: Federation, conducting: dict[str, FederatedSite], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dear = json.loads(federated(rounds=40).to_json())
     path = str(written(tmp_path, config=dear, rounds=40))
     assert typed(fed, "round", "plan", path) == 1
-    assert "cannot go" in out(capsys)
+    assert "cannot start" in out(capsys)
     assert typed(fed, "round", "launch", path, "--run", "run-1") == 1
     assert "the forecast refuses it" in out(capsys)
     path = str(written(tmp_path, sites=["north", "nobody"], min_sites=1))
@@ -219,20 +220,20 @@ def test_a_run_that_cannot_be_is_refused_with_the_reason_and_exit_1(
     ids=str,
 )
 def test_a_job_file_with_a_wrong_key_names_the_keys(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(BadCoordinator, match=r"job.json: the keys are mechanism \(str\)"):
-        remote.read_job(written(tmp_path, **changes))
+    with pytest.raises(CoordinatorConfigError, match=r"job.json: the keys are mechanism \(str\)"):
+        operator_client.read_job(written(tmp_path, **changes))
 
 
 @pytest.mark.parametrize("text", ["", "nothing", "[]", "1", "null", '"x"'])
 def test_a_job_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "job.json").write_text(text)
-    with pytest.raises(BadCoordinator, match=r"job.json"):
-        remote.read_job(tmp_path / "job.json")
+    with pytest.raises(CoordinatorConfigError, match=r"job.json"):
+        operator_client.read_job(tmp_path / "job.json")
 
 
 def test_a_job_file_says_what_is_left_out(tmp_path: Path) -> None:
-    found = remote.read_job(written(tmp_path))
+    found = operator_client.read_job(written(tmp_path))
     assert (found["strategy"], found["all_or_none"], found["secure"]) == ({"name": "fedavg"}, False, False)
-    assert remote.read_job(written(tmp_path, all_or_none=True))["all_or_none"]
+    assert operator_client.read_job(written(tmp_path, all_or_none=True))["all_or_none"]
     assert job().strategy == '{"name":"fedavg"}'
     assert Person("dpo-1", "compliance").role == "compliance"

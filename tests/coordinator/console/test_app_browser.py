@@ -9,8 +9,8 @@ import pytest
 
 from coordinator.console import people, policies, releases, rounds
 from tests.support.browser import Visitor, chromium, sideways
-from tests.support.hub import Served, serving
-from tests.support.runs import agents, job
+from tests.support.coordinator_console import Served, serving
+from tests.support.coordinator_runs import agents, job
 
 ADDS = (rounds.add, releases.add, policies.add, people.add)
 
@@ -39,11 +39,11 @@ def test_persons_ask_approve_and_launch_with_nothing_but_a_browser(
             rita.log_in("/ask/limit")
             rita.page.get_by_label("Account").select_option("north/rdp")
             rita.page.get_by_label("New budget").fill("8.5")
-            press(rita, "Go on to sign it")
+            press(rita, "Continue to the signature")
             rita.axe()
             sign(rita, served, "rita")
             where = rita.page.url.removeprefix(served.base)
-            assert "Others decide now" in rita.page.locator(".flash").inner_text()
+            assert "Other persons decide now" in rita.page.locator(".flash").inner_text()
             for name, path in (
                 ("releases", "/releases"),
                 ("release", f"/releases/{release}"),
@@ -57,10 +57,10 @@ def test_persons_ask_approve_and_launch_with_nothing_but_a_browser(
             rita.go("/plan?like=run-0")
             rita.axe()
             rita.page.get_by_label("Name", exact=True).fill("run-1")
-            press(rita, "Show what it would cost")
+            press(rita, "Show the cost")
             rita.axe()
             rita.screenshot("coordinator-forecast")
-            press(rita, "Launch it at this price")
+            press(rita, "Launch it at this cost")
             rita.page.get_by_text("finished", exact=True).wait_for(timeout=200_000)  # by itself, without a reload
             rita.screenshot("coordinator-run-over")
         for name in ("dora", "hugo"):
@@ -76,6 +76,6 @@ def test_persons_ask_approve_and_launch_with_nothing_but_a_browser(
             olga.screenshot("coordinator-people")
             olga.go(where)
             press(olga, "Carry it out")
-            assert "It is done" in olga.page.locator(".flash").inner_text()
+            assert "Done, and recorded" in olga.page.locator(".flash").inner_text()
             assert olga.pdf("coordinator-proposal").stat().st_size > 5_000
         assert served.hub.store.state.accounts["north/rdp"].epsilon == "8.5"

@@ -11,22 +11,22 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from agent.edges import home as agent_home
-from coordinator.console import app, jobs
-from policies import governance
-from policies.entries import Refused
-from policies.policy import preset
-from policies.statement import PAYLOAD_TYPE, Request, encode
-from policies.store import Draft
-from protos import identity
-from protos.envelope import seal
+from agent.storage import site_directory
+from coordinator.console import app, job_form
+from policies.governance import decisions
+from policies.ledger.entries import Refused
+from policies.ledger.store import AppendRequest
+from policies.review.policy import preset
+from policies.statements import PAYLOAD_TYPE, Request, encode
+from protos.common.dsse import seal
+from protos.identity import certificates
 from protos.web.settings import ConsoleSettings
-from tests.support import hub as hubs
-from tests.support.books import Person
+from tests.support import coordinator_console as hubs
+from tests.support.console_attack import Trial
+from tests.support.coordinator_console import ROLES, Hub, Served, serving
+from tests.support.coordinator_runs import SITES, agents, job, secret_job
 from tests.support.corpus import CORPUS, Form, Heard, Side
-from tests.support.hub import ROLES, Hub, Served, serving
-from tests.support.runs import SITES, agents, job, secret_job
-from tests.support.trial import Trial
+from tests.support.ledger_world import Person
 
 FIRST = {name: role for name, role in ROLES.items() if role != "hospital"}
 REFUSED: dict[str, list[int]] = {}
@@ -45,7 +45,7 @@ class Clerk:
         hub, path = self.served.hub, form.path
         if path in ("/plan", "/plan/change"):
             secret = form.fields["mechanism"] != ("federated",)
-            return {k: (v,) for k, v in jobs.from_job(secret_job() if secret else job(rounds=1)).items()} | {
+            return {k: (v,) for k, v in job_form.from_job(secret_job() if secret else job(rounds=1)).items()} | {
                 "run": (f"run-{next(self.serials)}",)
             }
         if path.endswith("/approve") or path == "/people/approvals":
@@ -107,7 +107,7 @@ def _side(served: Served, clerk: Clerk) -> Side:
 
     def people() -> dict[str, str]:
         state = hub.store.state
-        return {name: role for name, role in ROLES.items() if state.in_office(name)}
+        return {name: role for name, role in ROLES.items() if state.active_person(name)}
 
     def settle() -> None:
         for run, state in [(one.run, state) for one, state in hub.runs.known()]:
@@ -136,10 +136,10 @@ def _happens(served: Served, trial: Trial, clerk: Clerk) -> None:
     for name in ROLES:
         served.login(name)
     for n, text in enumerate(CORPUS[:6]):  # a hospital's own words, as far as any reach the books
-        hub.store.append(f"odd-{n}", Draft((Refused(text, "west", text, text, [text, "bad_envelope"], b""),)))
+        hub.store.append(f"odd-{n}", AppendRequest((Refused(text, "west", text, text, [text, "bad_envelope"], b""),)))
     hub.release("north", "g1")
     _join(served, "east")
-    governance.request(hub.store, hub.request("rita", "s-1", *LOWER))
+    decisions.request(hub.store, hub.request("rita", "s-1", *LOWER))
     for _ in range(2):
         trial.look()
         trial.attack()
@@ -172,9 +172,9 @@ def _join(served: Served, site: str) -> None:
     """A hospital asks to take part."""
     text = f'site = "{site}"\ncoordinator = "127.0.0.1:1"\ninput = "in"\nmodalities = ["OT"]\n'
     text += "secondary_capture_modalities = []\npublic_components = []\n"
-    made = agent_home.create(served.hub.folder / site, text, preset("internal"))
+    made = site_directory.create(served.hub.folder / site, text, preset("internal"))
     body = json.loads(served.hub.authority.invite(site).body)
-    leaf = identity.leaf_of(body["certificate"].encode())
+    leaf = certificates.leaf_of(body["certificate"].encode())
     served.hub.authority.join(site, leaf, (made.root / "request.json").read_bytes())
 
 

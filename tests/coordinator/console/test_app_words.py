@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from coordinator.console import people, rounds
-from policies import governance
-from tests.support.hub import Served, serving, words_of
+from policies.governance import decisions
+from tests.support.coordinator_console import Served, serving, words_of
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_request_that_turns_the_writing_around_reaches_no_approvers_page(serve
     with served.as_("rita") as researcher:
         answer = researcher.post("/people/requests", {"envelope": ("sealed.json", sealed)})
         assert answer.status_code == 409
-        assert "nobody is shown it" in html.unescape(words_of(answer))
+        assert "the value cannot be carried out" in html.unescape(words_of(answer))
     assert served.hub.store.state.size == size
     with served.as_("dora") as officer:
         assert "\u202e" not in officer.text("/people")
@@ -43,6 +43,6 @@ def test_the_console_asks_for_a_waiver_of_this_restore_and_of_no_other(served: S
     assert answer.status_code == 200
     assert "2-" + "5e" * 16 in html.unescape(answer.text)
     for name in ("dora", "hugo"):
-        governance.approve(hub.store, hub.approve(name, "w", "waive", "north", "2-" + "5e" * 16))
-    governance.waive(hub.store, "north", "w")
-    assert "north" not in hub.store.state.waiting
+        decisions.approve(hub.store, hub.approve(name, "w", "waive", "north", "2-" + "5e" * 16))
+    decisions.waive(hub.store, "north", "w")
+    assert "north" not in hub.store.state.sites_awaited

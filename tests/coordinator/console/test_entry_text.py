@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.console import narrative
-from coordinator.wording import KINDS as TITLES
-from policies.accounts import Account, Grant
-from policies.entries import KINDS, Expired, Freed, Opened, Record, Refused, Reserved, Spent
-from policies.ledger import State
+from coordinator.console import entry_text
+from coordinator.explanations import KINDS as TITLES
+from policies.ledger.entries import KINDS, Expired, Freed, Opened, Record, Refused, Reserved, Spent
+from policies.ledger.state import Account, Grant, State
 
 OPENED = Opened("north/rdp", 1000, 4, "8.0", "4e-06")
 HELD = Reserved("g1", "north", "run-1", "federated", "north/rdp", 333, b'{"kind":"no-claim"}', b"\x01" * 32)
@@ -42,12 +41,12 @@ def sample(kind: str) -> Any:
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_kind_of_entry_has_a_sentence_and_every_field_a_label(kind: str) -> None:
     entry = sample(kind)
-    row = narrative.row(3, Record(1_700_000_000, "key", entry), books())
+    row = entry_text.row(3, Record(1_700_000_000, "key", entry), books())
     assert (row.title, row.kind) == (TITLES[kind], kind)
     assert row.words
     assert row.who
-    assert [f.label for f in narrative.facts(entry, books())] == [narrative.LABELS[f.name] for f in fields(entry)]
-    for fact, field in zip(narrative.facts(entry, books()), fields(entry), strict=True):
+    assert [f.label for f in entry_text.facts(entry, books())] == [entry_text.LABELS[f.name] for f in fields(entry)]
+    for fact, field in zip(entry_text.facts(entry, books()), fields(entry), strict=True):
         value = getattr(entry, field.name)
         shown = fact.digest or fact.text
         assert shown, field.name
@@ -71,24 +70,24 @@ def test_every_kind_of_entry_has_a_sentence_and_every_field_a_label(kind: str) -
     ],
 )
 def test_the_end_of_a_grant_says_what_is_gone_and_what_came_back(entry: Any, words: str) -> None:
-    assert narrative.sentence(Record(0, "k", entry), books()) == ("north", words)
+    assert entry_text.sentence(Record(0, "k", entry), books()) == ("north", words)
 
 
 def test_a_price_is_rounded_up_and_never_without_its_unit() -> None:
-    assert narrative.price(1, "north/rdp", books()) == "0.1 % of the epsilon budget"
-    assert narrative.price(1001, "north/rdp", books()) == "100.1 % of the epsilon budget"
-    assert narrative.price(1, "north/k", books()) == "1 release per patient"
-    assert "nothing" in narrative.price(5, "nobody/rdp", books())
+    assert entry_text.price(1, "north/rdp", books()) == "0.1 % of the epsilon budget"
+    assert entry_text.price(1001, "north/rdp", books()) == "100.1 % of the epsilon budget"
+    assert entry_text.price(1, "north/k", books()) == "1 release per patient"
+    assert "nothing" in entry_text.price(5, "nobody/rdp", books())
     state = books()
     state.accounts["north/rdp"] = Account(Opened("north/rdp", 10**9, 4, "8.0", "4e-06"))
-    assert narrative.price(1, "north/rdp", state) == "0.1 % of the epsilon budget", "a little is not nothing"
+    assert entry_text.price(1, "north/rdp", state) == "0.1 % of the epsilon budget", "a little is not nothing"
 
 
 def test_a_refusal_says_when_and_why_and_counts_the_other_reasons() -> None:
     entry = Refused("x", "north", "ksame", "reservation", ["min_k", "l_diversity", "budget"], b"")
-    _who, words = narrative.sentence(Record(0, "k", entry), books())
-    assert words.startswith("ksame, when asked for its price: Too few patients would stand behind each image; Groups")
+    _who, words = entry_text.sentence(Record(0, "k", entry), books())
+    assert words.startswith("ksame, when asked for its price: Too few patients would be behind each image; Groups")
     assert words.endswith("; and 1 other reason")
-    assert [rule for rule, _, _ in narrative.reasons(entry)] == entry.findings
+    assert [rule for rule, _, _ in entry_text.reasons(entry)] == entry.findings
     unknown = Refused("x", "", "", "somewhere", ["made_up"], b"")
-    assert "made_up" in narrative.sentence(Record(0, "k", unknown), books())[1], "a reason is never dropped"
+    assert "made_up" in entry_text.sentence(Record(0, "k", unknown), books())[1], "a reason is never dropped"

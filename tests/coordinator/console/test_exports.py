@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from coordinator.console import exports, rounds
-from coordinator.edges.reports import REPORTS
-from policies import attest
-from policies.certificate import read
+from coordinator.reports.catalog import REPORTS
+from policies.audit import certificate_check
+from policies.audit.certificate import read
 from tests.support.browser import chromium, sideways
-from tests.support.hub import ROLES, Served, serving, words_of
+from tests.support.coordinator_console import ROLES, Served, serving, words_of
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_a_report_is_a_file_with_a_safe_name(served: Served, release: str) -> No
             assert answer.content.startswith(begins)
             assert "no-store" in answer.headers["cache-control"]
         signed = caller.get("/exports/certificate.pdf", release=release).content
-        attest.check(read(signed))
+        certificate_check.check(read(signed))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_person_chooses_a_release_and_takes_its_certificate(served: Served, re
             visitor.screenshot("exports")
             with visitor.page.expect_download() as taken:
                 visitor.page.get_by_role("link", name="Release certificate as PDF").click()
-            attest.check(read(taken.value.path().read_bytes()))
+            certificate_check.check(read(taken.value.path().read_bytes()))
             visitor.pdf("exports")
         with chrome.visitor(served.base, crt, key, width=360, dark=True) as visitor:
             visitor.log_in("/exports")

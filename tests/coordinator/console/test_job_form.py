@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.console import jobs
-from coordinator.console.jobs import BadForm
-from coordinator.plan import KEYS, MASKED, PLAIN, Job, SiteCost, decide
-from tests.support.runs import SITES, job, secret_job
+from coordinator.console import job_form
+from coordinator.console.job_form import JobFormError
+from coordinator.federation.job import KEYS, MASKED, PLAIN, Job, SiteCost, decide
+from tests.support.coordinator_runs import SITES, job, secret_job
 
 COST = SiteCost("north", True, "1.000100000", "4e-06", 10, 40, "2.999900000", "")
 
 
 @pytest.mark.parametrize("made", [job(), secret_job(), job(all_or_none=True, sites=SITES[:2])])
 def test_a_jobs_form_makes_the_same_job(made: Job) -> None:
-    form = jobs.from_job(made)
-    again = jobs.job_of(form)
+    form = job_form.from_job(made)
+    again = job_form.job_of(form)
     plain = [{**asdict(one), "config": json.loads(one.config)} for one in (again, made)]
     assert plain[0] == plain[1]
     assert again.claim() == made.claim()
@@ -37,52 +37,52 @@ def test_a_job_file_fills_the_form_that_makes_its_job() -> None:
         "rounds": made.rounds,
         "min_sites": made.min_sites,
     }
-    form = jobs.from_file(json.dumps(text).encode(), "run-1")
-    assert jobs.job_of(form).claim() == made.claim()
+    form = job_form.from_file(json.dumps(text).encode(), "run-1")
+    assert job_form.job_of(form).claim() == made.claim()
     for key in text:
-        with pytest.raises(BadForm, match=key):
-            jobs.from_file(json.dumps({k: v for k, v in text.items() if k != key}).encode())
+        with pytest.raises(JobFormError, match=key):
+            job_form.from_file(json.dumps({k: v for k, v in text.items() if k != key}).encode())
     for bad in (b"", b"\xff", b"[]", b"{" * 100_000, json.dumps({**text, "mechanism": "teleport"}).encode()):
-        with pytest.raises(BadForm):
-            jobs.from_file(bad)
-    with pytest.raises(BadForm, match="unknown"):
-        jobs.from_file(json.dumps({**text, "import": "os"}).encode())
+        with pytest.raises(JobFormError):
+            job_form.from_file(bad)
+    with pytest.raises(JobFormError, match="unknown"):
+        job_form.from_file(json.dumps({**text, "import": "os"}).encode())
 
 
 def test_all_that_is_wrong_is_said_at_once_and_nan_is_no_number() -> None:
     wrong = {"config.sampling_rate": "nan", "config.clip": "1e999", "config.shape": "8,8", "rounds": "-1"}
-    with pytest.raises(BadForm) as fault:
-        jobs.job_of({**jobs.from_job(job()), **wrong, "strategy": "fedavg"})
+    with pytest.raises(JobFormError) as fault:
+        job_form.job_of({**job_form.from_job(job()), **wrong, "strategy": "fedavg"})
     assert len(fault.value.problems) == 5
-    with pytest.raises(BadForm) as fault:
-        jobs.job_of({**jobs.from_job(job()), "rounds": "9999", "min_sites": "7", "run": "Not A Name"})
+    with pytest.raises(JobFormError) as fault:
+        job_form.job_of({**job_form.from_job(job()), "rounds": "9999", "min_sites": "7", "run": "Not A Name"})
     assert len(fault.value.problems) == 3
-    with pytest.raises(BadForm, match="mechanism"):
-        jobs.job_of({})
+    with pytest.raises(JobFormError, match="mechanism"):
+        job_form.job_of({})
 
 
-@given(st.dictionaries(st.sampled_from(sorted(jobs.from_job(job()))), st.text(max_size=30)))
+@given(st.dictionaries(st.sampled_from(sorted(job_form.from_job(job()))), st.text(max_size=30)))
 @settings(max_examples=60, deadline=None)
 def test_whatever_is_typed_is_a_job_or_a_sentence(typed: dict[str, str]) -> None:
     problems: tuple[str, ...] = ("none",)
     try:
-        jobs.job_of({**jobs.from_job(job()), **typed})
-    except BadForm as fault:
+        job_form.job_of({**job_form.from_job(job()), **typed})
+    except JobFormError as fault:
         problems = fault.problems
     assert all(problems)
 
 
 @pytest.mark.parametrize("mechanism", [PLAIN, MASKED])
 def test_every_key_of_a_mechanism_has_an_input_with_words(mechanism: str) -> None:
-    found = jobs.inputs(jobs.blank(mechanism, SITES))
+    found = job_form.inputs(job_form.blank(mechanism, SITES))
     assert {field.name for field in found} == {f"config.{key}" for key in KEYS[mechanism]}
     assert all(field.label and field.help for field in found)
 
 
 def test_a_price_is_rounded_up_and_what_is_left_down() -> None:
-    (cost,) = jobs.costs_of([COST])
+    (cost,) = job_form.costs_of([COST])
     assert (cost.epsilon, cost.left, cost.share) == ("1.01", "2.99", 25.0)
-    (none,) = jobs.costs_of([replace(COST, left=0, left_epsilon="", epsilon="", fits=False)])
+    (none,) = job_form.costs_of([replace(COST, left=0, left_epsilon="", epsilon="", fits=False)])
     assert (none.share, none.left, none.epsilon) == (None, "", "")
 
 
@@ -90,5 +90,9 @@ def test_a_price_is_rounded_up_and_what_is_left_down() -> None:
 def test_another_price_is_another_forecast(change: dict[str, Any]) -> None:
     made = job(sites=("north", "south"), min_sites=1)
     costs, others = [COST], [replace(COST, **change)]
-    assert jobs.seen(costs, decide(made, costs)) == jobs.seen([replace(COST, left=41)], decide(made, costs))
-    assert jobs.seen(costs, decide(made, costs)) != jobs.seen(others, decide(made, others))
+    assert job_form.forecast_digest(costs, decide(made, costs)) == job_form.forecast_digest(
+        [replace(COST, left=41)], decide(made, costs)
+    )
+    assert job_form.forecast_digest(costs, decide(made, costs)) != job_form.forecast_digest(
+        others, decide(made, others)
+    )

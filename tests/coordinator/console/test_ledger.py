@@ -17,18 +17,18 @@ import apsw
 import pytest
 
 from coordinator.console import ledger, overview, rounds
-from coordinator.edges import home as homes
-from coordinator.edges.sessions import Presence
-from coordinator.edges.witnesses import Witnesses
-from policies import governance
-from policies.claims import KAnonymous
-from policies.entries import Refused, decode, kind_of
-from policies.merkle import cosign
-from policies.proof import check
-from policies.store import Draft, export
-from policies.verify import verify
-from tests.support.hub import ROLES, Caller, Served, serving, words_of
-from tests.support.runs import AGENTS, agents, job
+from coordinator.gateway.notifications import Presence
+from coordinator.storage import directory as homes
+from coordinator.storage.witness_store import Witnesses
+from policies.accounting.claims import KAnonymous
+from policies.audit.inclusion_proof import check
+from policies.audit.verify import verify
+from policies.governance import decisions
+from policies.ledger.entries import Refused, decode, kind_of
+from policies.ledger.merkle import cosign
+from policies.ledger.store import AppendRequest, export
+from tests.support.coordinator_console import ROLES, Caller, Served, serving, words_of
+from tests.support.coordinator_runs import AGENTS, agents, job
 
 THIN = KAnonymous(k=2, l_diversity=1, releases_per_patient=1)
 HOSTILE = (
@@ -59,8 +59,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
                 hub.intake.register.reserve(f"t{n}", thin, north.seal(thin))
             for n, text in enumerate(HOSTILE):  # a hospital's own words, as far as any reach the books
                 odd = Refused(text, "west", text, text, [text, "bad_envelope"], b"")
-                hub.store.append(f"odd-{n}", Draft((odd,)))
-            governance.request(hub.store, hub.request("rita", "limit-1", "limit", "north/rdp", "9.0"))
+                hub.store.append(f"odd-{n}", AppendRequest((odd,)))
+            decisions.request(hub.store, hub.request("rita", "limit-1", "limit", "north/rdp", "9.0"))
             yield made
 
 
@@ -160,7 +160,7 @@ def test_a_filter_finds_what_a_reading_of_everything_finds(
     count = f"{len(expected)} {'entry' if len(expected) == 1 else 'entries'} found."
     assert count in plain(page)
     if "until" in query and not expected:
-        assert "No entry fits" in page
+        assert "No entry matches" in page
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_the_statement_behind_an_entry_is_checked_against_its_signers_key(served
         entry: Any = served.hub.store.line(seq).record.entry
         assert otto.get(f"/ledger/{seq}/statement.json").content == served.hub.store.envelope(entry.envelope)
     without = next(seq for seq, r in enumerate(entries(served)) if kind_of(r.entry) == "opened")
-    assert "signed statement that it rests on" not in otto.text(f"/ledger/{without}")
+    assert "signed statement behind it" not in otto.text(f"/ledger/{without}")
     assert otto.get(f"/ledger/{without}/statement.json").status_code == 404
 
 
@@ -259,10 +259,10 @@ def test_what_is_not_there_is_said(otto: Caller, path: str) -> None:
 def test_a_refusal_is_told_in_words_with_what_to_do(served: Served, otto: Caller) -> None:
     seq = next(seq for seq, r in enumerate(entries(served)) if isinstance(r.entry, Refused))
     words = plain(otto.text(f"/ledger/{seq}"))
-    assert "Too few patients would stand behind each image." in words
+    assert "Too few patients would be behind each image." in words
     assert "Choose larger groups" in words
     page = plain(otto.text("/refusals"))
-    assert re.search(r"Too few patients would stand behind each image\. min_k .* 60 north 60", page)
+    assert re.search(r"Too few patients would be behind each image\. min_k .* 60 north 60", page)
     assert "Nothing was refused" in otto.text("/refusals", site="south")
     assert otto.get("/refusals", days="8").status_code == 400
 
@@ -273,7 +273,7 @@ def test_the_overview_says_who_is_there_what_waits_and_what_is_left(served: Serv
     hub.sessions._seen["north"] = Presence(True, time.time())
     words = plain(otto.text("/"))
     assert "1 of 3 hospitals online" in words
-    assert "1 proposal waits for persons" in words
+    assert "1 proposal waiting for approval" in words
     assert "the lifetime budget of north becomes epsilon 9.0" in words
     assert "compliance and hospital" in words, "who is missing"
     assert "The hospital's signature is missing or wrong." in words
@@ -313,7 +313,7 @@ def test_a_budgets_page_has_its_projects_and_its_days(otto: Caller) -> None:
     words = plain(otto.text("/budgets/north", days="30"))
     assert "run-1" in words
     assert "ksame" in words
-    assert "whatever the project" in words
+    assert "across all projects" in words
     assert otto.get("/budgets/north", days="31").status_code == 400
 
 
@@ -329,7 +329,7 @@ def test_an_index_that_is_broken_is_said_and_made_again(served: Served, otto: Ca
     served.desk.index._db.execute("DROP TABLE refusal")
     answer = otto.get("/refusals")
     assert answer.status_code == 503
-    assert "made again" in words_of(answer)
+    assert "rebuilt" in words_of(answer)
     assert otto.get("/refusals").status_code == 200
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.console import ledger, overview, rounds
-from policies import governance
-from policies.claims import KAnonymous
+from policies.accounting.claims import KAnonymous
+from policies.governance import decisions
 from tests.support.browser import chromium, sideways
-from tests.support.hub import serving
-from tests.support.runs import job
+from tests.support.coordinator_console import serving
+from tests.support.coordinator_runs import job
 
 
 @pytest.mark.slow  # the end-to-end test does it on a running federation
@@ -24,7 +24,7 @@ def test_an_auditor_finds_an_entry_checks_it_and_prints_it(tmp_path: Path, monke
         for n in range(4):
             thin = north.reservation(f"thin-{n}", KAnonymous(k=2, l_diversity=1, releases_per_patient=1))
             hub.intake.register.reserve(f"t{n}", thin, north.seal(thin))
-        governance.request(hub.store, hub.request("rita", "limit-1", "limit", "north/rdp", "9.0"))
+        decisions.request(hub.store, hub.request("rita", "limit-1", "limit", "north/rdp", "9.0"))
         with chromium() as chrome:
             with chrome.visitor(served.base, *served.login("otto")) as otto:
                 page = otto.page

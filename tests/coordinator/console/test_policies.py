@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from coordinator.console import policies, rounds
-from policies import governance
-from policies.policy import parse
-from policies.statement import Amendment
-from tests.support.books import Hospital
-from tests.support.grids import admitting
-from tests.support.hub import Served, serving
+from policies.governance import decisions
+from policies.review.policy import parse
+from policies.statements import Amendment
+from tests.support.coordinator_console import Served, serving
+from tests.support.coordinator_runs import admitting
+from tests.support.ledger_world import Hospital
 
 EVIL = "</code><script>alert(1)</script>"
 
@@ -31,7 +31,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def amend(served: Served, site: str, number: int, text: str) -> None:
     hospital: Hospital = served.hub.hospitals[site]
     said = Amendment(site, number, text)
-    governance.amend(served.hub.store, f"{site}:amend-{number}", said, hospital.seal(said))
+    decisions.amend(served.hub.store, f"{site}:amend-{number}", said, hospital.seal(said))
 
 
 def test_the_stricter_of_both_is_shown_to_bind(served: Served) -> None:
@@ -74,10 +74,10 @@ def test_a_policy_that_is_not_the_one_in_force_is_said_to_be_so(served: Served) 
     path = served.hub.home.root / "policy.toml"
     before = path.read_text()
     with served.as_("olga") as operator:
-        assert "binds until it is started again" not in operator.text("/policies")
+        assert "applies until the next start" not in operator.text("/policies")
         for other in (admitting(epsilon=1.0), "not a policy"):
             path.write_text(other)
-            assert "binds until it is started again" in operator.text("/policies")
+            assert "applies until the next start" in operator.text("/policies")
         path.write_text(before)
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.console.bindings import KEYS, changes, compare, shown, size_of
-from policies.policy import Policy, parse, preset, strictest
+from coordinator.console.policy_comparison import KEYS, changes, compare, shown, size_of
+from policies.review.policy import Policy, parse, preset, strictest
 
 INTERNAL, PUBLIC = (parse(preset(name), name) for name in ("internal", "public"))
 

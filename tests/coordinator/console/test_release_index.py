@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.console.listed import Listed
-from policies.entries import Admitted
-from policies.ledger import State
+from coordinator.console.release_index import Listed
+from policies.ledger.entries import Admitted
+from policies.ledger.state import State
 
 MOST = 7
 BY = ("site", "level", "mechanism")

@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 
 from coordinator.console import releases, rounds
-from coordinator.console.facts import attacks_of, facts_of, model_of
-from coordinator.console.goods import Goods, NotVouched
-from coordinator.edges.runs import Runs
-from coordinator.plan import Job
-from coordinator.wording import LEVELS
-from policies.accounting import order_for
-from policies.accounts import Account, Grant
-from policies.claims import NoClaim, SubsampledGaussian
-from policies.entries import Admitted, Opened, Reserved
-from policies.ledger import State
-from policies.rdp import cost
-from policies.statement import Release, canonical, claim_json
-from tests.support.books import DP, K5, Hospital
-from tests.support.hub import Served, pictures, serving
-from tests.support.runs import agents, job
+from coordinator.console.release_facts import attacks_of, facts_of, model_of
+from coordinator.console.release_files import DigestMismatchError, ReleaseFiles
+from coordinator.explanations import LEVELS
+from coordinator.federation.job import Job
+from coordinator.federation.run_manager import RunManager
+from policies.accounting.accountant import order_for
+from policies.accounting.claims import NoClaim, SubsampledGaussian
+from policies.accounting.rdp import cost
+from policies.ledger.entries import Admitted, Opened, Reserved
+from policies.ledger.state import Account, Grant, State
+from policies.statements import Release, claim_json
+from protos.common.canonical_json import canonical
+from tests.support.coordinator_console import Served, pictures, serving
+from tests.support.coordinator_runs import agents, job
+from tests.support.ledger_world import DP, K5, Hospital
 
 EVIL = '<script>alert("1")</script>'
 OPENED = Opened("north/rdp", 10**10, 4, "8.0", "4e-06")
@@ -86,41 +86,41 @@ def test_a_figure_that_is_no_share_is_not_drawn(share: str | None) -> None:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> tuple[Goods, Path, bytes]:
+def shelf(tmp_path: Path) -> tuple[ReleaseFiles, Path, bytes]:
     body = pictures(5)
     place = tmp_path / "release-1" / "images.tar"
     place.parent.mkdir()
     place.write_bytes(body)
-    return Goods(tmp_path), place, hashlib.sha256(body).digest()
+    return ReleaseFiles(tmp_path), place, hashlib.sha256(body).digest()
 
 
-def test_pictures_come_out_of_the_very_bytes_that_were_admitted(shelf: tuple[Goods, Path, bytes]) -> None:
+def test_pictures_come_out_of_the_very_bytes_that_were_admitted(shelf: tuple[ReleaseFiles, Path, bytes]) -> None:
     goods, _, digest = shelf
     sheet = goods.sheet("release-1", "images.tar", digest)
     assert [place.label for place in sheet.places] == ["0", "1", "2", "0", "1"]
-    assert goods.picture("release-1", "images.tar", digest, 4).startswith(b"\x89PNG")
+    assert goods.image("release-1", "images.tar", digest, 4).startswith(b"\x89PNG")
     for index in (-1, 5):
-        with pytest.raises(NotVouched):
-            goods.picture("release-1", "images.tar", digest, index)
+        with pytest.raises(DigestMismatchError):
+            goods.image("release-1", "images.tar", digest, index)
 
 
-def test_a_changed_file_is_not_shown_also_when_it_was_shown_before(shelf: tuple[Goods, Path, bytes]) -> None:
+def test_a_changed_file_is_not_shown_also_when_it_was_shown_before(shelf: tuple[ReleaseFiles, Path, bytes]) -> None:
     goods, place, digest = shelf
     goods.sheet("release-1", "images.tar", digest)
     body = bytearray(place.read_bytes())
     body[600] ^= 1  # in the first picture; same length, and the place is remembered
     place.write_bytes(body)
-    with pytest.raises(NotVouched, match="changed"):
-        goods.picture("release-1", "images.tar", digest, 0)
-    with pytest.raises(NotVouched, match="not the one"):
-        Goods(place.parents[1]).sheet("release-1", "images.tar", digest)
-    with pytest.raises(NotVouched):
+    with pytest.raises(DigestMismatchError, match="changed"):
+        goods.image("release-1", "images.tar", digest, 0)
+    with pytest.raises(DigestMismatchError, match="not the one"):
+        ReleaseFiles(place.parents[1]).sheet("release-1", "images.tar", digest)
+    with pytest.raises(DigestMismatchError):
         goods.open("release-1", "images.tar", digest)
-    with pytest.raises(NotVouched):
+    with pytest.raises(DigestMismatchError):
         goods.open("release-1", "../../secret", digest)
 
 
-def test_many_readers_at_once_get_the_same_sheet(shelf: tuple[Goods, Path, bytes]) -> None:
+def test_many_readers_at_once_get_the_same_sheet(shelf: tuple[ReleaseFiles, Path, bytes]) -> None:
     goods, _, digest = shelf
     found: list[int] = []
     threads = [
@@ -163,7 +163,7 @@ def test_an_unsound_file_is_neither_shown_nor_given(served: Served) -> None:
             assert auditor.get(path).status_code == 404
     place.unlink()
     with served.as_("otto") as auditor:
-        assert "not on the shelf" in auditor.text(f"/releases/{release}")
+        assert "not in the release store" in auditor.text(f"/releases/{release}")
 
 
 def test_a_folder_that_the_ledger_does_not_know_is_not_there(served: Served) -> None:
@@ -179,10 +179,12 @@ def test_a_folder_that_the_ledger_does_not_know_is_not_there(served: Served) -> 
 def test_labels_and_filters_of_the_corpus_are_words_on_the_page(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from protos.artifact import pack_images, unpack_images
+    from protos.artifacts.arrays import pack_images, unpack_images
 
     images, _ = unpack_images(pictures(3))
-    monkeypatch.setattr("tests.support.hub.pictures", lambda *_a, **_k: pack_images(images, (EVIL, "'><b>", "&amp;")))
+    monkeypatch.setattr(
+        "tests.support.coordinator_console.pictures", lambda *_a, **_k: pack_images(images, (EVIL, "'><b>", "&amp;"))
+    )
     release = served.hub.release("west", "g-3")
     with served.as_("rita") as researcher:
         page = researcher.text(f"/releases/{release}")
@@ -191,7 +193,7 @@ def test_labels_and_filters_of_the_corpus_are_words_on_the_page(
         page = researcher.text("/releases", text=EVIL, site=EVIL, level='"><img src=x>', mechanism="../..")
         assert "<script>alert" not in page
         assert "<img src=x>" not in page
-        assert "No release fits" in page
+        assert "No release matches" in page
 
 
 def test_filters_find_by_hospital_level_and_name(served: Served) -> None:
@@ -208,11 +210,11 @@ def test_the_runs_on_the_disk_are_read_once_for_a_page_however_many_there_are(
 ) -> None:
     finished, reads = [(replace(job(rounds=1), run=f"gone-{n}"), "finished") for n in range(9)], list[int]()
 
-    def known(_runs: Runs) -> list[tuple[Job, str]]:
+    def known(_runs: RunManager) -> list[tuple[Job, str]]:
         reads.append(1)
         return finished
 
-    monkeypatch.setattr(Runs, "known", known)
+    monkeypatch.setattr(RunManager, "known", known)
     with served.as_("rita") as researcher:
         researcher.text("/releases")
     assert len(reads) == 1
@@ -231,7 +233,7 @@ def test_a_finished_runs_model_is_the_one_of_its_last_round(served: Served) -> N
         (served.hub.shelf.root / "run-1" / "model.safetensors").write_bytes(model + b" ")
         assert researcher.get("/releases/run-1/artifact").status_code == 404
         update = next(a.release for a in served.hub.store.state.releases.values() if a.run)
-        assert "an update of a run" in researcher.text(f"/releases/{update}")
+        assert "a single update of a run" in researcher.text(f"/releases/{update}")
         assert researcher.get(f"/releases/{update}/artifact").status_code == 404
 
 

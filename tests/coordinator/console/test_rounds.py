@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordinator.console import jobs, rounds
-from tests.support.hub import Caller, Served, serving, words_of
-from tests.support.runs import SITES, agents, job
+from coordinator.console import job_form, rounds
+from tests.support.coordinator_console import Caller, Served, serving, words_of
+from tests.support.coordinator_runs import SITES, agents, job
 
 EVIL = "<img src=x onerror=alert(1)>"
 
@@ -32,7 +32,7 @@ def hidden(page: str, name: str) -> str:
 
 
 def forecast(person: Caller, run: str, **changes: str) -> str:
-    answer = person.post("/plan", **{**jobs.from_job(job(rounds=1)), "run": run, **changes})
+    answer = person.post("/plan", **{**job_form.from_job(job(rounds=1)), "run": run, **changes})
     assert answer.status_code == 200, words_of(answer)
     return answer.text
 
@@ -48,12 +48,12 @@ def test_a_run_is_priced_then_launched_and_its_board_says_how_it_went(served: Se
     with served.as_("rita") as researcher:
         size = served.hub.store.state.size
         page = forecast(researcher, "run-a")
-        assert "It can go" in page
+        assert "It can start" in page
         assert page.count("fits</span>") == 3
         assert "one patient added or removed" in page
         assert served.hub.store.state.size == size, "a forecast holds nothing"
         page = researcher.done("/plan/launch", job=hidden(page, "job"), seen=hidden(page, "seen"))
-        assert "It is launched." in page
+        assert "The run is launched." in page
         served.hub.finish("run-a")
         page = researcher.text("/rounds/run-a")
         assert "finished" in page
@@ -79,7 +79,13 @@ def test_nothing_is_launched_at_another_price_than_was_seen(served: Served) -> N
 
 def test_what_is_wrong_with_the_form_is_said_at_once_and_what_was_typed_stays(served: Served) -> None:
     with served.as_("olga") as operator:
-        form = {**jobs.from_job(job()), "rounds": EVIL, "min_sites": "x", "config.clip": "much", "site.nowhere": "on"}
+        form = {
+            **job_form.from_job(job()),
+            "rounds": EVIL,
+            "min_sites": "x",
+            "config.clip": "much",
+            "site.nowhere": "on",
+        }
         answer = operator.post("/plan", **form)
         assert answer.status_code == 422
         said = html.unescape(answer.text)
@@ -94,7 +100,7 @@ def test_a_price_that_cannot_be_paid_is_shown_with_its_reason_and_offers_no_laun
     with served.as_("olga") as operator:
         config = {"config.noise_multiplier": "0.5", "config.steps_per_round": "900"}
         page = forecast(operator, "run-c", **config)
-        assert "It cannot go" in page
+        assert "It cannot start" in page
         assert "does not fit" in page
         assert "/plan/launch" not in page
 
@@ -157,5 +163,5 @@ def test_no_run_of_that_name_is_a_sentence_and_a_name_is_used_once(served: Serve
             assert operator.get(f"/rounds/{name}").status_code == 404
             assert operator.post(f"/rounds/{name}/stop").status_code == 404
         launch(served, operator, "run-e")
-        answer = operator.post("/plan", **{**jobs.from_job(job(rounds=1)), "run": "run-e"})
+        answer = operator.post("/plan", **{**job_form.from_job(job(rounds=1)), "run": "run-e"})
         assert "that name is taken" in answer.text

@@ -9,20 +9,20 @@ from types import MappingProxyType
 import pytest
 
 import coordinator
-from coordinator.console import board
-from coordinator.console.board import Books, board_of
-from coordinator.edges.feed import Event
-from coordinator.wording import RULES
-from protos.rounds import CODES
-from tests.support.runs import SITES, job
+from coordinator.console import run_status
+from coordinator.console.run_status import RunEntries, board_of
+from coordinator.explanations import RULES
+from coordinator.federation.events import Event
+from protos.federation.messages import CODES
+from tests.support.coordinator_runs import SITES, job
 
 JOB = job()
 HELD = MappingProxyType({site: ("held", 0, "4e-06", 4) for site in SITES})
-NOTHING = Books(0, {}, {})
+NOTHING = RunEntries(0, {}, {})
 
 
-def books(closed: int = 0, grants: object = HELD, **counted: tuple[str, ...]) -> Books:
-    return Books(closed, {int(n[1:]): sites for n, sites in counted.items()}, grants)  # type: ignore[arg-type]
+def books(closed: int = 0, grants: object = HELD, **counted: tuple[str, ...]) -> RunEntries:
+    return RunEntries(closed, {int(n[1:]): sites for n, sites in counted.items()}, grants)  # type: ignore[arg-type]
 
 
 def event(number: int, state: str, *sites: str, reason: str = "") -> Event:
@@ -94,18 +94,18 @@ def test_after_a_restart_the_ledger_alone_tells_the_rounds() -> None:
 def test_every_code_of_a_round_has_its_sentence() -> None:
     """The codes of sites, and those that the coordinator's own modules give."""
     source = "".join(
-        (Path(coordinator.__file__).parent / "edges" / name).read_text()
-        for name in ("strategy.py", "secure.py", "replies.py", "conductor.py", "conducting.py")
+        (Path(coordinator.__file__).parent / "federation" / name).read_text()
+        for name in ("strategy.py", "secure_strategy.py", "replies.py", "run_controller.py", "run_process.py")
     )
     given = set(re.findall(r'_fail\([^,]+, "([a-z_]+)"', source)) | set(
-        re.findall(r'NotUsable\("([a-z_]+)"\)', source)
+        re.findall(r'InvalidReplyError\("([a-z_]+)"\)', source)
     )
     given |= set(re.findall(r'_lost\[site\] = "([a-z_]+)"', source)) | {"another_round", "not_granted", "not_finite"}
     assert {"too_few_grants", "schema"} <= given
     for code in sorted(given | set(CODES)):
-        why, todo = board.why(code)
+        why, todo = run_status.explain_code(code)
         assert why, code
         assert "recorded as" not in why, code
         assert todo, code
         assert "See its refusals" not in todo, f"{code}: a researcher reads this page too, and no refusal"
-    assert board.why("a_new_code")[0] == "The reason is recorded as “a_new_code”."
+    assert run_status.explain_code("a_new_code")[0] == "The reason is recorded as “a_new_code”."

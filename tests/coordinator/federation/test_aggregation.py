@@ -16,24 +16,24 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from coordinator.rounds import (
+from coordinator.federation.aggregation import (
     STRATEGIES,
-    BadMoments,
-    BadStrategy,
     FedAdam,
     FedAvg,
     FedProx,
     FedYogi,
     Krum,
     Moments,
-    NoAggregate,
+    MomentsError,
+    NoAggregateError,
+    StrategyError,
     TrimmedMean,
     aggregate,
     shares,
     strategy_from,
-    usable,
+    vector_problem,
 )
-from coordinator.vectors import CHUNK
+from coordinator.federation.vectors import CHUNK
 
 _finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 _stacks = st.tuples(st.integers(1, 6), st.integers(1, 20)).flatmap(
@@ -105,15 +105,15 @@ def test_what_went_in_is_not_changed() -> None:
 )
 def test_one_bad_vector_spoils_the_mean_loudly(bad: NDArray[np.float32], why: str) -> None:
     good = np.ones(3, np.float32)
-    assert usable(good, 3) is None
-    assert usable(bad, 3) == why
-    with pytest.raises(NoAggregate, match=f"vector 1: {why}"):
+    assert vector_problem(good, 3) is None
+    assert vector_problem(bad, 3) == why
+    with pytest.raises(NoAggregateError, match=f"vector 1: {why}"):
         aggregate([good, bad])
 
 
 @pytest.mark.parametrize("vectors", [[], [np.empty(0, np.float32)], [np.ones((2, 2), np.float32)], ["x"]])
 def test_there_is_no_mean_of_nothing(vectors: list[NDArray[np.float32]]) -> None:
-    with pytest.raises(NoAggregate):
+    with pytest.raises(NoAggregateError):
         aggregate(vectors)
 
 
@@ -227,14 +227,14 @@ def test_what_went_into_a_step_is_not_changed() -> None:
     [(s, np.full(PARAMETERS, np.inf, np.float32)) for s in "abcdefg"],
 ], ids=["none", "twice", "size", "type", "nan", "inf"])  # fmt: skip
 def test_updates_that_cannot_be_aggregated_are_no_aggregate(strategy: Any, updates: Any) -> None:
-    with pytest.raises(NoAggregate):
+    with pytest.raises(NoAggregateError):
         strategy.step(_start(), updates, Moments())
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=str)
 def test_a_start_that_is_not_finite_is_no_aggregate(strategy: Any) -> None:
     for bad in (np.full(PARAMETERS, np.nan, np.float32), np.empty(0, np.float32), None):
-        with pytest.raises(NoAggregate):
+        with pytest.raises(NoAggregateError):
             strategy.step(bad, _updates(np.random.default_rng(0)), Moments())
 
 
@@ -242,19 +242,19 @@ def test_a_start_that_is_not_finite_is_no_aggregate(strategy: Any) -> None:
 def test_one_nan_spoils_a_mean_loudly_and_the_site_is_named(strategy: Any) -> None:
     updates = _updates(np.random.default_rng(0))
     updates[2][1][7] = np.nan
-    with pytest.raises(NoAggregate, match="c: not_finite"):
+    with pytest.raises(NoAggregateError, match="c: not_finite"):
         strategy.step(_start(), updates, Moments())
 
 
 def test_a_result_beyond_float32_is_no_aggregate() -> None:
     start = np.full(3, 3e38, np.float32)
-    with pytest.raises(NoAggregate, match="not finite"):
+    with pytest.raises(NoAggregateError, match="not finite"):
         FedAdam(1e8, 0.9, 0.0, 1.0).step(
             start, [("a", np.full(3, 3.4e38, np.float32))], Moments(1, *[np.full(3, 1e300)] * 2)
         )
-    with pytest.raises(NoAggregate, match="not finite"):
+    with pytest.raises(NoAggregateError, match="not finite"):
         FedAvg().advance(start, np.full(3, 3e38), Moments())
-    with pytest.raises(NoAggregate, match="not a finite"):
+    with pytest.raises(NoAggregateError, match="not a finite"):
         FedAvg().advance(start, np.array([0.0, np.nan, 0.0]), Moments())
 
 
@@ -264,7 +264,7 @@ def test_moments_of_another_strategy_or_model_are_refused() -> None:
     _, counted, _ = FedAvg().step(_start(), updates, Moments())
     cases: list[tuple[Any, Moments]] = [(s, adaptive) for s in STATELESS]
     for strategy, state in [*cases, (ADAM, counted), (YOGI, Moments(1, np.ones(3), np.ones(3)))]:
-        with pytest.raises(NoAggregate, match="moments"):
+        with pytest.raises(NoAggregateError, match="moments"):
             strategy.step(_start(), updates, state)
 
 
@@ -284,7 +284,7 @@ def test_weights_are_capped_and_what_is_cut_goes_to_the_others() -> None:
 def test_no_share_exceeds_the_cap_and_all_sum_to_one(weights: list[float], cap: float) -> None:
     named = {f"site-{i}": w for i, w in enumerate(weights)}
     if cap * len(weights) < 1:
-        with pytest.raises(NoAggregate, match="too few"):
+        with pytest.raises(NoAggregateError, match="too few"):
             shares(named, cap)
         return
     of = shares(named, cap)
@@ -299,19 +299,19 @@ def test_a_weighted_mean_uses_the_hubs_weights_under_the_default_cap() -> None:
     vector, _, used = strategy.step(np.zeros(3, np.float32), updates, Moments())
     assert vector.tolist() == [4.0] * 3  # 0.5 * 4 + 0.25 * 8, not 0.8 * 4 + 0.1 * 8
     assert used == ("a", "b", "c")
-    with pytest.raises(NoAggregate, match="too few"):
+    with pytest.raises(NoAggregateError, match="too few"):
         strategy.step(np.zeros(3, np.float32), updates[:1], Moments())
-    with pytest.raises(NoAggregate, match=r"d: .*no weight"):
+    with pytest.raises(NoAggregateError, match=r"d: .*no weight"):
         strategy.step(np.zeros(3, np.float32), [*updates, ("d", updates[0][1])], Moments())
-    with pytest.raises(NoAggregate, match="weights"):
+    with pytest.raises(NoAggregateError, match="weights"):
         strategy.advance(np.zeros(3, np.float32), np.zeros(3), Moments())
 
 
 def test_without_weights_one_site_is_enough_unless_a_cap_says_otherwise() -> None:
     one = [("a", np.ones(3, np.float32))]
     assert FedAvg().step(np.zeros(3, np.float32), one, Moments())[0].tolist() == [1.0] * 3
-    assert (FedAvg().least(), FedAvg(cap=0.5).least(), FedAvg(cap=0.34).least()) == (1, 2, 3)
-    with pytest.raises(NoAggregate):
+    assert (FedAvg().min_updates(), FedAvg(cap=0.5).min_updates(), FedAvg(cap=0.34).min_updates()) == (1, 2, 3)
+    with pytest.raises(NoAggregateError):
         FedAvg(cap=0.5).step(np.zeros(3, np.float32), one, Moments())
 
 
@@ -388,7 +388,7 @@ def test_flowers_trimmed_mean_of_few_sites_trims_nothing_and_ours_refuses() -> N
     updates = _updates(np.random.default_rng(0), 2)
     mean = _flower(flower.FedTrimmedAvg(beta=0.2), _start(), updates, 1)
     assert np.allclose(mean, aggregate([v for _, v in updates]))
-    with pytest.raises(NoAggregate, match="needs 3 updates"):
+    with pytest.raises(NoAggregateError, match="needs 3 updates"):
         TrimmedMean(1).step(_start(), updates, Moments())
 
 
@@ -404,9 +404,9 @@ def test_krum_is_flowers(byzantine: int, multi: int) -> None:
 def test_krum_refuses_fewer_updates_than_its_theorem_needs_and_flower_does_not(count: int) -> None:
     updates = _updates(np.random.default_rng(0), count)
     assert np.isfinite(_flower(flower.Krum(num_malicious_nodes=2), _start(), updates, 1)).all()
-    with pytest.raises(NoAggregate, match="needs 7 updates"):
+    with pytest.raises(NoAggregateError, match="needs 7 updates"):
         Krum(2, 1).step(_start(), updates, Moments())
-    with pytest.raises(NoAggregate, match="needs 7 updates"):
+    with pytest.raises(NoAggregateError, match="needs 7 updates"):
         Krum(1, 4).step(_start(), updates, Moments())
 
 
@@ -534,7 +534,7 @@ def _tensors(**changes: Any) -> bytes:
     ],
 )
 def test_bytes_that_are_not_moments_are_refused(raw: bytes) -> None:
-    with pytest.raises(BadMoments):
+    with pytest.raises(MomentsError):
         Moments.from_bytes(raw)
 
 
@@ -601,12 +601,12 @@ def test_whole_numbers_stand_for_reals_in_json() -> None:
     ],
 )  # fmt: skip
 def test_a_strategy_that_is_not_exactly_one_is_refused(text: str) -> None:
-    with pytest.raises(BadStrategy):
+    with pytest.raises(StrategyError):
         strategy_from(text)
 
 
 def test_all_keys_of_a_strategy_at_fault_are_named_at_once() -> None:
-    with pytest.raises(BadStrategy) as refusal:
+    with pytest.raises(StrategyError) as refusal:
         strategy_from('{"name":"fedyogi","server_lr":-1,"beta1":2,"tau":0,"seed":12345}')
     for key in ("server_lr", "beta1", "beta2", "tau", "seed"):
         assert key in str(refusal.value)
@@ -622,7 +622,7 @@ def test_a_strategy_that_could_not_be_parsed_cannot_be_built_either() -> None:
         lambda: Krum(1, 0),
         lambda: FedProx(float("inf")),
     ):
-        with pytest.raises(BadStrategy):
+        with pytest.raises(StrategyError):
             build()
 
 

@@ -9,42 +9,43 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agent.edges.credentials import Credentials
-from agent.edges.door import GrpcDoor
-from agent.mechanisms.federated import Federated
-from agent.nouns import Unreachable
-from coordinator.edges import service
-from coordinator.edges.conductor import Conductor
-from coordinator.edges.feed import Event, Feed, Line
-from coordinator.edges.log import open_log
-from coordinator.edges.runs import Runs
-from coordinator.edges.sandbox import Inspection
-from coordinator.intake import Unwelcome
-from coordinator.plan import BadJob, Job
-from policies import governance
-from policies.entries import Admitted, Freed, InvalidEntry, Refused
-from policies.export import Unsound
-from policies.merkle import Checkpoint
-from policies.register import Register, digest
-from policies.sqlite import export_file
-from policies.statement import Release, Settlement, canonical, claim_json, release_id
-from policies.store import Draft
-from policies.verify import verify
-from protos.artifact import pack_vector
-from protos.envelope import BadEnvelope
-from protos.v1 import gateway_pb2 as pb
+from agent.errors import CoordinatorUnreachableError
+from agent.gateway.client import GatewayClient
+from agent.gateway.credentials import Credentials
+from agent.mechanisms.federated.mechanism import Federated
+from coordinator.admission import RequestRejectedError
+from coordinator.event_log import open_log
+from coordinator.federation.events import Event, EventStream, RunQueue
+from coordinator.federation.job import Job, JobError
+from coordinator.federation.run_controller import RunContext, RunController
+from coordinator.gateway import service
+from coordinator.sandbox.inspector_process import Inspection
+from policies.audit.verify import verify
+from policies.governance import decisions
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger.entries import Admitted, Freed, InvalidEntryError, Refused
+from policies.ledger.export import ExportError
+from policies.ledger.merkle import Checkpoint
+from policies.ledger.store import AppendRequest
+from policies.ledger_service import LedgerService, digest
+from policies.statements import Release, Settlement, claim_json, release_id
+from protos.artifacts.arrays import pack_vector
+from protos.common.canonical_json import canonical
+from protos.common.dsse import EnvelopeError
+from protos.protocol_version import USER_AGENT
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
-from protos.versions import USER_AGENT
 from tests.attacks.artifacts import bomb_png, shard
-from tests.support.books import DP, K5, Hospital, open_register
-from tests.support.federation import Federation, Site, pictures, vector
-from tests.support.receiving import staged
+from tests.support.federation_world import Federation, Site, pictures, vector
+from tests.support.ledger_world import DP, K5, Hospital, open_register
+from tests.support.upload_server import staged
 
 
 @pytest.fixture
@@ -77,11 +78,12 @@ CONFIG = json.dumps(
 )
 
 
-def conductor(federation: Federation, *sites: str) -> Conductor:
+def conductor(federation: Federation, *sites: str) -> RunController:
     """The real gate of a run, without Flower around it."""
-    runs = Runs.__new__(Runs)
-    runs.root, runs.intake, runs.shelf = federation.root / "runs", federation.intake, federation.shelf
-    return Conductor(runs, Job("run-1", "federated", CONFIG, 10, sites, 4, 1), Feed())
+    host: Any = SimpleNamespace(stopping=threading.Event())
+    log = open_log(federation.root / "run.log")
+    context = RunContext(federation.root / "runs", host, federation.intake, federation.shelf, log, lambda *_: None)
+    return RunController(context, Job("run-1", "federated", CONFIG, 10, sites, 4, 1), EventStream())
 
 
 def test_a_vector_that_is_not_the_one_in_the_statement_is_not_aggregated(federation: Federation, site: Site) -> None:
@@ -108,7 +110,7 @@ def test_a_vector_that_is_not_the_one_in_the_statement_is_not_aggregated(federat
 @pytest.mark.parametrize("key", ["k" * 1_049_000, "", "a+1", "Dr Müller, born 1950", "a\nb", "A", "../x"])
 def test_a_key_of_another_form_is_refused_and_the_ledger_still_opens(federation: Federation, key: str) -> None:
     stranger = federation.join("site-x", approve=False)
-    with pytest.raises(Unwelcome, match="bad_key"):
+    with pytest.raises(RequestRejectedError, match="bad_key"):
         federation.intake.reserve("site-x", key, stranger.seal(stranger.hospital.reservation("g")))
     federation.store.close()
     federation.__enter__()
@@ -118,8 +120,8 @@ def test_a_key_of_another_form_is_refused_and_the_ledger_still_opens(federation:
 def test_an_entry_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
     register = open_register(tmp_path / "ledger.db", Hospital("site-a"))
     size = register.store.state.size
-    with pytest.raises(InvalidEntry):
-        register.store.append("k", Draft((Refused("s", "site-a", "x", "call", ["r" * 2_000_000], b""),)))
+    with pytest.raises(InvalidEntryError):
+        register.store.append("k", AppendRequest((Refused("s", "site-a", "x", "call", ["r" * 2_000_000], b""),)))
     assert not register.store.stopped
     assert register.store.state.size == size
 
@@ -131,9 +133,9 @@ def test_an_update_outside_a_run_and_a_set_inside_one_are_not_priced(site: Site)
         assert [f.rule for f in verdict.findings] == ["run"]
 
 
-def goods(path: Path, release: Release) -> service.Staged:
+def goods(path: Path, release: Release) -> service.StagedArtifact:
     """A finished upload, as the service hands it to the review."""
-    return service.Staged(release.artifact_sha256, path.stat().st_size, lambda: [])
+    return service.StagedArtifact(release.artifact_sha256, path.stat().st_size, lambda: [])
 
 
 def test_a_crash_with_an_update_on_the_staging_shelf_does_not_stop_the_next_start(tmp_path: Path) -> None:
@@ -163,7 +165,7 @@ def test_a_release_cannot_take_another_sites_name_or_a_models_place(federation: 
         envelope = evil.seal(evil.release("grant-1b", artifact, release=name))
         verdict = evil.door().submit(f"k-{name}", envelope, artifact)
         assert "release_id" in [f.rule for f in verdict.findings]
-    with pytest.raises(BadJob, match="run"):
+    with pytest.raises(JobError, match="run"):
         Job("release-of-a-site", "federated", CONFIG, 10, ("site-a",), 4, 1)
     site.reserved("grant-1")
     assert site.door().submit("k", site.seal(site.release("grant-1", artifact)), artifact).admitted
@@ -173,12 +175,12 @@ def test_a_copied_or_bad_node_key_is_not_enrolled(federation: Federation, site: 
     node = site.home.keys.joinpath("node.pub").read_text()
     for wrong in (node, "garbage", "ssh-ed25519 AAAA"):
         thief = Hospital("site-t", node_key=wrong)
-        with pytest.raises(BadEnvelope):
+        with pytest.raises(EnvelopeError):
             federation.intake.enrol(thief.enrolment()[1])
     _, twin = Hospital("site-u", key=site.home.sign_key()).enrolment()
     for approval in federation.approvals("site-u", "twin", digest(twin).hex()):
-        governance.approve(federation.store, approval)
-    with pytest.raises(InvalidEntry, match="another site's"):
+        decisions.approve(federation.store, approval)
+    with pytest.raises(InvalidEntryError, match="another site's"):
         federation.intake.enrol(twin, "twin")
 
 
@@ -205,20 +207,23 @@ def test_an_image_bomb_without_a_grant_is_not_even_decoded(
     assert federation.findings() == [["no_grant"], ["artifact_malformed"]]
 
 
-def test_silent_streams_of_one_site_do_not_stop_the_others(federation: Federation, site: Site) -> None:
+def test_silent_streams_of_one_site_do_not_stop_the_others(
+    federation: Federation, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "UPLOAD_S", 900.0)  # the streams that are let in stay
     other = federation.join("site-b")
     credentials = Credentials(site.home.keys).channel_credentials()
     silence = threading.Event()
 
-    def nothing() -> Iterator[pb.UploadPart]:
-        silence.wait(200)
+    def nothing() -> Iterator[gateway_pb2.UploadPart]:
+        silence.wait(900)
         return
         yield
 
     spoken = [("grpc.primary_user_agent", USER_AGENT)]
     with grpc.secure_channel(f"127.0.0.1:{federation.port}", credentials, spoken) as channel:
         calls = [GatewayStub(channel).Upload.future(nothing()) for _ in range(20)]
-        deadline = time.monotonic() + 45
+        deadline = time.monotonic() + 200
         while sum(call.done() for call in calls) < 18 and time.monotonic() < deadline:
             time.sleep(0.1)
         assert other.door().hello()
@@ -230,9 +235,11 @@ def test_silent_streams_of_one_site_do_not_stop_the_others(federation: Federatio
 def test_what_a_coordinator_says_is_bounded_before_it_is_written_down(
     federation: Federation, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lie = pb.VerdictReply(admitted=False, level="A" * 2_000_000, known=True, checkpoint=federation.store.checkpoint())
-    lie.findings.extend(pb.Finding(rule="r" * 100_000, detail="d" * 100_000) for _ in range(100))
-    door: GrpcDoor = site.door()
+    lie = gateway_pb2.VerdictReply(
+        admitted=False, level="A" * 2_000_000, known=True, checkpoint=federation.store.checkpoint()
+    )
+    lie.findings.extend(gateway_pb2.Finding(rule="r" * 100_000, detail="d" * 100_000) for _ in range(100))
+    door: GatewayClient = site.door()
     monkeypatch.setattr(door, "_ask", lambda _call: lie)
     verdict = door.outcome("reserve-k", bytes(32))
     assert verdict is not None
@@ -246,7 +253,7 @@ def test_an_agent_refuses_a_ledger_that_has_shrunk(federation: Federation, site:
     door.hello()
     longer = Checkpoint("lazaret/coordinator", door.watch.seen + 100, bytes(32))
     door.watch.head = longer
-    with pytest.raises(Unreachable, match="not the one this site saw"):
+    with pytest.raises(CoordinatorUnreachableError, match="not the one this site saw"):
         door.hello()
 
 
@@ -278,7 +285,7 @@ def test_what_cannot_be_placed_at_a_start_is_kept_for_the_next(
         raise OSError("no space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr("coordinator.edges.shelf.write_durably", full)
+        disk.setattr("coordinator.storage.release_store.replace_file", full)
         with Federation(tmp_path):
             pass
     with Federation(tmp_path) as third:
@@ -290,16 +297,16 @@ def test_a_reservation_that_comes_in_between_does_not_admit_what_nobody_decoded(
 ) -> None:
     garbage = b"not a tar"
     release = site.release("grant-1", garbage)
-    examine, asked = Register.examine, []
+    examine, asked = LedgerService.dry_run_review, []
 
-    def and_then_reserve(self: Register, *words: object) -> object:
+    def and_then_reserve(self: LedgerService, *words: object) -> object:
         found = examine(self, *words)  # type: ignore[arg-type]
         if not asked:
             asked.append(words)
             site.reserved("grant-1")
         return found
 
-    monkeypatch.setattr(Register, "examine", and_then_reserve)
+    monkeypatch.setattr(LedgerService, "dry_run_review", and_then_reserve)
     verdict = site.door().submit("k", site.seal(release), garbage)
     assert [f.rule for f in verdict.findings] == ["no_grant"]
 
@@ -320,8 +327,6 @@ def test_whoever_watches_a_run_hears_of_its_end_though_it_cannot_be_closed(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = conductor(federation, "site-a")
-    run.runs.turn, run.runs.log = Line(), open_log(federation.root / "run.log")
-    run.runs.host = SimpleNamespace(stopping=threading.Event())  # type: ignore[assignment]
 
     def full(_end: object) -> None:
         raise OSError("no space left on device")
@@ -333,7 +338,7 @@ def test_whoever_watches_a_run_hears_of_its_end_though_it_cannot_be_closed(
 
 
 def test_runs_are_conducted_in_the_order_in_which_they_stood_in_line() -> None:
-    line, order = Line(), []
+    line, order = RunQueue(), []
 
     def conduct(number: int, standing: threading.Event) -> None:
         with line.take(standing):
@@ -367,9 +372,9 @@ def forged(tmp_path: Path, claim: object, mechanism: str, entry_changes: dict[st
         release.release, "g", "site-a", run, release.round, mechanism, "A", 1, canonical(claim_json(release.claim)),
         bytes.fromhex(release.artifact_sha256), digest(envelope), "",
     )  # fmt: skip
-    register.store.append("forged", Draft((replace(entry, **entry_changes),), (envelope,)))  # type: ignore[arg-type]
+    register.store.append("forged", AppendRequest((replace(entry, **entry_changes),), (envelope,)))  # type: ignore[arg-type]
     register.store.close()
-    with pytest.raises(Unsound) as caught:
+    with pytest.raises(ExportError) as caught:
         verify(export_file(tmp_path / "ledger.db", "lazaret/test", key))
     return str(caught.value)
 
@@ -395,7 +400,7 @@ def test_a_grant_freed_on_the_word_expired_is_found_by_the_auditor(tmp_path: Pat
     reservation = a.reservation("g")
     register.reserve("k", reservation, a.seal(reservation))
     word = a.seal(Settlement("g", "site-a", "", "ksame", "expired", "restart", 0))
-    register.store.append("freed", Draft((Freed("g", "refused", digest(word)),), (word,)))
+    register.store.append("freed", AppendRequest((Freed("g", "refused", digest(word)),), (word,)))
     register.store.close()
-    with pytest.raises(Unsound, match="something else"):
+    with pytest.raises(ExportError, match="something else"):
         verify(export_file(tmp_path / "ledger.db", "lazaret/test", key))

@@ -10,18 +10,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.mechanisms.federated import BadConfiguration, Federated, FederatedMasked
-from coordinator.plan import KEYS, BadJob, Decision, Job, SiteCost, claim_of, decide, forecast, job_from, quorum
-from policies.accounting import epsilon_of
-from policies.claims import DistributedGaussian, SubsampledGaussian
-from policies.entries import Opened
-from policies.ledger import Account
-from policies.policy import parse, preset
-from policies.rdp import NANO, allowance, cost, epsilon_nano
-from policies.review import TERMS, Standing, review_reservation
-from policies.statement import Reservation
-from protos.secagg_ring import Ring
-from protos.secagg_session import Quorum
+from agent.mechanisms.federated.mechanism import Federated, FederatedConfigError, FederatedMasked
+from coordinator.federation.job import (
+    KEYS,
+    Decision,
+    Job,
+    JobError,
+    SiteCost,
+    claim_of,
+    decide,
+    forecast,
+    job_from,
+    quorum,
+)
+from policies.accounting.accountant import epsilon_of
+from policies.accounting.claims import DistributedGaussian, SubsampledGaussian
+from policies.accounting.rdp import NANO, allowance, cost, epsilon_nano
+from policies.ledger.entries import Opened
+from policies.ledger.state import Account
+from policies.review.policy import parse, preset
+from policies.review.rules import TERMS, AccountContext, review_reservation
+from policies.statements import Reservation
+from protos.secagg.ring import Ring
+from protos.secagg.session import Quorum
 
 SHARED = {
     "sampling_rate": 0.25,
@@ -85,7 +96,7 @@ def test_the_default_is_a_uniform_mean_that_drops_sites_and_hides_nothing():
 
 
 def test_all_problems_of_a_job_are_told_at_once():
-    with pytest.raises(BadJob) as refusal:
+    with pytest.raises(JobError) as refusal:
         _job(
             run="Release", parameters=0, sites=("a", "a"), rounds=9, min_sites=3, strategy='{"name":"x"}', secure=True
         )
@@ -117,7 +128,7 @@ def test_all_problems_of_a_job_are_told_at_once():
     ],
 )
 def test_a_job_that_makes_no_sense_is_refused_with_its_reason(changes, why):
-    with pytest.raises(BadJob, match=why):
+    with pytest.raises(JobError, match=why):
         _job(**changes)
 
 
@@ -139,7 +150,7 @@ def test_fedprox_runs_where_the_sites_apply_the_same_mu():
     ],
 )
 def test_a_secure_job_that_cannot_keep_its_promise_is_refused(changes, why):
-    with pytest.raises(BadJob, match=why):
+    with pytest.raises(JobError, match=why):
         _secure(**changes)
 
 
@@ -172,7 +183,7 @@ def test_the_quorum_is_that_of_the_secure_aggregation(sites, honest):
     ],
 )
 def test_a_job_file_that_is_not_exactly_one_is_refused(text):
-    with pytest.raises(BadJob):
+    with pytest.raises(JobError):
         job_from(text)
 
 
@@ -220,15 +231,15 @@ def test_the_keys_of_a_configuration_are_those_of_the_mechanism():
 )
 def test_what_the_agent_would_not_price_the_coordinator_does_not_either(key, value):
     text = json.dumps({**json.loads(PLAIN.to_json()), key: value})
-    with pytest.raises(BadConfiguration):
+    with pytest.raises(FederatedConfigError):
         Federated.from_json(text)
-    with pytest.raises(BadJob, match="config"):
+    with pytest.raises(JobError, match="config"):
         claim_of("federated", text)
 
 
 def test_two_negative_counts_do_not_make_a_positive_one():
     text = json.dumps({**json.loads(PLAIN.to_json()), "rounds": -2, "steps_per_round": -3})
-    with pytest.raises(BadJob, match="at least 1"):
+    with pytest.raises(JobError, match="at least 1"):
         claim_of("federated", text)
 
 
@@ -242,11 +253,13 @@ def test_the_parts_of_a_masked_run_fit_the_ring_of_the_secure_aggregation():
 
 def test_the_forecast_is_what_the_real_reservation_is_charged():
     job, account = _job(), _account()
-    (a, b, c) = forecast(job, dict.fromkeys(SITES, Standing(account)), dict.fromkeys(SITES, _policy()), job.claim())
+    (a, b, c) = forecast(
+        job, dict.fromkeys(SITES, AccountContext(account)), dict.fromkeys(SITES, _policy()), job.claim()
+    )
     real = Reservation(
         "grant-1", "site-a", "run-1", "federated", PLAIN.claim(), PLAIN.components(), min(_policy().modalities)
     )
-    verdict = review_reservation(real, Standing(account), _policy())
+    verdict = review_reservation(real, AccountContext(account), _policy())
     assert verdict.admitted
     assert (a.fits, a.amount, a.reason) == (True, verdict.amount, "")
     assert a.left == account.left
@@ -259,7 +272,9 @@ def test_the_forecast_is_what_the_real_reservation_is_charged():
 def test_a_masked_run_is_priced_like_the_sum_that_it_protects():
     job = _secure()
     policy = _policy(levels=_policy().levels | {"A*"})
-    (a, *_) = forecast(job, dict.fromkeys(SITES, Standing(_account())), dict.fromkeys(SITES, policy), job.claim())
+    (a, *_) = forecast(
+        job, dict.fromkeys(SITES, AccountContext(_account())), dict.fromkeys(SITES, policy), job.claim()
+    )
     assert a.fits, a.reason
     assert a.amount == cost(SubsampledGaussian(0.25, 1.8, 4), 4)
     assert isinstance(job.claim(), DistributedGaussian)
@@ -268,10 +283,10 @@ def test_a_masked_run_is_priced_like_the_sum_that_it_protects():
 def test_every_way_not_to_fit_is_told():
     job = _job(sites=("full", "none", "lawless", "strict", "frozen", "tight", "kind", "ok"), min_sites=1)
     account = _account()
-    standings = {site: Standing(account) for site in job.sites if site != "none"}
-    standings["full"] = Standing(_account(spent=account.limit - 5))
-    standings["frozen"] = Standing(account, frozen=True)
-    standings["kind"] = Standing(Account(Opened("kind/k", 1, 0, "", "")))
+    standings = {site: AccountContext(account) for site in job.sites if site != "none"}
+    standings["full"] = AccountContext(_account(spent=account.limit - 5))
+    standings["frozen"] = AccountContext(account, frozen=True)
+    standings["kind"] = AccountContext(Account(Opened("kind/k", 1, 0, "", "")))
     policies = {site: _policy() for site in job.sites if site != "lawless"}
     policies["strict"] = _policy(mechanisms=frozenset({"ksame"}))
     policies["tight"] = _policy(epsilon=5.0)  # P12: opened for 8, tightened since
@@ -286,21 +301,25 @@ def test_every_way_not_to_fit_is_told():
 
 def test_an_overdrawn_account_has_nothing_left():
     job, account = _job(), _account()
-    over = Standing(_account(spent=account.limit + 5))
+    over = AccountContext(_account(spent=account.limit + 5))
     (a, *_) = forecast(job, dict.fromkeys(SITES, over), dict.fromkeys(SITES, _policy()), job.claim())
     assert (a.fits, a.left, float(a.left_epsilon)) == (False, 0, 0.0)
 
 
 def test_a_delta_that_the_public_bound_outgrows_does_not_fit():
     job = _job(config=dataclasses.replace(PLAIN, public_patients=250_000).to_json())
-    (a, *_) = forecast(job, dict.fromkeys(SITES, Standing(_account())), dict.fromkeys(SITES, _policy()), job.claim())
+    (a, *_) = forecast(
+        job, dict.fromkeys(SITES, AccountContext(_account())), dict.fromkeys(SITES, _policy()), job.claim()
+    )
     assert not a.fits
     assert "1 / patients" in a.reason
 
 
 def test_a_claim_that_no_account_can_hold_is_no_fit_and_no_fault():
     job = _job(config=dataclasses.replace(PLAIN, noise_multiplier=0.0011, steps_per_round=10_000).to_json())
-    (a, *_) = forecast(job, dict.fromkeys(SITES, Standing(_account())), dict.fromkeys(SITES, _policy()), job.claim())
+    (a, *_) = forecast(
+        job, dict.fromkeys(SITES, AccountContext(_account())), dict.fromkeys(SITES, _policy()), job.claim()
+    )
     assert not a.fits
     assert a.reason
 

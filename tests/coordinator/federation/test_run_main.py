@@ -23,24 +23,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from coordinator.edges import conducting
-from coordinator.edges.conducting import Child, Desk, RunLost
-from coordinator.edges.conductor import Conductor
-from coordinator.edges.feed import Event, Feed, Line
-from coordinator.edges.grid import PrivateWay
-from coordinator.edges.listeners import KEY_HEADER, PrivateGate
-from coordinator.edges.log import open_log
-from coordinator.edges.runframes import TO_RUN, BadFrame, Frame, Order, Pipe, from_run
-from coordinator.edges.runs import Runs
-from coordinator.edges.strategy import Model, Progress, RoundFailed, RoundPlan
-from coordinator.plan import Job
-from coordinator.rounds import FedAdam, Moments
-from protos.artifact import pack_vector
-from protos.weights import pack_ring
-from tests.support.books import DP
-from tests.support.federation import Federation as Books
-from tests.support.federation import Site, vector
-from tests.test_federation_contract import ADD, SITES, Federation
+from coordinator.event_log import open_log
+from coordinator.federation import run_process
+from coordinator.federation.aggregation import FedAdam, Moments
+from coordinator.federation.events import Event, EventStream, RunQueue
+from coordinator.federation.grid import LoopbackEndpoint
+from coordinator.federation.job import Job
+from coordinator.federation.run_controller import RunContext, RunController
+from coordinator.federation.run_messages import TO_RUN, Frame, Pipe, RunFrameError, RunSpec, from_run
+from coordinator.federation.run_process import RunLostError, RunProcess, RunRequestHandler
+from coordinator.federation.strategy import Model, Progress, RoundFailedError, RoundPlan
+from coordinator.federation.superlink_listeners import KEY_HEADER, PrivateGate
+from protos.artifacts.arrays import pack_vector
+from protos.artifacts.strict_safetensors import pack_ring
+from tests.support.federation_world import Federation as Books
+from tests.support.federation_world import Site, vector
+from tests.support.flower.federation import ADD, SITES, FlowerFederation
+from tests.support.ledger_world import DP
 
 START = np.linspace(-1.0, 1.0, 10, dtype=np.float32)
 PLAN = RoundPlan(
@@ -55,7 +54,7 @@ PLAN = RoundPlan(
     round_timeout_s=5.0,
     node_wait_s=1.0,
 )
-WAY = PrivateWay("127.0.0.1:9", "k" * 64)
+WAY = LoopbackEndpoint("127.0.0.1:9", "k" * 64)
 NONE = Moments(1).to_bytes()
 
 
@@ -65,6 +64,8 @@ class Gate:
 
     breaks: str = ""
     asked: list[Any] = field(default_factory=list)
+    models: list[Model] = field(default_factory=list)
+    events: list[Progress] = field(default_factory=list)
 
     def _hear(self, what: str, *about: Any) -> None:
         self.asked.append((what, *about))
@@ -81,15 +82,17 @@ class Gate:
 
     def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
         self._hear("done", round_index, used, dict(refused))
+        self.models.append(model)
 
     def progress(self, event: Progress) -> None:
         self._hear("progress", event.stage)
+        self.events.append(event)
 
 
-def desk(plan: RoundPlan = PLAN, breaks: str = "") -> tuple[Desk, Gate]:
+def desk(plan: RoundPlan = PLAN, breaks: str = "") -> tuple[RunRequestHandler, Gate]:
     """A desk whose gate remembers."""
     gate = Gate(breaks)
-    return Desk(plan, gate, gate.progress), gate
+    return RunRequestHandler(plan, gate), gate
 
 
 def reserve(**sealed: bytes) -> Frame:
@@ -106,7 +109,7 @@ def done(index: int, *used: str, vector: bytes | None = None, moments: bytes = N
     return Frame("done", text, vector or pack_vector(START), moments)
 
 
-def priced(plan: RoundPlan = PLAN, breaks: str = "") -> tuple[Desk, Gate]:
+def priced(plan: RoundPlan = PLAN, breaks: str = "") -> tuple[RunRequestHandler, Gate]:
     """A desk after the price: north and south are granted."""
     made, gate = desk(plan)
     made.take(reserve(north=b"n", south=b"ss", west=b""))
@@ -136,8 +139,8 @@ def pipes() -> Iterator[tuple[Pipe, Pipe, socket.socket]]:
 )
 def test_a_plan_arrives_bit_for_bit(pipes: tuple[Pipe, Pipe, socket.socket], plan: RoundPlan) -> None:
     ours, theirs, _ = pipes
-    Order(plan, "token").send(ours)
-    order = Order.of(theirs.receive())
+    RunSpec(plan, "token").send(ours)
+    order = RunSpec.of(theirs.receive())
     assert order.token == "token"
     assert order.plan.model.vector.tobytes() == plan.model.vector.tobytes()
     assert order.plan.model.moments.to_bytes() == plan.model.moments.to_bytes()
@@ -170,7 +173,7 @@ def test_what_is_not_a_frame_is_refused_before_its_bytes_are_waited_for(
     ours, _, end = pipes
     threading.Thread(target=end.sendall, args=(said,), daemon=True).start()
     began = time.monotonic()
-    with pytest.raises(BadFrame):
+    with pytest.raises(RunFrameError):
         ours.receive()
     assert time.monotonic() - began < 200.0
 
@@ -179,7 +182,7 @@ def test_a_frame_that_breaks_off_is_refused(pipes: tuple[Pipe, Pipe, socket.sock
     ours, _, end = pipes
     end.sendall(raw(b"done", sizes=(40, 0)) + bytes(39))
     end.shutdown(socket.SHUT_WR)
-    with pytest.raises(BadFrame, match="the end"):
+    with pytest.raises(RunFrameError, match="the end"):
         ours.receive()
 
 
@@ -196,18 +199,18 @@ def test_an_honest_run_is_answered_and_its_result_is_what_the_gate_said() -> Non
         assert made.take(admit("south", index, envelope=b"odd")) == ("answer", {"code": "internal"})
         assert made.take(Frame("progress", {**text, "stage": "sent", "round": index})) == ("answer", {})
         if index == 0:
-            with pytest.raises(BadFrame):
+            with pytest.raises(RunFrameError):
                 made.take(done(0, "north"))  # the plan wants two
             made, gate = priced(replace(PLAN, min_sites=1))
             made.take(Frame("progress", text))
             made.take(admit("north"))
         assert made.take(done(index, "north", vector=pack_vector(moved), south="internal")) == ("answer", {})
     assert made.take(Frame("over", {})) is None
-    result = made.result()
-    assert (result.granted, result.declined) == ({"north": b"n", "south": b"ss"}, {"west": "budget"})
-    assert (result.used, result.rounds_done) == ((("north",), ("north",)), 2)
-    assert result.refused == ({"south": "internal"}, {"south": "internal"})
-    assert result.model.vector.tobytes() == moved.tobytes()
+    assert (made._granted, made.index) == ({"north": b"n", "south": b"ss"}, 2)
+    assert (gate.events[0].stage, gate.events[0].refused) == ("priced", {"west": "budget"})
+    closed = [said[1:] for said in gate.asked if said[0] == "done"]
+    assert closed == [(index, ("north",), {"south": "internal"}) for index in range(2)]
+    assert [model.vector.tobytes() for model in gate.models] == [moved.tobytes()] * 2
     assert gate.asked[0] == ("reserve", {"north": b"n", "south": b"ss", "west": b""}, 2)
 
 
@@ -252,7 +255,7 @@ def safetensors(vector: NDArray[Any]) -> bytes:
 def test_nonsense_of_a_runs_process_is_refused_and_never_reaches_the_gate(frame: Frame) -> None:
     made, gate = priced()
     before = list(gate.asked)
-    with pytest.raises(BadFrame):
+    with pytest.raises(RunFrameError):
         made.take(frame)
     assert gate.asked == before
 
@@ -271,7 +274,7 @@ def test_nonsense_of_a_runs_process_is_refused_and_never_reaches_the_gate(frame:
 )
 def test_reservations_that_do_not_add_up_are_refused(sealed: object) -> None:
     made, gate = desk()
-    with pytest.raises(BadFrame):
+    with pytest.raises(RunFrameError):
         made.take(Frame("reserve", {"least": 2, "sealed": sealed}, b"n"))
     assert gate.asked == []
 
@@ -295,7 +298,7 @@ def test_a_round_is_closed_only_as_it_was_reviewed(frame: Frame) -> None:
     for site in ("north", "south"):
         made.take(admit(site))
     before = list(gate.asked)
-    with pytest.raises(BadFrame):
+    with pytest.raises(RunFrameError):
         made.take(frame)
     assert gate.asked == before
 
@@ -305,7 +308,7 @@ def test_an_update_of_one_round_does_not_count_in_the_next() -> None:
     for site in ("north", "south"):
         made.take(admit(site))
     made.take(done(0, "north", "south"))
-    with pytest.raises(BadFrame):
+    with pytest.raises(RunFrameError):
         made.take(done(1, "north", "south"))
 
 
@@ -315,7 +318,7 @@ def test_a_round_beyond_the_last_is_refused() -> None:
         made.take(admit(site))
     made.take(done(0, "north", "south"))
     for frame in (admit("north", 1), done(1, "north", "south")):
-        with pytest.raises(BadFrame):
+        with pytest.raises(RunFrameError):
             made.take(frame)
 
 
@@ -324,7 +327,7 @@ def test_a_masked_update_is_as_many_elements_of_the_ring() -> None:
     made, _ = priced(plan)
     assert made.take(admit("north", artifact=pack_ring(np.arange(10, dtype=np.uint64)))) == ("answer", {"code": None})
     for artifact in (pack_ring(np.arange(9, dtype=np.uint64)), pack_vector(START)):
-        with pytest.raises(BadFrame):
+        with pytest.raises(RunFrameError):
             made.take(admit("south", artifact=artifact))
 
 
@@ -332,11 +335,11 @@ def test_what_a_gate_raises_stays_with_the_coordinator() -> None:
     made, gate = desk(breaks="reserve")
     assert made.take(reserve(north=b"n", south=b"s")) == ("broken", {})
     assert gate.asked[-1][0] == "reserve"
-    with pytest.raises(BadFrame):  # nobody is granted
+    with pytest.raises(RunFrameError):  # nobody is granted
         made.take(admit("north"))
     made, _ = priced(breaks="admit")
     assert made.take(admit("north")) == ("broken", {})
-    with pytest.raises(BadFrame):
+    with pytest.raises(RunFrameError):
         made.take(done(0, "north"))
 
 
@@ -347,7 +350,7 @@ def test_a_round_that_cannot_be_made_durable_ends_the_run_with_its_own_error() -
     gate.breaks = "done"
     with pytest.raises(OSError, match="no space"):
         made.take(done(0, "north", "south"))
-    assert made.result().used == ()
+    assert (made.index, gate.models) == (0, [])
 
 
 # ---------------------------------------------------------------- a process that was taken over
@@ -356,15 +359,15 @@ def test_a_round_that_cannot_be_made_durable_ends_the_run_with_its_own_error() -
 @pytest.fixture
 def rogue(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gate]:
     """Let such a process conduct a run; gives the gate when it is over."""
-    monkeypatch.setattr(conducting, "MODULE", "tests.support.flower.rogue_run")
+    monkeypatch.setattr(run_process, "MODULE", "tests.support.flower.rogue_run")
 
     def conduct(what: bytes, stopping: threading.Event | None = None) -> Gate:
         plan = replace(PLAN, config=what)
         made, gate = desk(plan)
-        with Child(plan) as child:
+        with RunProcess(plan) as child:
             process = vars(child)["_process"]
             try:
-                child.conduct(Order(plan, "token"), WAY, made, stopping or threading.Event())
+                child.conduct(RunSpec(plan, "token"), WAY, made, stopping or threading.Event())
             finally:
                 child.end()
                 assert process.returncode is not None
@@ -375,7 +378,7 @@ def rogue(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gate]:
 
 @pytest.mark.parametrize("what", [b"noise", b"announce", b"done", b"over", b"part", b"fault"])
 def test_a_process_that_speaks_nonsense_is_ended_and_the_run_lost(rogue: Callable[..., Gate], what: bytes) -> None:
-    with pytest.raises(RunLost) as lost:
+    with pytest.raises(RunLostError) as lost:
         rogue(what)
     assert "4711" not in str(lost.value)
 
@@ -383,18 +386,18 @@ def test_a_process_that_speaks_nonsense_is_ended_and_the_run_lost(rogue: Callabl
 def test_a_process_that_does_not_heed_a_stop_is_ended(
     rogue: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conducting, "_LEAVE_S", 1.0)
+    monkeypatch.setattr(run_process, "_LEAVE_S", 1.0)
     stopping = threading.Event()
     stopping.set()
-    with pytest.raises(RoundFailed, match="stopped"):
+    with pytest.raises(RoundFailedError, match="stopped"):
         rogue(b"deaf", stopping)
 
 
 def test_a_process_that_says_nothing_for_longer_than_the_plan_allows_is_ended(
     rogue: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conducting, "_SLACK_S", -4.0)  # of six seconds
-    with pytest.raises(RunLost, match="silent"):
+    monkeypatch.setattr(run_process, "_SLACK_S", -4.0)  # of six seconds
+    with pytest.raises(RunLostError, match="silent"):
         rogue(b"mute")
 
 
@@ -434,7 +437,7 @@ def test_a_runs_key_opens_a_tasks_calls_and_nothing_else(path: str, key: str, st
 class Turns:
     """Runs that stand in a line until they are told to go on."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: RunQueue) -> None:
         self.line, self.going, self.ends = line, [], {}  # type: ignore[var-annotated]
 
     def come(self, name: str, *sites: str) -> None:
@@ -463,7 +466,7 @@ class Turns:
 
 
 def test_runs_that_share_a_site_wait_for_one_another_and_others_go_side_by_side() -> None:
-    turns = Turns(Line())
+    turns = Turns(RunQueue())
     turns.come("first", "north", "south")
     turns.come("second", "south", "west")
     turns.come("third", "west", "east")  # not before the second, which came earlier and wants the west too
@@ -479,7 +482,7 @@ def test_runs_that_share_a_site_wait_for_one_another_and_others_go_side_by_side(
 
 
 def test_no_more_runs_than_the_bound_go_at_once() -> None:
-    turns = Turns(Line(2))
+    turns = Turns(RunQueue(2))
     for name in "abcd":
         turns.come(name, name)
     turns.settle("a", "b")
@@ -519,24 +522,24 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 @pytest.fixture
-def run(site: Site) -> Conductor:
+def run(site: Site) -> RunController:
     """A run's real conductor over these books, without Flower."""
-    books, runs = site.federation, Runs.__new__(Runs)
-    runs.root, runs.intake, runs.shelf, runs.turn = books.root / "runs", books.intake, books.shelf, Line()
-    runs.log, runs.tell = open_log(books.root / "run.log"), lambda *_: None
-    runs.host = SimpleNamespace(stopping=threading.Event())  # type: ignore[assignment]
-    (runs.root / "run-1").mkdir(parents=True)
-    return Conductor(runs, Job("run-1", "federated", json.dumps(CONFIG), 10, ("site-a",), 4, 1), Feed())
+    books = site.federation
+    host: Any = SimpleNamespace(stopping=threading.Event())
+    root, log = books.root / "runs", open_log(books.root / "run.log")
+    (root / "run-1").mkdir(parents=True)
+    context = RunContext(root, host, books.intake, books.shelf, log, lambda *_: None)
+    return RunController(context, Job("run-1", "federated", json.dumps(CONFIG), 10, ("site-a",), 4, 1), EventStream())
 
 
 def test_a_run_whose_process_dies_again_and_again_in_the_same_round_has_failed(
-    run: Conductor, monkeypatch: pytest.MonkeyPatch
+    run: RunController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[int] = []
 
     def dies(done: int) -> Event:
         tried.append(done)
-        raise RunLost("the run's process is lost: the end")
+        raise RunLostError("the run's process is lost: the end")
 
     monkeypatch.setattr(run, "_conduct", dies)
     run.run()
@@ -545,14 +548,16 @@ def test_a_run_whose_process_dies_again_and_again_in_the_same_round_has_failed(
     assert [(e.state, e.reason) for e in run.feed.follow()] == [lost, lost, ("failed", "internal")]
 
 
-def test_a_closed_round_gives_a_run_new_tries(run: Conductor, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_round_gives_a_run_new_tries(
+    run: RunController, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[int] = []
 
     def dies(done: int) -> Event:
         tried.append(done)
         if len(tried) == 2:
             run.register.close_round("run-1", 1, ["site-a"], bytes(32))
-        raise RunLost("the run's process is lost: the end")
+        raise RunLostError("the run's process is lost: the end")
 
     site.reserved("grant-1", DP, "federated", "run-1")
     release = site.update("grant-1", vector(), 15, run="run-1", round=1)
@@ -566,11 +571,11 @@ def test_a_closed_round_gives_a_run_new_tries(run: Conductor, site: Site, monkey
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlowerFederation]:
     """Three agents online at one coordinator, in whose environment a password stands."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PGPASSWORD", "hunter2-of-the-ledger")
-        made = Federation(tmp_path_factory.mktemp("running"))
+        made = FlowerFederation(tmp_path_factory.mktemp("running"))
     try:
         for site in SITES:
             made.start_agent(site)
@@ -581,7 +586,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         made.close()
 
 
-def processes(federation: Federation, most_s: float = 60.0) -> list[int]:
+def processes(federation: FlowerFederation, most_s: float = 60.0) -> list[int]:
     """The processes of the runs that the coordinator conducts; waits for one."""
     until = time.monotonic() + most_s
     while time.monotonic() < until:
@@ -602,7 +607,7 @@ def processes(federation: Federation, most_s: float = 60.0) -> list[int]:
     raise AssertionError("no run has a process")
 
 
-def begin(federation: Federation, run: str, **plan: Any) -> dict[str, Any]:
+def begin(federation: FlowerFederation, run: str, **plan: Any) -> dict[str, Any]:
     """Start a run in which north takes its time over every round; gives the plan."""
     config = {"add": ADD, "sleep": {"north": 3.0}}
     plan = {
@@ -618,7 +623,7 @@ def begin(federation: Federation, run: str, **plan: Any) -> dict[str, Any]:
     return plan
 
 
-def test_nothing_secret_is_on_the_processs_command_line_or_in_its_environment(federation: Federation) -> None:
+def test_nothing_secret_is_on_the_processs_command_line_or_in_its_environment(federation: FlowerFederation) -> None:
     begin(federation, "seen", rounds=1)
     (pid,) = processes(federation)
     words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
@@ -634,7 +639,7 @@ def test_nothing_secret_is_on_the_processs_command_line_or_in_its_environment(fe
     assert '"rounds_done": 1' in report, report
 
 
-def test_a_process_killed_in_the_middle_of_a_round_loses_that_round_only(federation: Federation) -> None:
+def test_a_process_killed_in_the_middle_of_a_round_loses_that_round_only(federation: FlowerFederation) -> None:
     plan = begin(federation, "cut")
     (pid,) = processes(federation)
     time.sleep(5.0)  # a round is being trained
@@ -649,7 +654,7 @@ def test_a_process_killed_in_the_middle_of_a_round_loses_that_round_only(federat
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_its_process_and_not_the_next_run(
-    federation: Federation,
+    federation: FlowerFederation,
 ) -> None:
     report = federation.conduct("full", {"disk_full": 1})
     assert report["lost"] == "no space left on device"
@@ -659,7 +664,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_its_process_and_no
     assert federation.conduct("full", first_round=1)["shift"] == [3.0]
 
 
-def test_runs_of_other_sites_go_side_by_side_and_do_not_mix(federation: Federation) -> None:
+def test_runs_of_other_sites_go_side_by_side_and_do_not_mix(federation: FlowerFederation) -> None:
     common = {"rounds": 2, "min_sites": 1, "round_timeout_s": 120.0}
     one = {"run": "one", "sites": ["north"], "config": {"add": ADD, "sleep": {"north": 2.0}}, **common}
     two = {"run": "two", "sites": ["south", "west"], "config": {"add": ADD, "sleep": {"west": 2.0}}, **common}
@@ -670,7 +675,7 @@ def test_runs_of_other_sites_go_side_by_side_and_do_not_mix(federation: Federati
     assert max(first["span"][0], second["span"][0]) < min(first["span"][1], second["span"][1])
 
 
-def test_the_process_ends_with_the_coordinator(federation: Federation) -> None:
+def test_the_process_ends_with_the_coordinator(federation: FlowerFederation) -> None:
     begin(federation, "orphan")
     (pid,) = processes(federation)
     time.sleep(2.0)
@@ -683,9 +688,9 @@ def test_the_process_ends_with_the_coordinator(federation: Federation) -> None:
 
 def test_the_process_does_nothing_without_the_settings_that_keep_flower_quiet() -> None:
     code = (
-        "import socket; from coordinator.edges.running import main; "
+        "import socket; from coordinator.federation.run_main import main; "
         "a, b = socket.socketpair(); main(b.fileno(), a.fileno())"
     )
     bare = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
     ended = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, check=False, timeout=60)
-    assert b"NotQuiet" in ended.stderr
+    assert b"FlowerEnvironmentError" in ended.stderr

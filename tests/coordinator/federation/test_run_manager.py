@@ -14,19 +14,18 @@ import numpy as np
 import pytest
 from flwr.app import Message
 
-from coordinator.edges import conductor
-from coordinator.edges.feed import Event
-from coordinator.edges.operations import Operations
-from coordinator.edges.strategy import pack
-from coordinator.plan import BadJob
-from policies.policy import parse
-from policies.register import Register
-from policies.sqlite import export_file
-from policies.verify import verify
-from protos.v1 import gateway_pb2 as pb
-from tests.support.grids import admitting, conduct_here
-from tests.support.runs import SITES, Federation, job, secret_job
-from tests.support.wards import federated, masked
+from coordinator.federation import run_controller
+from coordinator.federation.events import Event
+from coordinator.federation.job import JobError
+from coordinator.federation.strategy import pack
+from coordinator.gateway.run_service import Operations
+from policies.audit.verify import verify
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger_service import LedgerService
+from policies.review.policy import parse
+from protos.v1 import gateway_pb2
+from tests.support.coordinator_runs import SITES, Federation, admitting, conduct_here, job, secret_job
+from tests.support.federated_sites import federated, masked
 
 
 def strategy(**values: Any) -> str:
@@ -40,7 +39,7 @@ def states(events: Iterator[Event] | list[Event]) -> list[tuple[int, str, tuple[
 @pytest.fixture(autouse=True)
 def _no_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's strategy is in this process, and the sites too; tests/test_federation_contract.py has them apart."""
-    monkeypatch.setattr(conductor, "conduct", conduct_here)
+    monkeypatch.setattr(run_controller, "conduct", conduct_here)
 
 
 @pytest.fixture
@@ -119,7 +118,9 @@ def test_a_site_that_was_not_in_the_reservation_is_told_nothing_and_is_not_grant
     assert fed.intake.reserved_run("run-1")
     assert fed.intake.outcome("west", "run-run-1") is None
     assert fed.intake.outcome("north", "run-run-1") is not None
-    gate = conductor.Conductor(fed.runs, job(), fed.runs._feeds.setdefault("x", conductor.Feed()))
+    gate = run_controller.RunController(
+        fed.runs._context, job(), fed.runs._feeds.setdefault("x", run_controller.EventStream())
+    )
     assert gate.reserve({**asked, "west": late}, 2) == {"west": "not_granted"}
     assert not fed.wards["west"].part.participant.confirm()
     fed.runs._feeds.clear()
@@ -151,9 +152,9 @@ def test_a_run_that_the_forecast_refuses_is_not_launched_and_leaves_nothing(fed:
     dear = job(rounds=9)
     assert not fed.runs.plan(dear)[1].go
     size = fed.store.state.size
-    with pytest.raises(BadJob, match="forecast"):
+    with pytest.raises(JobError, match="forecast"):
         fed.runs.launch(dear)
-    with pytest.raises(BadJob, match="not enrolled: nowhere"):
+    with pytest.raises(JobError, match="not enrolled: nowhere"):
         fed.runs.launch(job(sites=("north", "nowhere")))
     assert (fed.store.state.size, list((fed.folder / "runs").iterdir())) == (size, [])
     assert all(ward.asked == [] for ward in fed.wards.values())
@@ -170,7 +171,7 @@ def test_a_run_goes_from_price_to_model_and_a_second_launch_of_the_same_job_foll
         (2, "finished", SITES),
     ]
     assert states(fed.runs.launch(job(rounds=2))) == states(events)
-    with pytest.raises(BadJob, match="another content"):
+    with pytest.raises(JobError, match="another content"):
         fed.runs.launch(job(rounds=2, min_sites=3))
     assert fed.grants() == ["spent"] * 3
     assert [ward.vault.reads for ward in fed.wards.values()] == [2, 2, 2]
@@ -184,6 +185,25 @@ def test_a_run_goes_from_price_to_model_and_a_second_launch_of_the_same_job_foll
     fed.store.close()
     verify(export_file(fed.folder / "hub.db", "lazaret/coordinator", fed.key))
     fed.open()
+
+
+def test_two_runs_of_one_site_are_never_conducted_at_once(fed: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutex, going, seen = threading.Lock(), set[str](), list[frozenset[str]]()
+
+    def watched(host: Any, plan: Any, *rest: Any) -> Any:
+        with mutex:
+            going.add(plan.run)
+            seen.append(frozenset(going))
+        try:
+            return conduct_here(host, plan, *rest)
+        finally:
+            with mutex:
+                going.remove(plan.run)
+
+    monkeypatch.setattr(run_controller, "conduct", watched)
+    runs = [fed.runs.launch(job(run=name, rounds=1)) for name in ("run-1", "run-2")]
+    assert [list(events)[-1].state for events in runs] == ["finished", "finished"]
+    assert seen == [{"run-1"}, {"run-2"}]
 
 
 # stop, wait, resume
@@ -228,18 +248,18 @@ def test_a_disk_that_is_full_or_no_descriptor_left_stops_a_run_with_its_grants_h
     fed: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else somebody who fills the table of open files spends every site's budget."""
-    write = conductor.write_durably
+    write = run_controller.replace_file
 
     def full(path: Path, body: bytes) -> None:
         if path.name == "round-2.safetensors":
             raise OSError(errno.EMFILE, "too many open files")
         write(path, body)
 
-    monkeypatch.setattr(conductor, "write_durably", full)
+    monkeypatch.setattr(run_controller, "replace_file", full)
     events = list(fed.runs.launch(job()))
     assert (events[-1].state, events[-1].reason) == ("stopped", "storage")
     assert (fed.state(), fed.grants()) == ("stopped", ["held"] * 3)
-    monkeypatch.setattr(conductor, "write_durably", write)
+    monkeypatch.setattr(run_controller, "replace_file", write)
     assert [e.state for e in fed.runs.resume("run-1")][-1] == "finished"
     assert [ward.vault.reads for ward in fed.wards.values()] == [3, 3, 3], "no round was trained twice"
 
@@ -259,14 +279,14 @@ def test_runs_that_nobody_knows_are_said_to_be_unknown(fed: Federation) -> None:
     assert fed.runs.stop("nothing") == "unknown"
     assert fed.runs.stop("../hub.db") == "unknown"
     for act in (fed.runs.watch, fed.runs.resume):
-        with pytest.raises(BadJob, match="no run of that name"):
+        with pytest.raises(JobError, match="no run of that name"):
             act("../run-1")
 
 
 def quick(monkeypatch: pytest.MonkeyPatch, patience_s: float = 60.0) -> None:
-    monkeypatch.setattr(conductor, "NODE_WAIT_S", 0.0)
-    monkeypatch.setattr(conductor, "_PAUSES_S", (0.1, 0.2))
-    monkeypatch.setattr(conductor, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(run_controller, "NODE_WAIT_S", 0.0)
+    monkeypatch.setattr(run_controller, "_PAUSES_S", (0.1, 0.2))
+    monkeypatch.setattr(run_controller, "PATIENCE_S", patience_s)
 
 
 def test_a_run_waits_for_sites_that_sleep_and_goes_on_when_they_are_back(
@@ -324,7 +344,7 @@ def test_a_run_that_too_few_sites_want_has_failed_and_what_was_held_for_it_is_no
         ward = fed.wards[site]
         site_of_it = ward.part.participant.site
         tight = parse(admitting(epsilon="0.5"), "tightened since")
-        books = Register(site_of_it.books.store, lambda _site, tight=tight: tight)
+        books = LedgerService(site_of_it.books.store, lambda _site, tight=tight: tight)
         ward.part.participant.site = replace(site_of_it, books=books)
     events = list(fed.runs.launch(job()))
     assert (events[-1].state, events[-1].reason) == ("failed", "too_few_grants")
@@ -382,7 +402,7 @@ def test_an_all_or_none_run_begins_with_all_or_with_nobody(fed: Federation, monk
     quick(monkeypatch)
     spent = fed.wards["west"].hospital.reservation("old", federated().claim(), "federated", "run-0")
     assert fed.intake.reserve("west", "reserve-old", fed.wards["west"].hospital.seal(spent)).admitted
-    with pytest.raises(BadJob, match="west"):
+    with pytest.raises(JobError, match="west"):
         fed.runs.launch(job(all_or_none=True))
     assert fed.runs.plan(job())[1].sites == ("north", "south")
 
@@ -489,7 +509,7 @@ def test_an_update_that_is_not_the_one_that_was_sealed_or_of_another_round_is_no
 def test_an_operators_requests_are_answered_in_words(fed: Federation) -> None:
     at = Operations(fed.runs)
     good = job(rounds=1)
-    request = pb.LaunchRequest(
+    request = gateway_pb2.LaunchRequest(
         run="run-1",
         mechanism=good.mechanism,
         config=good.config.encode(),
@@ -501,7 +521,7 @@ def test_an_operators_requests_are_answered_in_words(fed: Federation) -> None:
     reply = at.plan(request)
     assert (reply.refused, [c.fits for c in reply.sites]) == ("", [True] * 3)
     assert [e.state for e in at.launch(request)][-1] == "finished"
-    bad = pb.LaunchRequest(run="run-2", mechanism="ksame", config=b"\xff", rounds=1)
+    bad = gateway_pb2.LaunchRequest(run="run-2", mechanism="ksame", config=b"\xff", rounds=1)
     assert "not text" in at.plan(bad).refused
     (event,) = at.launch(bad)
     assert (event.state, "not text" in event.reason) == ("failed", True)

@@ -20,23 +20,22 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
-import coordinator.__main__ as cli
-from agent.edges.home import Home
-from agent.mechanisms.federated import FederatedMasked
-from agent.nouns import Update
-from coordinator.edges import conductor
-from coordinator.edges.home import create
-from policies.sqlite import export_file
-from policies.verify import verify
-from protos import rounds as wire
-from protos import secret
-from protos.artifact import pack_vector, unpack_vector
-from protos.envelope import key_id
-from tests.support.federation import Federation as Enrolling
-from tests.support.grids import admitting, conduct_here
+import coordinator.cli.main as cli
+from agent.domain import Update
+from agent.mechanisms.federated.mechanism import FederatedMasked
+from agent.storage.site_directory import SiteDirectory
+from coordinator.federation import run_controller
+from coordinator.storage.directory import create
+from policies.audit.verify import verify
+from policies.ledger.backends.sqlite import export_file
+from protos.artifacts.arrays import pack_vector, unpack_vector
+from protos.common.dsse import key_id
+from protos.federation import messages
+from protos.secagg import round
+from tests.support.coordinator_runs import SITES, Federation, admitting, conduct_here, secret_job
+from tests.support.federated_sites import masked
+from tests.support.federation_world import Federation as Enrolling
 from tests.support.ports import free_port
-from tests.support.runs import SITES, Federation, secret_job
-from tests.support.wards import masked
 
 FOUR = (*SITES, "zulu")
 
@@ -53,7 +52,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
         return update
 
     monkeypatch.setattr(FederatedMasked, "run_round", watched)
-    monkeypatch.setattr(conductor, "conduct", conduct_here)
+    monkeypatch.setattr(run_controller, "conduct", conduct_here)
     return seen
 
 
@@ -65,16 +64,16 @@ def fed(tmp_path: Path) -> Iterator[Federation]:
 
 
 def masked_step(message: Message, name: str = "mask") -> bool:
-    return message.metadata.message_type == wire.SECURE and message.metadata.group_id.endswith(f"-{name}")
+    return message.metadata.message_type == messages.SECURE and message.metadata.group_id.endswith(f"-{name}")
 
 
 def payload_of(message: Message) -> bytes:
-    return message.content[wire.PAYLOAD][wire.DATA].numpy().tobytes()  # type: ignore[index]
+    return message.content[messages.PAYLOAD][messages.DATA].numpy().tobytes()  # type: ignore[index]
 
 
 def with_payload(message: Message, payload: bytes) -> Message:
-    record = ArrayRecord({wire.DATA: Array(np.frombuffer(payload, np.uint8).copy())})
-    message.content[wire.PAYLOAD] = record
+    record = ArrayRecord({messages.DATA: Array(np.frombuffer(payload, np.uint8).copy())})
+    message.content[messages.PAYLOAD] = record
     return message
 
 
@@ -158,8 +157,8 @@ def test_a_coordinator_that_shows_some_sites_another_model_gets_no_sum(
 
     def lie(site: str, message: Message) -> Message:
         if site in fooled and masked_step(message, "advertise"):
-            setup = secret.Setup.decode(payload_of(message))
-            return with_payload(message, secret.Setup(setup.roster, setup.strategy, other).encode())
+            setup = round.RoundSetup.decode(payload_of(message))
+            return with_payload(message, round.RoundSetup(setup.roster, setup.strategy, other).encode())
         return message
 
     fed.grid.before = lie
@@ -177,8 +176,8 @@ def test_a_coordinator_that_shows_some_sites_another_model_gets_no_sum(
         lambda payload: b"\xff" * 8 + payload[8:],
         lambda payload: payload[:-1],
         lambda payload: payload + b"\0",
-        lambda payload: secret.frame(b"not an envelope", secret.unframe(payload)[1]),
-        lambda payload: secret.frame(secret.unframe(payload)[0], b"not a message"),
+        lambda payload: round.frame(b"not an envelope", round.unframe(payload)[1]),
+        lambda payload: round.frame(round.unframe(payload)[0], b"not a message"),
     ],
     ids=["nothing", "length", "cut", "longer", "envelope", "message"],
 )
@@ -224,10 +223,10 @@ def test_another_sites_part_in_a_sites_name_is_not_counted(tmp_path: Path) -> No
     [
         {},
         {"note": ConfigRecord({"text": "patient 4711"})},
-        {wire.PAYLOAD: ConfigRecord({wire.DATA: b"x"})},
-        {wire.PAYLOAD: ArrayRecord({"other": Array(np.zeros(4, np.uint8))})},
-        {wire.PAYLOAD: ArrayRecord({wire.DATA: Array(np.zeros(4, np.float32))})},
-        {wire.PAYLOAD: ArrayRecord({wire.DATA: Array(np.zeros((2, 2), np.uint8))})},
+        {messages.PAYLOAD: ConfigRecord({messages.DATA: b"x"})},
+        {messages.PAYLOAD: ArrayRecord({"other": Array(np.zeros(4, np.uint8))})},
+        {messages.PAYLOAD: ArrayRecord({messages.DATA: Array(np.zeros(4, np.float32))})},
+        {messages.PAYLOAD: ArrayRecord({messages.DATA: Array(np.zeros((2, 2), np.uint8))})},
     ],
     ids=["empty", "text", "no array", "name", "floats", "shape"],
 )
@@ -249,8 +248,8 @@ def test_a_reply_that_is_not_exactly_some_bytes_is_refused_as_its_schema(
 def test_too_few_sites_online_begin_no_sum_and_the_run_waits_for_them(
     fed: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conductor, "NODE_WAIT_S", 0.0)
-    monkeypatch.setattr(conductor, "_PAUSES_S", (0.1, 0.2))
+    monkeypatch.setattr(run_controller, "NODE_WAIT_S", 0.0)
+    monkeypatch.setattr(run_controller, "_PAUSES_S", (0.1, 0.2))
     west, states = fed.wards["west"], []
 
     def twist(site: str, message: Message, reply: Message) -> list[Message]:
@@ -325,7 +324,7 @@ def test_three_real_agents_and_a_real_coordinator_make_two_secret_sums(
     with Enrolling(tmp_path) as fed:
         for site in SITES:
             fed.join(site, admitting())
-    keys = {site: Home(tmp_path / site).sign_key().public_key().public_bytes_raw() for site in SITES}
+    keys = {site: SiteDirectory(tmp_path / site).sign_key().public_key().public_bytes_raw() for site in SITES}
     for site in SITES:
         partners = [key_id(key) for other, key in keys.items() if other != site]
         with (tmp_path / site / "site.toml").open("a") as toml:
@@ -363,7 +362,7 @@ def test_three_real_agents_and_a_real_coordinator_make_two_secret_sums(
 @contextlib.contextmanager
 def running(package: str, home: Path, *words: str) -> Iterator[None]:
     """A command of the product as a process of its own, ended gently."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-m", package, "--home", str(home), *words]
     with (home / "process.out").open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)

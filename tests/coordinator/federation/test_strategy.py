@@ -14,9 +14,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.app.message import make_message
 from flwr.supercore.task_identity import TaskIdentity
 
-from coordinator.edges.replies import pack
-from coordinator.edges.strategy import GatedStrategy, Model, RoundFailed, RoundPlan
-from protos.artifact import unpack_vector
+from coordinator.federation.replies import pack
+from coordinator.federation.strategy import GatedStrategy, Model, Progress, RoundFailedError, RoundPlan
+from protos.artifacts.arrays import unpack_vector
 
 SITES = ("north", "south", "west")
 PLAN = RoundPlan(
@@ -42,6 +42,9 @@ class Books:
     priced: list[tuple[dict[str, bytes], int]] = field(default_factory=list)
     denied: dict[str, str] = field(default_factory=dict)
     closed: list[tuple[int, Model, tuple[str, ...]]] = field(default_factory=list)
+    used: list[tuple[str, ...]] = field(default_factory=list)
+    refused: list[dict[str, str]] = field(default_factory=list)
+    events: list[Progress] = field(default_factory=list)
 
     def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
         """Whoever is not denied is granted."""
@@ -57,6 +60,12 @@ class Books:
     def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
         """Kept."""
         self.closed.append((round_index, model, used))
+        self.used.append(used)
+        self.refused.append(dict(refused))
+
+    def progress(self, event: Progress) -> None:
+        """Known."""
+        self.events.append(event)
 
 
 class Sites:
@@ -98,7 +107,7 @@ def _conduct(
     answer: Callable[[str, Message], list[Message]], plan: RoundPlan = PLAN, books: Books | None = None
 ) -> GatedStrategy:
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
-    strategy = GatedStrategy(plan, books or Books(), lambda _event: None)
+    strategy = GatedStrategy(plan, books or Books())
     grid: Any = Sites(answer)
     strategy.price(grid)
     strategy.start(grid=grid, initial_arrays=pack(plan.model.vector), num_rounds=plan.rounds)
@@ -112,12 +121,12 @@ def _train_only(odd: Callable[[str, Message], list[Message]]) -> Callable[[str, 
 def test_a_second_reply_to_the_same_message_is_not_counted() -> None:
     done = _conduct(_train_only(lambda site, m: [_good(m), _with(m)] if site == "west" else [_good(m)]))
     assert done.model.vector.tolist() == [1.0] * 4
-    assert done.used == [SITES]
+    assert done.gate.used == [SITES]
 
 
 def test_a_reply_that_names_another_source_is_refused() -> None:
     done = _conduct(_train_only(lambda site, m: [_with(m, src_node_id=10)] if site == "west" else [_good(m)]))
-    assert done.refused == [{"west": "wrong_source"}]
+    assert done.gate.refused == [{"west": "wrong_source"}]
     assert done.model.vector.tolist() == [1.0] * 4
 
 
@@ -126,7 +135,7 @@ def test_a_reply_to_no_message_of_this_round_is_dropped() -> None:
         lambda site, m: [_with(m, reply_to_message_id="query.price-2")] if site == "west" else [_good(m)]
     )
     done = _conduct(stray)
-    assert done.refused == [{"west": "no_reply"}]
+    assert done.gate.refused == [{"west": "no_reply"}]
 
 
 @pytest.mark.parametrize(
@@ -137,8 +146,8 @@ def test_an_error_becomes_a_code_and_its_text_is_never_read(code: int, name: str
         return [Message(Error(code, "patient 4711"), reply_to=m)] if site == "west" else [_good(m)]
 
     done = _conduct(_train_only(odd))
-    assert done.refused == [{"west": name}]
-    assert "4711" not in repr(done.result())
+    assert done.gate.refused == [{"west": name}]
+    assert "4711" not in repr((done.granted, done.declined, done.gate))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +170,7 @@ def test_an_error_becomes_a_code_and_its_text_is_never_read(code: int, name: str
 def test_records_that_are_not_exactly_as_agreed_are_refused(records: dict[str, Any]) -> None:
     odd = _train_only(lambda site, m: [Message(RecordDict(records), reply_to=m)] if site == "west" else [_good(m)])
     done = _conduct(odd)
-    assert done.refused == [{"west": "schema"}]
+    assert done.gate.refused == [{"west": "schema"}]
     assert isinstance(done.gate, Books)
     assert done.gate.seen == ["north", "south"]
 
@@ -174,7 +183,7 @@ def test_an_array_whose_header_lies_about_its_size_is_refused() -> None:
             array.data = array.data.replace(b"(4,)", b"(9,)")
         return [reply]
 
-    assert _conduct(_train_only(odd)).refused == [{"west": "schema"}]
+    assert _conduct(_train_only(odd)).gate.refused == [{"west": "schema"}]
 
 
 def test_a_site_without_a_grant_gets_no_parameters() -> None:
@@ -198,7 +207,7 @@ def test_too_few_grants_end_the_run_before_any_training() -> None:
         kinds.add(m.metadata.message_type)
         return [_good(m)] if site == "north" else []
 
-    with pytest.raises(RoundFailed, match="pricing: too_few_grants") as failure:
+    with pytest.raises(RoundFailedError, match="pricing: too_few_grants") as failure:
         _conduct(answer, replace(PLAN, min_sites=2, least_grants=2))
     assert failure.value.refused == {"south": "no_reply", "west": "no_reply"}
     assert kinds == {"query.price"}
@@ -207,8 +216,8 @@ def test_too_few_grants_end_the_run_before_any_training() -> None:
 def test_a_silent_site_is_asked_again_only_after_a_sign_of_life() -> None:
     asked: list[int] = []
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
-    plan = replace(PLAN, rounds=4)
-    strategy = GatedStrategy(plan, Books(), lambda _event: None)
+    plan, books = replace(PLAN, rounds=4), Books()
+    strategy = GatedStrategy(plan, books)
 
     def answer(site: str, m: Message) -> list[Message]:
         if m.metadata.message_type == "train" and site == "west":
@@ -228,7 +237,7 @@ def test_a_silent_site_is_asked_again_only_after_a_sign_of_life() -> None:
         replies = grid.send_and_receive(strategy.configure_train(number, arrays, ConfigRecord(), grid))
         strategy.aggregate_train(number, replies)
     assert asked == [0, 2]
-    assert strategy.refused == [{"west": "no_reply"}, {"west": "offline"}, {}]
+    assert books.refused == [{"west": "no_reply"}, {"west": "offline"}, {}]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +289,7 @@ def test_a_refusal_that_is_no_code_and_books_that_break_grant_nobody(code: str) 
         def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
             raise RuntimeError("patient 4711")
 
-    with pytest.raises(RoundFailed, match="too_few_grants") as failure:
+    with pytest.raises(RoundFailedError, match="too_few_grants") as failure:
         _conduct(lambda _site, m: [_good(m)], books=Broken())
     assert failure.value.refused == dict.fromkeys(SITES, "internal")
 
@@ -288,7 +297,7 @@ def test_a_refusal_that_is_no_code_and_books_that_break_grant_nobody(code: str) 
 def test_nothing_is_reserved_while_sites_that_are_needed_may_still_come_back() -> None:
     """A reservation that failed would be final: the sites free what they hold for it."""
     books = Books()
-    with pytest.raises(RoundFailed, match="too_few_grants") as failure:
+    with pytest.raises(RoundFailedError, match="too_few_grants") as failure:
         _conduct(
             lambda site, m: [] if site == "west" else [_good(m)],
             replace(PLAN, min_sites=2, least_grants=3),

@@ -12,8 +12,9 @@ import grpc
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from coordinator.edges import guard
-from coordinator.edges.guard import (
+from coordinator.gateway import guard
+from coordinator.gateway.calls import Call, CallRejectedError
+from coordinator.gateway.guard import (
     AT_ONCE,
     BURST,
     CALLS_PER_S,
@@ -24,16 +25,24 @@ from coordinator.edges.guard import (
     STRANGE_STRIKES,
     STRIKE_S,
     STRIKES,
-    Call,
     Guard,
-    Turned,
 )
-from protos.identity import OPERATOR, agent_name, certify, joining_name, leaf_of, make_intermediate, make_root
-from protos.v1 import gateway_pb2 as pb
+from coordinator.gateway.quotas import IdleTimeout
+from protos.identity.certificates import (
+    OPERATOR,
+    agent_name,
+    certify,
+    joining_name,
+    leaf_of,
+    make_intermediate,
+    make_root,
+)
+from protos.protocol_version import USER_AGENT
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayServicer, add_GatewayServicer_to_server
-from protos.versions import USER_AGENT
 
 NOW = dt.datetime.now(dt.UTC)
+PATIENCE = IdleTimeout()
 CA = make_intermediate(make_root(NOW), NOW)
 STOLEN = certify(ec.generate_private_key(ec.SECP256R1()).public_key(), agent_name("site-a"), CA, NOW)
 
@@ -89,6 +98,7 @@ class Hall:
             lambda _site, number: self.admitted and number not in self.denied,
             lambda *words: self.reported.append(words),
             log,
+            PATIENCE,
             lambda: self.time,
         )
 
@@ -96,7 +106,7 @@ class Hall:
         self, context: Context, method: str = "Hello", act: Any = lambda _request, _call: "done", raw: bytes = b""
     ) -> Any:
         """One call with one message through the interceptor."""
-        handler = grpc.unary_unary_rpc_method_handler(act, pb.HelloRequest.FromString, str.encode)
+        handler = grpc.unary_unary_rpc_method_handler(act, gateway_pb2.HelloRequest.FromString, str.encode)
         guarded = self.guarded(handler, method)
         return None if guarded is None else guarded.stream_unary(iter([raw]), context).decode()
 
@@ -154,7 +164,7 @@ def test_a_peer_has_a_burst_and_then_a_rate(hall: Hall, peer: Context) -> None:
 
 def bad(*_: object) -> None:
     """A method that refuses what a welcome peer has sent."""
-    raise Turned(grpc.StatusCode.INVALID_ARGUMENT, "a chunk was expected", "bad_upload")
+    raise CallRejectedError(grpc.StatusCode.INVALID_ARGUMENT, "a chunk was expected", "bad_upload")
 
 
 @pytest.mark.parametrize("method", sorted(ROLES))
@@ -187,7 +197,7 @@ NO_MESSAGES = {
 @pytest.mark.parametrize("raw", NO_MESSAGES.values(), ids=NO_MESSAGES)
 def test_bytes_that_are_no_message_are_a_refusal_like_any_other(hall: Hall, peer: Context, raw: bytes) -> None:
     def refused(context: Context, method: str) -> str:
-        handler = grpc.unary_unary_rpc_method_handler(None, pb.SealedRequest.FromString, str.encode)
+        handler = grpc.unary_unary_rpc_method_handler(None, gateway_pb2.SealedRequest.FromString, str.encode)
         with pytest.raises(Ended):
             hall.guarded(handler, method).stream_unary(iter([raw]), context)
         assert context.said is not None
@@ -222,7 +232,7 @@ def test_no_number_of_refusals_keeps_an_operator_from_revoking(hall: Hall) -> No
 
 
 def test_a_call_without_its_message_is_refused_and_written_down(hall: Hall, peer: Context) -> None:
-    handler = grpc.unary_unary_rpc_method_handler(lambda *_: "done", pb.HelloRequest.FromString, str.encode)
+    handler = grpc.unary_unary_rpc_method_handler(lambda *_: "done", gateway_pb2.HelloRequest.FromString, str.encode)
     with pytest.raises(Ended):
         hall.guarded(handler, "Hello").stream_unary(iter(()), peer)
     assert peer.said == (grpc.StatusCode.INVALID_ARGUMENT, "this call needs one message")
@@ -235,7 +245,7 @@ def test_an_unwelcome_peer_is_refused_before_its_message_is_waited_for(hall: Hal
         yield
 
     stolen, _ = thief(hall, "revoked")
-    handler = grpc.unary_unary_rpc_method_handler(lambda *_: "done", pb.HelloRequest.FromString, str.encode)
+    handler = grpc.unary_unary_rpc_method_handler(lambda *_: "done", gateway_pb2.HelloRequest.FromString, str.encode)
     with pytest.raises(Ended):
         hall.guarded(handler, "Hello").stream_unary(never(), stolen)
     assert stolen.said is not None
@@ -247,7 +257,7 @@ def test_a_certificate_that_ended_while_its_message_was_waited_for_makes_no_call
         hall.admitted = False
         yield b""
 
-    handler = grpc.unary_unary_rpc_method_handler(lambda *_: "done", pb.HelloRequest.FromString, str.encode)
+    handler = grpc.unary_unary_rpc_method_handler(lambda *_: "done", gateway_pb2.HelloRequest.FromString, str.encode)
     with pytest.raises(Ended):
         hall.guarded(handler, "Hello").stream_unary(late(), peer)
     assert peer.said is not None
@@ -263,7 +273,7 @@ def test_a_bad_message_in_the_middle_of_a_stream_ends_it_and_does_not_look_like_
         taken.extend(parts)
         return "complete"
 
-    handler = grpc.stream_unary_rpc_method_handler(collect, pb.UploadPart.FromString, str.encode)
+    handler = grpc.stream_unary_rpc_method_handler(collect, gateway_pb2.UploadPart.FromString, str.encode)
     with pytest.raises(Ended):
         hall.guarded(handler, "Upload").stream_unary(iter([b"", NO_MESSAGES["noise"], b""]), peer)
     assert peer.said == (grpc.StatusCode.INVALID_ARGUMENT, "the bytes are not a message")
@@ -316,7 +326,7 @@ def test_an_unwelcome_certificate_is_paced_by_itself(hall: Hall, peer: Context) 
 def test_a_certificate_that_is_turned_away_in_mid_stream_does_not_strike_its_site(hall: Hall, peer: Context) -> None:
     def revoked(_request: Any, call: Call) -> None:
         hall.denied.add(call.peer.number)
-        next(hall.guard._each(call, iter([b""]), pb.HelloRequest.FromString))
+        next(hall.guard._each(call, iter([b""]), gateway_pb2.HelloRequest.FromString))
 
     for _ in range(int(STRIKES)):
         hall.denied.clear()
@@ -384,8 +394,8 @@ def test_a_peer_holds_so_many_calls_and_expelling_it_ends_each_of_them(hall: Hal
         depth.append(1)
         if len(depth) < AT_ONCE:
             return str(hall.call(peer, "Hello", nested))
-        assert hall.guard.expel("site-b") == 0
-        assert hall.guard.expel("site-a") == AT_ONCE
+        assert hall.guard.close_calls("site-b") == 0
+        assert hall.guard.close_calls("site-a") == AT_ONCE
         return hall.refusal(Context(agent_name("site-a")))
 
     assert hall.call(peer, "Hello", nested) == "too many calls at once"
@@ -468,7 +478,7 @@ def test_a_stream_of_replies_that_breaks_off_ends_with_a_number(hall: Hall, peer
             raise RuntimeError(ZEBRA)
         return text.encode()
 
-    handler = grpc.unary_stream_rpc_method_handler(replies, pb.SessionRequest.FromString, write)
+    handler = grpc.unary_stream_rpc_method_handler(replies, gateway_pb2.SessionRequest.FromString, write)
     stream = hall.guarded(handler, "Session").stream_stream(iter([b""]), peer)
     assert next(stream) == b"first"
     with pytest.raises(Ended):
@@ -480,7 +490,7 @@ def test_a_stream_of_replies_that_breaks_off_ends_with_a_number(hall: Hall, peer
 
 
 def test_a_reply_that_cannot_be_written_leaves_as_a_number(hall: Hall, peer: Context) -> None:
-    handler = grpc.unary_unary_rpc_method_handler(lambda *_: "done", pb.HelloRequest.FromString, fails)
+    handler = grpc.unary_unary_rpc_method_handler(lambda *_: "done", gateway_pb2.HelloRequest.FromString, fails)
     with pytest.raises(Ended):
         hall.guarded(handler, "Hello").stream_unary(iter([b""]), peer)
     assert peer.said is not None
@@ -489,7 +499,9 @@ def test_a_reply_that_cannot_be_written_leaves_as_a_number(hall: Hall, peer: Con
 
 
 def test_a_stream_whose_peer_asks_no_further_is_forgotten(hall: Hall, peer: Context) -> None:
-    handler = grpc.unary_stream_rpc_method_handler(lambda *_: iter("ab"), pb.SessionRequest.FromString, str.encode)
+    handler = grpc.unary_stream_rpc_method_handler(
+        lambda *_: iter("ab"), gateway_pb2.SessionRequest.FromString, str.encode
+    )
     stream = hall.guarded(handler, "Session").stream_stream(iter([b""]), peer)
     assert next(stream) == b"a"
     assert hall.guard.open_calls() == {"Session": 1}
@@ -528,7 +540,7 @@ def test_when_the_log_fails_too_a_refusal_counts_and_a_fault_leaves_as_a_fixed_t
 
 def test_a_text_that_utf_8_cannot_carry_leaves_without_what_it_cannot(hall: Hall, peer: Context) -> None:
     def refuse(*_: object) -> None:
-        raise Turned(grpc.StatusCode.FAILED_PRECONDITION, "the site \ud800 is unknown", "join")
+        raise CallRejectedError(grpc.StatusCode.FAILED_PRECONDITION, "the site \ud800 is unknown", "join")
 
     assert hall.refusal(peer, "Hello", refuse) == "the site ? is unknown"
 
@@ -542,12 +554,14 @@ def test_each_message_of_a_stream_is_measured_and_its_peer_looked_up_again(hall:
                 hall.admitted = False
         return taken
 
-    guarded = hall.guarded(grpc.stream_unary_rpc_method_handler(count, pb.UploadPart.FromString, bytes), "Upload")
+    guarded = hall.guarded(
+        grpc.stream_unary_rpc_method_handler(count, gateway_pb2.UploadPart.FromString, bytes), "Upload"
+    )
     with pytest.raises(Ended):
         guarded.stream_unary(iter([b""] * 3), peer)
     assert peer.said == (grpc.StatusCode.PERMISSION_DENIED, "this certificate was revoked, or was never issued")
     hall.admitted = True
-    large = pb.UploadPart(chunk=pb.Chunk(data=bytes(MOST_BYTES + 4096))).SerializeToString()
+    large = gateway_pb2.UploadPart(chunk=gateway_pb2.Chunk(data=bytes(MOST_BYTES + 4096))).SerializeToString()
     with pytest.raises(Ended):
         guarded.stream_unary(iter([large]), peer)
     assert hall.reported == [("site-a", "revoked"), ("site-a", "too_large")]

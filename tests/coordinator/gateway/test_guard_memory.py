@@ -1,6 +1,6 @@
 """The coordinator's memory does not grow with the size of what comes in.
 
-What this does not see: a server without :func:`coordinator.edges.heap.one_arena`. That makes memory grow with the
+What this does not see: a server without :func:`coordinator.daemon.one_arena`. That makes memory grow with the
 threads that took pieces, not with their bytes: measured without it, both growths lie 17 to 60 MB up, in either order,
 and their difference says nothing.
 """
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from agent.edges.upload import Patience, send
-from protos import hpke
-from protos.v1 import gateway_pb2 as pb
+from agent.gateway.upload import Patience, send
+from protos.encryption import hpke
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.benchmarks import network
-from tests.support.federation import Site
+from tests.support.federation_world import Site
 
 SENDERS = 3
 BOUND_MB = 32.0  # windows that did not fill in the small case, and the allocator's pieces; 3 x 48 MB more came in
@@ -38,7 +38,7 @@ def _peak_of(served: network.Served, sites: list[Site], artifact: bytes, reader:
         grant = f"grant-{site.hospital.name}-{next(_names)}"
         site.reserved(grant)
         release = site.hospital.release(grant, artifact_sha256=digest, artifact_bytes=len(artifact), reader=reader)
-        sealed = pb.SealedRequest(key=f"submit-{grant}", envelope=site.seal(release))
+        sealed = gateway_pb2.SealedRequest(key=f"submit-{grant}", envelope=site.seal(release))
         with network.dial(site, served.port) as channel:
             return bool(send(GatewayStub(channel), sealed, artifact, Patience(), sha256=digest).admitted)
 

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.edges import sessions
-from tests.support.federation import Federation, Site
+from coordinator.gateway import notifications
+from tests.support.federation_world import Federation, Site
 
 
 class Listener:
@@ -110,7 +110,7 @@ def test_every_site_is_told_goodbye_when_the_coordinator_closes(fed: Federation)
 def test_a_session_says_that_it_lives_while_there_is_nothing_to_say(
     fed: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "BEAT_S", 0.05)
+    monkeypatch.setattr(notifications, "BEAT_S", 0.05)
     listener = Listener(fed.join("site-a"))
     assert [listener.hear() for _ in range(3)] == [("beat", "")] * 3
     listener.close()
@@ -120,7 +120,7 @@ def test_a_revoked_sites_session_ends_at_once_and_no_new_one_begins(fed: Federat
     a, b = fed.join("site-a"), fed.join("site-b")
     one, two = Listener(a), Listener(b)
     fed.authority.revoke("site-a", "", "stolen")
-    fed.service.guard.expel("site-a")
+    fed.service.guard.close_calls("site-a")
     assert one.hear() == grpc.StatusCode.CANCELLED
     connected(fed, "site-b")
     again = a.door().session("test")

@@ -8,15 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent.commands import start_making
-from agent.desk import open_desk
-from agent.edges import channel, door
-from agent.nouns import Unreachable
-from coordinator.edges import guard
-from protos.pngset import pack_earlier_png, pack_png
-from protos.versions import NEWEST, OURS, Spoken, agree
-from tests.protos.test_compressed_pictures import shard_of
-from tests.support.federation import Federation, Site
+from agent.cli.release import start_making
+from agent.errors import CoordinatorUnreachableError
+from agent.gateway import channel
+from agent.gateway import client as door
+from agent.runtime import open_runtime
+from coordinator.gateway import guard
+from protos.artifacts.png import pack_earlier_png, pack_png
+from protos.protocol_version import NEWEST, OURS, VersionRange, agree
+from tests.support.federation_world import Federation, Site
+from tests.support.image_sets import shard_of
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +27,15 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         yield made
 
 
-def says(monkeypatch: pytest.MonkeyPatch, spoken: Spoken | None) -> None:
+def says(monkeypatch: pytest.MonkeyPatch, spoken: VersionRange | None) -> None:
     """An agent of another version; None: one from before versions were announced."""
     agent = f"lazaret-protocol/{spoken}" if spoken else "lazaret-agent"
     monkeypatch.setattr(channel, "USER_AGENT", agent)
-    theirs = spoken or Spoken(1, 1)
+    theirs = spoken or VersionRange(1, 1)
     monkeypatch.setattr(door, "agree", lambda other, they: agree(other, they, theirs))
 
 
-def is_of(monkeypatch: pytest.MonkeyPatch, spoken: Spoken) -> None:
+def is_of(monkeypatch: pytest.MonkeyPatch, spoken: VersionRange) -> None:
     """A coordinator of another version."""
     monkeypatch.setattr(guard, "OURS", spoken)
     monkeypatch.setattr(guard, "agree", lambda other, they: agree(other, they, spoken))
@@ -49,9 +50,9 @@ def hello(federation: Federation) -> str:
         opened.close()
 
 
-@pytest.mark.parametrize("agent", [Spoken(NEWEST - 1, NEWEST - 1), OURS, Spoken(NEWEST, NEWEST + 1)])
+@pytest.mark.parametrize("agent", [VersionRange(NEWEST - 1, NEWEST - 1), OURS, VersionRange(NEWEST, NEWEST + 1)])
 def test_an_agent_one_version_before_or_after_is_served(
-    federation: Federation, monkeypatch: pytest.MonkeyPatch, agent: Spoken
+    federation: Federation, monkeypatch: pytest.MonkeyPatch, agent: VersionRange
 ) -> None:
     says(monkeypatch, agent)
     assert "k_min" in hello(federation)
@@ -60,28 +61,28 @@ def test_an_agent_one_version_before_or_after_is_served(
 @pytest.mark.parametrize(
     ("coordinator", "agent", "words"),
     [
-        (OURS, Spoken(NEWEST + 1, NEWEST + 2), "the agent is too new.*upgrade the coordinator first"),
-        (OURS, Spoken(NEWEST + 1, NEWEST + 1), "the agent is too new.*upgrade the coordinator first"),
+        (OURS, VersionRange(NEWEST + 1, NEWEST + 2), "the agent is too new.*upgrade the coordinator first"),
+        (OURS, VersionRange(NEWEST + 1, NEWEST + 1), "the agent is too new.*upgrade the coordinator first"),
         (OURS, None, "the agent is too old.*upgrade the agent"),
-        (Spoken(NEWEST, NEWEST + 1), None, "the agent is too old.*upgrade the agent"),
-        (Spoken(NEWEST + 1, NEWEST + 2), OURS, "the agent is too old.*upgrade the agent"),
+        (VersionRange(NEWEST, NEWEST + 1), None, "the agent is too old.*upgrade the agent"),
+        (VersionRange(NEWEST + 1, NEWEST + 2), OURS, "the agent is too old.*upgrade the agent"),
     ],
 )
 def test_an_agent_further_away_is_refused_in_a_sentence_and_nothing_is_written_into_the_ledger(
     federation: Federation,
     monkeypatch: pytest.MonkeyPatch,
-    coordinator: Spoken,
-    agent: Spoken | None,
+    coordinator: VersionRange,
+    agent: VersionRange | None,
     words: str,
 ) -> None:
     is_of(monkeypatch, coordinator)
     says(monkeypatch, agent)
     before = federation.store.state.size
-    with pytest.raises(Unreachable, match=words):
+    with pytest.raises(CoordinatorUnreachableError, match=words):
         hello(federation)
     site: Site = federation.site  # type: ignore[attr-defined]
     refused = site.door().reserve
-    with pytest.raises(Unreachable, match=words):  # every call, not only the first
+    with pytest.raises(CoordinatorUnreachableError, match=words):  # every call, not only the first
         refused("reserve-x", site.seal(site.hospital.reservation("x")))
     assert federation.store.state.size == before
 
@@ -90,8 +91,8 @@ def test_an_agent_refuses_a_coordinator_that_answers_in_a_protocol_it_does_not_s
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "agree", lambda _theirs, _they: NEWEST)  # a coordinator that lets everybody in
-    monkeypatch.setattr(guard, "OURS", Spoken(NEWEST + 5, NEWEST + 6))
-    with pytest.raises(Unreachable, match=r"the coordinator is too new.*upgrade the agent"):
+    monkeypatch.setattr(guard, "OURS", VersionRange(NEWEST + 5, NEWEST + 6))
+    with pytest.raises(CoordinatorUnreachableError, match=r"the coordinator is too new.*upgrade the agent"):
         hello(federation)
 
 
@@ -99,9 +100,9 @@ def test_a_coordinator_from_before_versions_were_announced_is_taken_for_the_firs
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "_speaks", lambda _context: None)
-    with pytest.raises(Unreachable, match="the coordinator is too old"):
+    with pytest.raises(CoordinatorUnreachableError, match="the coordinator is too old"):
         hello(federation)
-    monkeypatch.setattr(door, "agree", lambda other, they: agree(other, they, Spoken(1, 2)))
+    monkeypatch.setattr(door, "agree", lambda other, they: agree(other, they, VersionRange(1, 2)))
     assert "k_min" in hello(federation)
 
 
@@ -121,15 +122,15 @@ def submitted(federation: Federation, grant: str, artifact: bytes) -> set[str]:
 @pytest.mark.parametrize(
     ("agent", "form", "rules"),
     [
-        (Spoken(1, 2), "plain", set()),
-        (Spoken(1, 2), "compressed", {"artifact_malformed"}),
+        (VersionRange(1, 2), "plain", set()),
+        (VersionRange(1, 2), "compressed", {"artifact_malformed"}),
         (OURS, "compressed", set()),
         (OURS, "plain", {"artifact_malformed"}),
-        (Spoken(2, 4), "plain", {"artifact_malformed"}),
+        (VersionRange(2, 4), "plain", {"artifact_malformed"}),
     ],
 )
 def test_each_side_of_the_change_has_one_form_of_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: Spoken, form: str, rules: set[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: VersionRange, form: str, rules: set[str]
 ) -> None:
     """Else whether a set is compressed would be one more thing that a set can say."""
     image = np.arange(64 * 64, dtype=np.uint8).reshape(64, 64) // 16
@@ -159,13 +160,13 @@ def test_what_waited_since_before_is_handed_in_in_the_protocol_of_then(tmp_path:
 def test_a_site_makes_no_set_for_a_coordinator_that_knows_no_compressed_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(guard, "OURS", Spoken(1, 2))
+    monkeypatch.setattr(guard, "OURS", VersionRange(1, 2))
     with Federation(tmp_path) as made:
         site = made.join("site-a")
         before = made.store.state.size
         with (
-            open_desk(site.home.root, lambda *_: None) as desk,
-            pytest.raises(Unreachable, match="too old for compr"),
+            open_runtime(site.home.root, lambda *_: None) as desk,
+            pytest.raises(CoordinatorUnreachableError, match="too old for compr"),
         ):
             start_making(desk, anew=False)
         assert made.store.state.size == before

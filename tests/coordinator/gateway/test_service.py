@@ -18,26 +18,25 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
-from agent.edges.credentials import Credentials
-from agent.edges.home import BadSite
-from agent.nouns import Unreachable
-from coordinator.edges.guard import Turned, peer_of
-from coordinator.edges.home import operator_certificate
-from coordinator.edges.service import Staged
-from coordinator.intake import Unwelcome
-from policies.claims import Claim, KAnonymous, SubsampledGaussian
-from policies.review import Verdict
-from policies.sqlite import export_file
-from policies.statement import PAYLOAD_TYPE, Approval, Request, Reservation, Settlement, encode, release_id
-from policies.verify import verify
-from protos.envelope import seal
-from protos.identity import CA, agent_name, issue, leaf_of, make_intermediate, make_root, request
-from protos.keyfile import pem, replace_private
-from protos.v1 import gateway_pb2 as pb
+from agent.errors import CoordinatorUnreachableError, SiteConfigError
+from agent.gateway.credentials import Credentials
+from coordinator.admission import RequestRejectedError
+from coordinator.gateway.calls import CallRejectedError, peer_of
+from coordinator.gateway.service import StagedArtifact
+from coordinator.storage.directory import operator_certificate
+from policies.accounting.claims import Claim, KAnonymous, SubsampledGaussian
+from policies.audit.verify import verify
+from policies.ledger.backends.sqlite import export_file
+from policies.review.rules import Verdict
+from policies.statements import PAYLOAD_TYPE, Approval, Request, Reservation, Settlement, encode, release_id
+from protos.common.dsse import seal
+from protos.identity.certificates import CA, agent_name, issue, leaf_of, make_intermediate, make_root, request
+from protos.identity.key_files import pem, replace_private
+from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
-from tests.support.books import DP, K5, Hospital, policy
-from tests.support.federation import Federation, Site, pictures, vector
-from tests.support.receiving import staged
+from tests.support.federation_world import Federation, Site, pictures, vector
+from tests.support.ledger_world import DP, K5, Hospital, policy
+from tests.support.upload_server import staged
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def rules(verdict: Verdict) -> list[str]:
 
 def knock(federation: Federation, credentials: grpc.ChannelCredentials) -> str:
     with grpc.secure_channel(f"127.0.0.1:{federation.port}", credentials) as channel:
-        reply = GatewayStub(channel).Hello(pb.HelloRequest(), timeout=120)
+        reply = GatewayStub(channel).Hello(gateway_pb2.HelloRequest(), timeout=120)
         return str(reply.policy)
 
 
@@ -97,7 +96,7 @@ def test_no_client_certificate_no_conversation(federation: Federation) -> None:
 
 def test_plain_tcp_gets_nothing(federation: Federation) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{federation.port}") as channel, pytest.raises(grpc.RpcError):
-        GatewayStub(channel).Hello(pb.HelloRequest(), timeout=120)
+        GatewayStub(channel).Hello(gateway_pb2.HelloRequest(), timeout=120)
 
 
 def test_a_certificate_of_another_ca_gets_nothing(federation: Federation) -> None:
@@ -111,13 +110,13 @@ def test_the_agent_says_what_to_check_when_its_certificate_is_not_accepted(
     key, name = ec.generate_private_key(ec.SECP256R1()), agent_name("site-a")
     chain = issue(request(key, name), name, another_authority(), dt.datetime.now(dt.UTC))
     replace_private(site.home.keys / "tls.pem", pem(key) + chain)
-    with pytest.raises(Unreachable, match="issued by its CA"):
+    with pytest.raises(CoordinatorUnreachableError, match="issued by its CA"):
         site.door().hello()
 
 
 def test_an_agent_without_a_certificate_is_told_how_to_get_one(site: Site) -> None:
     (site.home.keys / "tls.pem").unlink()
-    with pytest.raises(BadSite, match="lazaret-agent enrol"):
+    with pytest.raises(SiteConfigError, match="lazaret-agent enrol"):
         site.door()
 
 
@@ -125,10 +124,10 @@ def test_an_unknown_agent_is_refused_and_the_refusal_is_written_down(federation:
     """Its certificate is the authority's and in no entry: the guard turns it away. Behind it, the counter does."""
     stranger = federation.join("site-x", approve=False)
     envelope = stranger.seal(reservation("grant-1", "site-x", "", "ksame", K5))
-    with pytest.raises(Unreachable, match="never issued"):
+    with pytest.raises(CoordinatorUnreachableError, match="never issued"):
         stranger.door().reserve("key", envelope)
     assert federation.findings() == []
-    with pytest.raises(Unwelcome, match="unknown_site"):
+    with pytest.raises(RequestRejectedError, match="unknown_site"):
         federation.intake.reserve("site-x", "key", envelope)
     assert federation.findings() == [["unknown_site"]]
 
@@ -142,7 +141,7 @@ def test_a_person_may_not_speak_as_an_agent_nor_an_agent_launch_runs(federation:
     credentials = Credentials(site.home.keys).channel_credentials()
     channel = grpc.secure_channel(f"127.0.0.1:{federation.port}", credentials)
     with channel, pytest.raises(grpc.RpcError) as caught:
-        list(GatewayStub(channel).Launch(pb.LaunchRequest(run="x"), timeout=120))
+        list(GatewayStub(channel).Launch(gateway_pb2.LaunchRequest(run="x"), timeout=120))
     assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
     assert "may not make this call" in caught.value.details()
     assert federation.findings() == [["wrong_role"]]
@@ -164,7 +163,7 @@ def test_who_is_at_the_other_end_is_read_from_the_certificate_or_the_call_is_tur
         ({**good, "x509_pem_cert": [two_names(federation, now)]}, "several_names"),
         ({**good, "x509_pem_cert": [federation.home.tls()[1]]}, "no_role"),
     ):
-        with pytest.raises(Turned) as caught:
+        with pytest.raises(CallRejectedError) as caught:
             peer_of(auth)
         assert caught.value.rule == rule
 
@@ -244,7 +243,7 @@ def test_more_or_fewer_bytes_than_the_statement_says_are_refused(federation: Fed
     artifact = pictures()
     envelope = site.seal(site.release("grant-1", artifact))
     for index, wrong in enumerate((artifact + b"x", artifact[:-1])):
-        with pytest.raises(Unreachable, match=f"piece 0 has {len(artifact)} bytes"):
+        with pytest.raises(CoordinatorUnreachableError, match=f"piece 0 has {len(artifact)} bytes"):
             site.door().submit(f"key-{index}", envelope, wrong)
     longer = artifact + bytes(1 << 20)
     assert rules(site.door().submit("key-2", envelope, longer)) == ["bad_manifest"]
@@ -347,7 +346,7 @@ def test_an_exception_inside_never_reaches_the_peer_as_text(
         raise RuntimeError("patient MRN-ZEBRA in ward 7")
 
     monkeypatch.setattr(federation.intake.register.__class__, "reserve", fault)
-    with pytest.raises(Unreachable) as caught:
+    with pytest.raises(CoordinatorUnreachableError) as caught:
         site.door().reserve("key", site.seal(reservation("grant-1", "site-a", "", "ksame", K5)))
     assert "ZEBRA" not in str(caught.value)
     assert "incident" in str(caught.value)
@@ -357,7 +356,7 @@ def test_an_exception_inside_never_reaches_the_peer_as_text(
 def test_an_agent_refuses_a_ledger_signed_by_another_key(federation: Federation, site: Site) -> None:
     public = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
     (site.home.keys / "coordinator.pub").write_text(base64.b64encode(public).decode())
-    with pytest.raises(Unreachable, match="another key"):
+    with pytest.raises(CoordinatorUnreachableError, match="another key"):
         site.door().hello()
 
 
@@ -370,7 +369,7 @@ def test_what_a_crash_left_on_the_shelf_is_finished_or_removed(tmp_path: Path) -
         envelope = site.seal(release)
         mine = staged(first.uploads, "site-a", artifact)
         staged(first.uploads, "site-a", b"whole, and nobody asked for a verdict")
-        goods = Staged(release.artifact_sha256, mine.stat().st_size, lambda: [])
+        goods = StagedArtifact(release.artifact_sha256, mine.stat().st_size, lambda: [])
         first.intake.admit("site-a", "key", envelope, release, goods)  # and then the power goes
         waiting = hashlib.sha256(b"whole, and nobody asked for a verdict").hexdigest()
     with Federation(tmp_path) as second:

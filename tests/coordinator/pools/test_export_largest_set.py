@@ -8,14 +8,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agent.nouns import Unreachable
-from coordinator.edges import sandbox
-from coordinator.edges.pooling import envelope_of, read_books, read_pictures
-from coordinator.pool import source_of
-from policies.policy import parse, preset
-from protos.artifact import pack_images
-from protos.shards import MAX_SHARD, Png, plain_bytes, room
-from tests.support.federation import Federation
+from agent.errors import CoordinatorUnreachableError
+from coordinator.pools.export import envelope_of, read_books, read_pool_images
+from coordinator.pools.selection import source_of
+from coordinator.sandbox import inspector_process
+from policies.review.policy import parse, preset
+from protos.artifacts.arrays import pack_images
+from protos.artifacts.shards import MAX_SHARD, Png, capacity, plain_bytes
+from tests.support.federation_world import Federation
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_a_set_of_the_largest_size_is_admitted_shelved_and_pooled(
     tmp_path_factory: pytest.TempPathFactory, side: int, most: int
 ) -> None:
     assert parse(preset("public"), "public").max_artifact_bytes == MAX_SHARD
-    count = room(most, (side, side, 3), Png())
+    count = capacity(most, (side, side, 3), Png())
     dice = np.random.default_rng(7)
     images = dice.integers(0, 256, (count, side, side, 3), np.uint8)
     images[::2] //= 32  # every other one compresses
@@ -46,7 +46,7 @@ def test_a_set_of_the_largest_size_is_admitted_shelved_and_pooled(
         shelved = federation.home.releases / release.release
         assert len(list((shelved / "images").glob("*.png"))) == count
         source = source_of(read_books(federation.home), release.release, envelope_of(shelved))
-        found = read_pictures(shelved / "images.tar", source)
+        found = read_pool_images(shelved / "images.tar", source)
         assert isinstance(found, list)
         assert len(found) == count
 
@@ -62,9 +62,9 @@ def test_a_coordinator_too_busy_to_look_inside_says_so_and_spends_nothing(
         release = site.release("g-1", artifact)
         told = f"submit-{release.release}", site.seal(release), artifact
         with monkeypatch.context() as patch:
-            limits = sandbox.Limits(wall_seconds=0.0)
-            patch.setattr(sandbox.Limits, "for_size", staticmethod(lambda _size: limits))
-            with pytest.raises(Unreachable, match="too busy"):
+            limits = inspector_process.Limits(wall_seconds=0.0)
+            patch.setattr(inspector_process.Limits, "for_size", staticmethod(lambda _size: limits))
+            with pytest.raises(CoordinatorUnreachableError, match="too busy"):
                 site.door().submit(*told)
         assert federation.store.state.grants["g-1"].state == "held"
         assert site.door().submit(*told).admitted
@@ -76,6 +76,6 @@ def test_the_largest_picture_is_read_within_the_sandboxs_memory(tmp_path_factory
     images[1] //= 16
     path = tmp_path_factory.mktemp("large") / "images.tar"
     path.write_bytes(pack_images(images, ("", "")))
-    found = sandbox.inspect(path, "image-set", {})
+    found = inspector_process.inspect(path, "image-set", {})
     assert found.ok, (found.rule, found.reason)
     assert found.facts["shape"] == [2048, 2048, 3]

@@ -15,30 +15,31 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor, nn
 
-from agent.nets.weights import pack, unpack
-from coordinator.__main__ import main
-from coordinator.edges.architectures import approve_architecture, architecture_of
-from coordinator.edges.averaging import average_runs
-from coordinator.edges.home import Home
-from coordinator.edges.pooling import export_pool, list_releases
-from coordinator.edges.service import looked_into
-from coordinator.edges.shelf import WORDING, Shelf
-from coordinator.edges.uploads import Uploads
-from coordinator.pool import Books, PoolRefused, Wanted, books_of
-from coordinator.promises import UNTESTED, crowded, evidence, others
-from coordinator.report import UnsoundReport, render, views
-from coordinator.wording import LEVELS
-from policies.claims import Claim, NoClaim, SubsampledGaussian
-from policies.policy import parse
-from policies.rdp import epsilon_nano
-from policies.register import Facts, Register
-from policies.statement import Release, claim_json
-from policies.view import as_json
-from protos.artifact import pack_images
-from protos.weights import Architecture
-from tests.coordinator.test_pool import labels, scene
-from tests.support.books import COMPONENTS, K5, Hospital, open_register, policy
-from tests.support.receiving import staged
+from agent.models.weights import pack, unpack
+from coordinator.claim_descriptions import UNTESTED, evidence, is_kanonymous, without_epsilon
+from coordinator.cli.main import main
+from coordinator.explanations import LEVELS
+from coordinator.gateway.service import inspect_artifact
+from coordinator.pools.architectures import approve_architecture, architecture_of
+from coordinator.pools.export import export_pool, list_releases
+from coordinator.pools.model_averaging import average_runs
+from coordinator.pools.selection import PoolLedger, PoolRefusedError, SelectionCriteria, books_of
+from coordinator.reports.overview import UnsoundReportError, views
+from coordinator.storage.directory import CoordinatorDirectory
+from coordinator.storage.release_store import WORDING, ReleaseStore
+from coordinator.storage.uploads import Uploads
+from policies.accounting.claims import Claim, NoClaim, SubsampledGaussian
+from policies.accounting.rdp import epsilon_nano
+from policies.audit.display import as_json
+from policies.ledger_service import ArtifactFindings, LedgerService
+from policies.review.policy import parse
+from policies.statements import Release, claim_json
+from protos.artifacts.arrays import pack_images
+from protos.artifacts.strict_safetensors import Architecture
+from tests.support.image_sets import labels, scene
+from tests.support.ledger_world import COMPONENTS, K5, Hospital, open_register, policy
+from tests.support.report_world import page_of
+from tests.support.upload_server import staged
 
 STEPS = SubsampledGaussian(0.05, 2.0, 400)
 LAX = policy(components='["public", "private"]', levels='["A", "B", "C"]', max_releases_per_patient=9)
@@ -76,23 +77,23 @@ class World:
     """A coordinator's home with a ledger, a shelf and two hospitals whose policies admit level C."""
 
     root: Path
-    register: Register = field(init=False)
-    home: Home = field(init=False)
-    shelf: Shelf = field(init=False)
+    register: LedgerService = field(init=False)
+    home: CoordinatorDirectory = field(init=False)
+    shelf: ReleaseStore = field(init=False)
 
     def __post_init__(self) -> None:
-        self.home = Home(self.root / "home")
+        self.home = CoordinatorDirectory(self.root / "home")
         self.home.releases.mkdir(parents=True)
         (self.home.root / "coordinator.toml").write_text('listen = "127.0.0.1:0"\n')
         self.north, self.south = Hospital("north", LAX), Hospital("south", LAX)
         key, agreed = Ed25519PrivateKey.generate(), parse(LAX, "lax")
         register = open_register(self.home.ledger, self.north, self.south, key=key)
         self.register = replace(register, policy_of=lambda _site: agreed)
-        self.shelf = Shelf(self.home.releases, self.register.store)
+        self.shelf = ReleaseStore(self.home.releases, self.register.store)
         self.uploads = Uploads(self.shelf.staging, lambda: 0.0, keep_free=0)
 
     @property
-    def books(self) -> Books:
+    def books(self) -> PoolLedger:
         store = self.register.store
         return books_of(store.line(i).record for i in range(store.state.size))
 
@@ -116,7 +117,7 @@ class World:
             artifact_sha256=hashlib.sha256(body).hexdigest(), artifact_bytes=len(body), **facts,
         )  # fmt: skip
         path, envelope = staged(self.uploads, site.name, body), site.seal(release)
-        verdict = self.register.admit(f"s-{grant}", release, envelope, Facts())
+        verdict = self.register.admit(f"s-{grant}", release, envelope, ArtifactFindings())
         assert verdict.admitted, verdict
         self.shelf.settle(path, release, envelope, verdict)
         self.uploads.drop(site.name, release.artifact_sha256)
@@ -142,7 +143,7 @@ def look(tmp_path: Path, body: bytes, *approved: Architecture) -> list[tuple[str
     path = tmp_path / "artifact"
     path.write_bytes(body)
     release = Hospital("north").release("g", artifact_type="model", mechanism="distill")
-    return [(found.rule, found.detail) for found in looked_into(path, release, folder)]
+    return [(found.rule, found.detail) for found in inspect_artifact(path, release, folder)]
 
 
 @pytest.fixture
@@ -239,7 +240,9 @@ def test_an_operator_sees_and_approves_an_architecture(
     approved.unlink()
     (tmp_path / "artifact").write_bytes(student(2))
     release = world.north.release("g", artifact_type="model")
-    assert looked_into(tmp_path / "artifact", release, approved.parent) == [], "a line end is no other architecture"
+    assert inspect_artifact(tmp_path / "artifact", release, approved.parent) == [], (
+        "a line end is no other architecture"
+    )
 
 
 def test_what_is_no_clean_network_is_not_approved(
@@ -264,10 +267,10 @@ def test_what_is_no_clean_network_is_not_approved(
     assert main([*command, str(tmp_path / "other.json"), "--approve", "x"]) == 1
     assert not (world.home.root / "architectures").exists()
     for name in ("../x", "X Y", ".hidden", ""):
-        with pytest.raises(PoolRefused, match="one short word"):
+        with pytest.raises(PoolRefusedError, match="one short word"):
             approve_architecture(world.home, name, shown)
     approve_architecture(world.home, "one", shown)
-    with pytest.raises(PoolRefused, match="another architecture"):
+    with pytest.raises(PoolRefusedError, match="another architecture"):
         approve_architecture(world.home, "one", Architecture(shown.tensors))
 
 
@@ -300,34 +303,34 @@ def test_a_pool_lists_a_model_and_leaves_it_out_with_the_reason(world: World, tm
     rows = {row.id: row for row in list_releases(world.home, world.books)}
     assert (rows[model.release].holds, rows[model.release].level) == ("model", "C")
     assert rows[images.release].holds == "images"
-    report = export_pool(world.home, world.books, tmp_path / "pool", Wanted())
+    report = export_pool(world.home, world.books, tmp_path / "pool", SelectionCriteria())
     assert [(left.release, left.rule) for left in report.left_out] == [(model.release, "model")]
     assert (report.samples, report.level) == (4, "C")
     page = (tmp_path / "pool" / "README.md").read_text()
     assert SAID in page
-    assert "nothing is promised" in page
+    assert "there is no guarantee" in page
     (cost,) = report.budgets[0].costs
     assert (cost.kind, cost.epsilon, cost.sets) == ("none", None, None)
-    with pytest.raises(PoolRefused, match="1 x level, 1 x model"):
-        export_pool(world.home, world.books, tmp_path / "strict", Wanted(level="B"))
+    with pytest.raises(PoolRefusedError, match="1 x level, 1 x model"):
+        export_pool(world.home, world.books, tmp_path / "strict", SelectionCriteria(level="B"))
 
 
 def test_the_report_prints_both_figures_and_believes_the_statement_alone(world: World) -> None:
     release = world.admit(world.north, "g1", student(1))
-    page = render(world.ledger(), views(world.home.releases), None)
+    page = page_of(world.register.store, views(world.home.releases), None)
     assert SAID in page
     assert "learned from a secret one" in page
     certificate = world.home.releases / release.release / "certificate.json"
     facts = json.loads(certificate.read_text())
     for forged in ({"vetting_power": "0.999"}, {"reid_rate": "0.0"}):
         certificate.write_text(json.dumps({**facts, **forged}))
-        with pytest.raises(UnsoundReport, match="other figures"):
+        with pytest.raises(UnsoundReportError, match="other figures"):
             views(world.home.releases)
     certificate.write_text(json.dumps({k: v for k, v in facts.items() if k not in ("reid_rate", "vetting_power")}))
-    assert UNTESTED in render(world.ledger(), views(world.home.releases), None)
+    assert SAID in page_of(world.register.store, views(world.home.releases), None)
     certificate.write_text(json.dumps(facts))
     (certificate.parent / "envelope.json").unlink()
-    with pytest.raises(UnsoundReport, match="other figures"):
+    with pytest.raises(UnsoundReportError, match="other figures"):
         views(world.home.releases)
 
 
@@ -339,7 +342,7 @@ def drawn(world: World, grant: str, seed: int, **more: Any) -> Release:
 
 def read(world: World) -> str:
     """The report as a person reads it, without its style sheet and its elements."""
-    page = render(world.ledger(), views(world.home.releases), None)
+    page = page_of(world.register.store, views(world.home.releases), None)
     return " ".join(re.sub(r"<style>.*?</style>|<[^>]*>", " ", page, flags=re.S).split())
 
 
@@ -350,10 +353,10 @@ def test_books_of_level_c_alone_speak_of_no_crowd_and_of_no_attack_that_was_not_
     for grant, seed in (("g2", 2), ("g3", 3)):
         drawn(world, grant, seed)
     text = read(world)
-    assert "0 of 3 covered by ε 3 promise nothing" in text
+    assert "Covered by ε 0 of 3; 3 promise nothing" in text
     assert "ε covers 0 of 3 releases. Of the others, 3 promise nothing." in text
-    assert "Releases without an epsilon: how many of them a patient may be in, ever." in text
-    export_pool(world.home, world.books, tmp_path / "pool", Wanted())
+    assert "a patient may be in 9 releases without an epsilon, ever" in text
+    export_pool(world.home, world.books, tmp_path / "pool", SelectionCriteria())
     sheet = (tmp_path / "pool" / "README.md").read_text()
     assert "No image is meant to show a patient; each was made by" in sheet
     assert "- epsilon covers 0 of 2 releases; 2 promise nothing; kinds are never added up." in sheet
@@ -371,14 +374,14 @@ def test_what_is_k_anonymous_and_what_promises_nothing_are_counted_apart(world: 
     told = {"epsilon_nano": epsilon_nano(STEPS, float(opened.delta), opened.order), "delta": opened.delta}
     world.admit(world.north, "g4", student(4), "distill-dp", STEPS, vetted_against="public", **told)
     text = read(world)
-    assert "1 of 4 covered by ε 1 is k-anonymous; 2 promise nothing" in text
+    assert "Covered by ε 1 of 4; 1 is k-anonymous; 2 promise nothing" in text
     assert "ε covers 1 of 4 releases. Of the others, 1 is k-anonymous; 2 promise nothing. k-anonymity is " in text
     assert [said for said in UNTRUE if said in text] == []
-    export_pool(world.home, world.books, tmp_path / "pool", Wanted())
+    export_pool(world.home, world.books, tmp_path / "pool", SelectionCriteria())
     sheet = (tmp_path / "pool" / "README.md").read_text()
     assert "; 1 is k-anonymous; 2 promise nothing; kinds are never added up." in sheet
     assert "No image is meant to show a patient" in sheet
-    export_pool(world.home, world.books, tmp_path / "crowd", Wanted(level="B"))
+    export_pool(world.home, world.books, tmp_path / "crowd", SelectionCriteria(level="B"))
     strong = (tmp_path / "crowd" / "README.md").read_text()
     assert "No image shows a patient" in strong
     assert "- epsilon covers 0 of 1 releases; 1 is k-anonymous; kinds are never added up." in strong
@@ -397,12 +400,14 @@ def test_a_crowd_at_level_c_is_counted_among_what_promises_nothing(world: World,
 
 
 def test_every_release_without_an_epsilon_is_of_one_of_two_kinds() -> None:
-    assert [others(*counts) for counts in ((0, 0), (1, 0), (0, 1), (2, 3))] == [
+    assert [without_epsilon(*counts) for counts in ((0, 0), (1, 0), (0, 1), (2, 3))] == [
         "", "1 is k-anonymous", "1 promises nothing", "2 are k-anonymous; 3 promise nothing"
     ]  # fmt: skip
     crowd = claim_json(K5)
-    assert [level for level in ("A", "A*", "B", "C", "", "D") if crowded(level, crowd)] == ["B"]
-    assert not any(crowded("B", odd) for odd in (claim_json(NoClaim()), claim_json(STEPS), None, "k-anonymous", {}))
+    assert [level for level in ("A", "A*", "B", "C", "", "D") if is_kanonymous(level, crowd)] == ["B"]
+    assert not any(
+        is_kanonymous("B", odd) for odd in (claim_json(NoClaim()), claim_json(STEPS), None, "k-anonymous", {})
+    )
 
 
 def test_students_of_two_sites_are_merged_and_the_merge_is_said_to_be_untested(world: World, tmp_path: Path) -> None:
@@ -421,7 +426,7 @@ def test_students_of_two_sites_are_merged_and_the_merge_is_said_to_be_untested(w
     assert [part.tested for part in report.ingredients] == [SAID, SAID]
     assert all(cost.kind == "none" for cost in report.budget.costs)
     other = world.admit(world.north, "g-other", student(2, {**CONFIG, "scale": 0.5}))
-    with pytest.raises(PoolRefused, match="something else"):
+    with pytest.raises(PoolRefusedError, match="something else"):
         average_runs(world.home, world.books, tmp_path / "mixed", [names[0], other.release])
 
 

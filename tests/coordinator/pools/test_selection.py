@@ -29,32 +29,33 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from coordinator.datasheet import CONFORMS_TO, CONTEXT, OVERLAP, Card, PoolReport
-from coordinator.edges.averaging import average_models, average_runs, shares_of
-from coordinator.edges.home import Home
-from coordinator.edges.pooling import Options, as_json, export_pool, list_releases, read_books
-from coordinator.pictures import Picture, look, merge, near_duplicates, pixel_digest, shuffled
-from coordinator.pool import (
+from coordinator.pools.datasheet import CONFORMS_TO, CONTEXT, OVERLAP, Card, PoolReport
+from coordinator.pools.deduplication import PoolImage, merge, near_duplicates, perceptual_hash, pixel_digest, shuffled
+from coordinator.pools.export import Options, as_json, export_pool, list_releases, read_books
+from coordinator.pools.model_averaging import average_models, average_runs, shares_of
+from coordinator.pools.selection import (
     LEVELS,
-    Books,
-    PoolRefused,
-    Source,
-    Wanted,
+    AdmittedRelease,
+    PoolLedger,
+    PoolRefusedError,
+    SelectionCriteria,
     books_of,
     budget,
     select,
     source_of,
     weakest,
 )
-from policies.accounting import epsilon_of
-from policies.claims import Claim, KAnonymous, NoClaim, SubsampledGaussian
-from policies.figures import epsilon_text
-from policies.rdp import cost, epsilon_nano
-from policies.register import Facts, Register
-from policies.statement import claim_from, release_id
-from protos.artifact import pack_images, pack_vector
-from protos.weights import pack_weights
-from tests.support.books import BOTH, Hospital, open_register, policy
+from coordinator.storage.directory import CoordinatorDirectory
+from policies.accounting.accountant import epsilon_of
+from policies.accounting.claims import Claim, KAnonymous, NoClaim, SubsampledGaussian
+from policies.accounting.rdp import cost, epsilon_nano
+from policies.accounting.rounding import epsilon_text
+from policies.ledger_service import ArtifactFindings, LedgerService
+from policies.statements import claim_from, release_id
+from protos.artifacts.arrays import pack_images, pack_vector
+from protos.artifacts.strict_safetensors import pack_weights
+from tests.support.image_sets import labels, scene
+from tests.support.ledger_world import BOTH, Hospital, open_register, policy
 
 K5, K7 = (KAnonymous(k=k, l_diversity=2, releases_per_patient=1) for k in (5, 7))
 STEPS = SubsampledGaussian(sampling_rate=0.05, noise_multiplier=2.0, steps=20)
@@ -62,33 +63,24 @@ SHARD = 40_960
 SETTINGS = 'listen = "127.0.0.1:0"\n'
 
 
-def scene(seed: int, count: int, side: int = 12) -> NDArray[np.uint8]:
-    """(count, side, side) images that differ."""
-    return np.random.default_rng(seed).integers(0, 256, (count, side, side), dtype=np.uint8)
-
-
-def labels(count: int) -> list[str]:
-    return ["effusion" if i % 3 else "clear" for i in range(count)]
-
-
 @dataclass
 class World:
     """A ledger with two hospitals, and a shelf as the coordinator lays it out."""
 
     root: Path
-    register: Register = field(init=False)
-    home: Home = field(init=False)
+    register: LedgerService = field(init=False)
+    home: CoordinatorDirectory = field(init=False)
 
     def __post_init__(self) -> None:
         often = policy(max_releases_per_patient=9)
         self.north, self.south = Hospital("north", often), Hospital("south", often)
-        self.home = Home(self.root / "home")
+        self.home = CoordinatorDirectory(self.root / "home")
         self.home.releases.mkdir(parents=True)
         (self.home.root / "coordinator.toml").write_text(SETTINGS)
         self.register = open_register(self.home.ledger, self.north, self.south, key=Ed25519PrivateKey.generate())
 
     @property
-    def books(self) -> Books:
+    def books(self) -> PoolLedger:
         store = self.register.store
         return books_of(store.line(i).record for i in range(store.state.size))
 
@@ -102,7 +94,7 @@ class World:
         digest = hashlib.sha256(body).hexdigest()
         release = hospital.release(grant, artifact_sha256=digest, artifact_bytes=len(body), **changes)
         envelope = hospital.seal(release)
-        verdict = self.register.admit(f"submit-{release.release[8:40]}", release, envelope, Facts())
+        verdict = self.register.admit(f"submit-{release.release[8:40]}", release, envelope, ArtifactFindings())
         assert verdict.admitted, verdict.findings
         return release.release, envelope
 
@@ -155,9 +147,9 @@ class World:
         (self.home.releases / run).mkdir()
         (self.home.releases / run / "model.safetensors").write_bytes(body)
 
-    def export(self, name: str = "pool", wanted: Wanted | None = None, **options: Any) -> PoolReport:
+    def export(self, name: str = "pool", wanted: SelectionCriteria | None = None, **options: Any) -> PoolReport:
         chosen = Options(**{"shard_bytes": SHARD, **options})
-        return export_pool(self.home, self.books, self.root / name, wanted or Wanted(), chosen)
+        return export_pool(self.home, self.books, self.root / name, wanted or SelectionCriteria(), chosen)
 
 
 @pytest.fixture
@@ -264,7 +256,7 @@ def test_shards_are_plain_ustar_of_bounded_size(pooled: World) -> None:
                 assert (m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) == (0, 0, 0, "", "", 0o644)
                 assert m.isreg()
         assert raw[257:265] == b"ustar\x0000"
-    with pytest.raises(PoolRefused, match="does not fit"):
+    with pytest.raises(PoolRefusedError, match="does not fit"):
         pooled.export("tiny", shard_bytes=20_480)
 
 
@@ -330,17 +322,17 @@ TAMPERED: list[tuple[str, Callable[[Path], None]]] = [
 def test_a_tampered_folder_is_refused_by_name(pooled: World, why: str, tamper: Callable[[Path], None]) -> None:
     release = named(pooled, "north")
     tamper(pooled.home.releases / release)
-    with pytest.raises(PoolRefused, match=f"{release}.*{why}"):
+    with pytest.raises(PoolRefusedError, match=f"{release}.*{why}"):
         pooled.export()
     assert not list(pooled.root.glob("pool*"))
-    report = pooled.export(wanted=Wanted(without=frozenset({release})))
+    report = pooled.export(wanted=SelectionCriteria(without=frozenset({release})))
     assert [(x.release, x.rule) for x in report.left_out] == [(release, "excluded")]
     assert {part.source.site for part in report.parts} == {"south"}
 
 
 def test_a_folder_that_the_ledger_does_not_know_is_refused_by_name(pooled: World) -> None:
     shutil.copytree(pooled.home.releases / named(pooled, "north"), pooled.home.releases / "release-planted")
-    with pytest.raises(PoolRefused, match=r"release-planted.*did not admit"):
+    with pytest.raises(PoolRefusedError, match=r"release-planted.*did not admit"):
         pooled.export()
 
 
@@ -354,7 +346,7 @@ def test_a_statement_must_be_about_the_release_and_its_artifact(pooled: World, w
     else:  # or another artifact
         mine, entry = other, dataclasses.replace(books.state.releases[other], artifact=bytes(32))
     books.state.releases[mine] = entry
-    with pytest.raises(PoolRefused, match=f"{mine}: its statement is about {what}"):
+    with pytest.raises(PoolRefusedError, match=f"{mine}: its statement is about {what}"):
         source_of(books, mine, envelope)
 
 
@@ -365,8 +357,8 @@ def test_an_archive_that_changes_while_the_pool_is_written_stops_it(pooled: Worl
         if what == "shard":
             archive.write_bytes(bytes(archive.stat().st_size))
 
-    with pytest.raises(PoolRefused, match="changed while"):
-        export_pool(pooled.home, pooled.books, pooled.root / "pool", Wanted(), None, meanwhile)
+    with pytest.raises(PoolRefusedError, match="changed while"):
+        export_pool(pooled.home, pooled.books, pooled.root / "pool", SelectionCriteria(), None, meanwhile)
     assert not list(pooled.root.glob("pool*"))
 
 
@@ -397,35 +389,35 @@ def test_a_set_that_only_its_reader_can_open_is_skipped_by_the_ledgers_word(pool
     assert source.reader == ""
     entry = dataclasses.replace(books.state.releases[release], reader="ab" * 32)
     books.state.releases[release] = entry
-    report = export_pool(pooled.home, books, pooled.root / "pool", Wanted())
+    report = export_pool(pooled.home, books, pooled.root / "pool", SelectionCriteria())
     assert [(x.release, x.rule) for x in report.left_out] == [(release, "encrypted")]
 
 
 def test_modalities_and_shapes_do_not_mix_unless_asked(world: World) -> None:
     world.images(world.north, "g-north", scene(0, 3))
     world.images(world.south, "g-south", scene(1, 3), modality="CR")
-    with pytest.raises(PoolRefused, match=r"more than one modality \(CR, OT\)"):
+    with pytest.raises(PoolRefusedError, match=r"more than one modality \(CR, OT\)"):
         world.export()
     world.images(world.south, "g-larger", scene(2, 3, 16))
-    everything = Wanted(mixed=frozenset({"modality"}))
-    with pytest.raises(PoolRefused, match="more than one shape"):
+    everything = SelectionCriteria(mixed=frozenset({"modality"}))
+    with pytest.raises(PoolRefusedError, match="more than one shape"):
         world.export(wanted=everything)
-    report = world.export(wanted=Wanted(mixed=frozenset({"modality", "shape"})))
+    report = world.export(wanted=SelectionCriteria(mixed=frozenset({"modality", "shape"})))
     assert (report.modalities, report.shapes) == (("CR", "OT"), ((12, 12), (16, 16)))
     assert [b.modality for b in report.budgets] == ["", "CR", "OT"]
-    assert world.export("one", Wanted(modalities=frozenset({"CR"}))).samples == 3
+    assert world.export("one", SelectionCriteria(modalities=frozenset({"CR"}))).samples == 3
 
 
-def source(release: str = "r", **changes: Any) -> Source:
+def source(release: str = "r", **changes: Any) -> AdmittedRelease:
     values = {
         "release": release, "site": "north", "mechanism": "ksame", "level": "B", "modality": "OT",
         "artifact_type": "image-set", "claim": K5, "grant": f"g-{release}", "kind": "k", "used": 1, "order": 0,
         "delta": None, "epsilon": None, "at": 100, "artifact": "ab" * 32, "envelope": "cd" * 32, "reader": "",
     }  # fmt: skip
-    return Source(**{**values, **changes})
+    return AdmittedRelease(**{**values, **changes})
 
 
-def dp(release: str, site: str, used: int, **changes: Any) -> Source:
+def dp(release: str, site: str, used: int, **changes: Any) -> AdmittedRelease:
     values = {"level": "A", "kind": "rdp", "claim": STEPS, "order": 4, "delta": 4e-6, "epsilon": 2.0, **changes}
     return source(release, site=site, used=used, **values)
 
@@ -433,21 +425,21 @@ def dp(release: str, site: str, used: int, **changes: Any) -> Source:
 @pytest.mark.parametrize(
     ("wanted", "kept"),
     [
-        (Wanted(), {"a", "b", "c", "d"}),
-        (Wanted(sites=frozenset({"south"})), {"c"}),
-        (Wanted(mechanisms=frozenset({"privimage"})), {"d"}),
-        (Wanted(level="A"), {"d"}),
-        (Wanted(level="A*"), {"d"}),
-        (Wanted(level="B"), {"a", "b", "d"}),
-        (Wanted(k=6), {"b"}),
-        (Wanted(epsilon=2.0), {"d"}),
-        (Wanted(epsilon=1.999), set()),
-        (Wanted(k=2, epsilon=3.0), {"a", "b", "d"}),
-        (Wanted(since=101), {"b"}),
-        (Wanted(without=frozenset({"a"})), {"b", "c", "d"}),
+        (SelectionCriteria(), {"a", "b", "c", "d"}),
+        (SelectionCriteria(sites=frozenset({"south"})), {"c"}),
+        (SelectionCriteria(mechanisms=frozenset({"privimage"})), {"d"}),
+        (SelectionCriteria(level="A"), {"d"}),
+        (SelectionCriteria(level="A*"), {"d"}),
+        (SelectionCriteria(level="B"), {"a", "b", "d"}),
+        (SelectionCriteria(k=6), {"b"}),
+        (SelectionCriteria(epsilon=2.0), {"d"}),
+        (SelectionCriteria(epsilon=1.999), set()),
+        (SelectionCriteria(k=2, epsilon=3.0), {"a", "b", "d"}),
+        (SelectionCriteria(since=101), {"b"}),
+        (SelectionCriteria(without=frozenset({"a"})), {"b", "c", "d"}),
     ],
 )
-def test_filters_keep_what_was_asked_for_and_explain_the_rest(wanted: Wanted, kept: set[str]) -> None:
+def test_filters_keep_what_was_asked_for_and_explain_the_rest(wanted: SelectionCriteria, kept: set[str]) -> None:
     sources = [
         source("a"),
         source("b", claim=K7, at=101),
@@ -461,11 +453,11 @@ def test_filters_keep_what_was_asked_for_and_explain_the_rest(wanted: Wanted, ke
 
 
 def test_an_epsilon_that_is_not_a_number_is_never_below_a_bound() -> None:
-    found, _ = select([dp("d", "north", 10, epsilon=math.nan)], Wanted(epsilon=5.0))
+    found, _ = select([dp("d", "north", 10, epsilon=math.nan)], SelectionCriteria(epsilon=5.0))
     assert found == []
     for wrong in ({"epsilon": math.nan}, {"epsilon": 0.0}, {"k": 1}, {"level": "D"}, {"mixed": frozenset({"site"})}):
-        with pytest.raises(PoolRefused):
-            Wanted(**wrong)
+        with pytest.raises(PoolRefusedError):
+            SelectionCriteria(**wrong)
 
 
 def test_levels_are_ordered_from_strong_to_weak() -> None:
@@ -552,9 +544,9 @@ def test_labels_and_names_cannot_become_markup(world: World) -> None:
     text = (world.root / "pool" / "README.md").read_text()
     assert "<b>" not in text.replace("\\<b", "")
     assert "- `'<script>x</script>|`: 1" in text
-    with pytest.raises(PoolRefused):
+    with pytest.raises(PoolRefusedError):
         Card(name="two\nlines")
-    with pytest.raises(PoolRefused):
+    with pytest.raises(PoolRefusedError):
         Card(published="tomorrow")
 
 
@@ -626,15 +618,15 @@ def test_mlcroissant_reads_the_pool(pooled: World) -> None:
 
 def test_nothing_is_exported_where_something_is_already(pooled: World) -> None:
     (pooled.root / "pool").mkdir()
-    with pytest.raises(PoolRefused, match="exists already"):
+    with pytest.raises(PoolRefusedError, match="exists already"):
         pooled.export()
     (pooled.root / "next.part").mkdir()
     (pooled.root / "next.part" / "precious").write_text("x")
-    with pytest.raises(PoolRefused, match="in the way"):
+    with pytest.raises(PoolRefusedError, match="not made by this command"):
         pooled.export("next")
     assert (pooled.root / "next.part" / "precious").read_text() == "x"
     (pooled.root / "link.part").symlink_to(pooled.root / "pool")
-    with pytest.raises(PoolRefused, match="in the way"):
+    with pytest.raises(PoolRefusedError, match="not made by this command"):
         pooled.export("link")
 
 
@@ -643,7 +635,7 @@ def test_a_full_disk_leaves_nothing_behind(pooled: World) -> None:
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SHARD // 2, limits[1]))
     try:
-        with pytest.raises(PoolRefused, match="cannot be written: File too large"):
+        with pytest.raises(PoolRefusedError, match="cannot be written: File too large"):
             pooled.export()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -663,7 +655,7 @@ def test_an_interrupted_export_goes_on_with_the_shards_it_has(pooled: World) -> 
 
     whole = pooled.export("whole")
     out = pooled.root / "pool"
-    arguments = (pooled.home, pooled.books, out, Wanted(), Options(shard_bytes=SHARD))
+    arguments = (pooled.home, pooled.books, out, SelectionCriteria(), Options(shard_bytes=SHARD))
     with pytest.raises(Killed):
         export_pool(*arguments, killed)
     assert not out.exists()
@@ -684,7 +676,7 @@ def test_what_an_interrupted_export_left_is_used_only_if_it_is_right(pooled: Wor
             raise Killed
 
     whole = pooled.export("whole", seed=3)
-    arguments = (pooled.home, pooled.books, pooled.root / "pool", Wanted())
+    arguments = (pooled.home, pooled.books, pooled.root / "pool", SelectionCriteria())
     with pytest.raises(Killed):
         export_pool(*arguments, Options(3 if broken == "shard" else 4, SHARD), killed)
     if broken == "shard":
@@ -697,11 +689,13 @@ def test_two_exports_at_once_do_not_share_a_directory(pooled: World) -> None:
 
     def meanwhile(what: str, done: int, _of: int) -> None:
         if what == "shard" and done == 0:
-            with pytest.raises(PoolRefused, match="another process") as refused:
+            with pytest.raises(PoolRefusedError, match="another process") as refused:
                 pooled.export()
             refusals.append(refused)
 
-    report = export_pool(pooled.home, pooled.books, pooled.root / "pool", Wanted(), Options(0, SHARD), meanwhile)
+    report = export_pool(
+        pooled.home, pooled.books, pooled.root / "pool", SelectionCriteria(), Options(0, SHARD), meanwhile
+    )
     assert len(refusals) == 1
     assert report.samples == 31
 
@@ -709,10 +703,10 @@ def test_two_exports_at_once_do_not_share_a_directory(pooled: World) -> None:
 def test_the_ledger_is_read_while_somebody_else_writes_it(pooled: World) -> None:
     books = read_books(pooled.home)
     assert books.state.size == pooled.books.state.size
-    assert export_pool(pooled.home, books, pooled.root / "pool", Wanted()).samples == 31
+    assert export_pool(pooled.home, books, pooled.root / "pool", SelectionCriteria()).samples == 31
     times = {row.id: row.at for row in list_releases(pooled.home, books)}
     assert times[named(pooled, "north")] < times[named(pooled, "south")]
-    report = pooled.export("late", Wanted(since=times[named(pooled, "south")]))
+    report = pooled.export("late", SelectionCriteria(since=times[named(pooled, "south")]))
     assert [part.source.site for part in report.parts] == ["south"]
 
 
@@ -747,9 +741,9 @@ def test_the_look_of_an_image_survives_scaling_and_brightness_and_not_content() 
     image = (128 + 90 * np.sin(x / 11) * np.cos(y / 17)).astype(np.uint8)
     half = np.asarray(Image.fromarray(image).resize((48, 48), Image.Resampling.BOX))
     other = (128 + 90 * np.sin(y / 7) * np.cos(x / 23)).astype(np.uint8)
-    assert (look(image) ^ look(half)).bit_count() <= 4
-    assert (look(image) ^ look(image // 2)).bit_count() <= 4
-    assert (look(image) ^ look(other)).bit_count() > 12
+    assert (perceptual_hash(image) ^ perceptual_hash(half)).bit_count() <= 4
+    assert (perceptual_hash(image) ^ perceptual_hash(image // 2)).bit_count() <= 4
+    assert (perceptual_hash(image) ^ perceptual_hash(other)).bit_count() > 12
 
 
 def test_near_duplicates_agree_with_a_plain_double_loop() -> None:
@@ -768,8 +762,8 @@ def test_near_duplicates_agree_with_a_plain_double_loop() -> None:
     assert near_duplicates([], []) == {}
 
 
-def picture(name: str, pixels: bytes, label: str = "x") -> Picture:
-    return Picture(name, 0, pixels, (1, 1), label, 0, 0, 1, b"")
+def picture(name: str, pixels: bytes, label: str = "x") -> PoolImage:
+    return PoolImage(name, 0, pixels, (1, 1), label, 0, 0, 1, b"")
 
 
 def test_a_release_more_moves_no_two_samples_past_each_other() -> None:
@@ -868,7 +862,7 @@ def test_models_of_another_architecture_are_not_averaged(
     tmp_path: Path, change: Callable[[dict[str, NDArray[Any]]], dict[str, NDArray[Any]]], why: str
 ) -> None:
     paths = [model(tmp_path, "one", tensors(0)), model(tmp_path, "two", change(tensors(1)))]
-    with pytest.raises(PoolRefused, match=why):
+    with pytest.raises(PoolRefusedError, match=why):
         average_models(paths, [0.5, 0.5], tmp_path / "out")
 
 
@@ -878,14 +872,14 @@ def test_a_value_that_is_not_finite_stops_the_merge(tmp_path: Path, value: float
     raw = bytearray(paths[1].read_bytes())
     raw[-8:-4] = np.float32(value).tobytes()
     paths[1].write_bytes(bytes(raw))
-    with pytest.raises(PoolRefused, match=r"m1.*not finite"):
+    with pytest.raises(PoolRefusedError, match=r"m1.*not finite"):
         average_models(paths, [0.5, 0.5], tmp_path / "out")
 
 
 def test_an_average_beyond_the_type_is_refused(tmp_path: Path) -> None:
     top = np.full(4, 65_504, np.float16)
     paths = [model(tmp_path, f"m{i}", {"w": top}) for i in range(2)]
-    with pytest.raises(PoolRefused, match="an average is not finite"):
+    with pytest.raises(PoolRefusedError, match="an average is not finite"):
         average_models(paths, [0.5, 0.6], tmp_path / "out")
 
 
@@ -901,7 +895,7 @@ def test_an_average_beyond_the_type_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_weights_are_public_numbers_within_bounds(names: list[str], weights: list[float] | None, why: str) -> None:
-    with pytest.raises(PoolRefused, match=why):
+    with pytest.raises(PoolRefusedError, match=why):
         shares_of(names, weights)
 
 
@@ -934,14 +928,14 @@ def test_a_model_that_the_ledger_does_not_bear_out_is_not_merged(world: World) -
     for name in ("first", "second"):
         world.run(name, np.ones(40, np.float32))
     (world.home.releases / "second" / "model.safetensors").write_bytes(pack_vector(np.zeros(40, np.float32)))
-    with pytest.raises(PoolRefused, match=r"second.*changed"):
+    with pytest.raises(PoolRefusedError, match=r"second.*changed"):
         average_runs(world.home, world.books, world.root / "merged", ["first", "second"])
     shutil.rmtree(world.home.releases / "second")
-    for other, why in (("second", "not on the shelf"), ("third", "did not admit")):
-        with pytest.raises(PoolRefused, match=f"{other}: .*{why}"):
+    for other, why in (("second", "not in the release store"), ("third", "did not admit")):
+        with pytest.raises(PoolRefusedError, match=f"{other}: .*{why}"):
             average_runs(world.home, world.books, world.root / "merged", ["first", other])
     release = world.images(world.north, "g-north", scene(0, 2))
-    with pytest.raises(PoolRefused, match="not a model"):
+    with pytest.raises(PoolRefusedError, match="not a model"):
         average_runs(world.home, world.books, world.root / "merged", ["first", release])
     assert not list(world.root.glob("merged*"))
 
@@ -959,7 +953,8 @@ def test_large_models_are_merged_in_little_memory(tmp_path: Path) -> None:
     for i in range(3):
         model(tmp_path, f"m{i}", values)
     code = (
-        "import resource, sys; from pathlib import Path; from coordinator.edges.averaging import average_models\n"
+        "import resource, sys; from pathlib import Path\n"
+        "from coordinator.pools.model_averaging import average_models\n"
         "root = Path(sys.argv[1]); before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "average_models([root / f'm{i}' / 'model.safetensors' for i in range(3)], [1 / 3] * 3, root / 'out')\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
@@ -969,6 +964,6 @@ def test_large_models_are_merged_in_little_memory(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     assert int(done.stdout.split()[-1]) < 120_000  # KiB

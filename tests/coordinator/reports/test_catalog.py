@@ -18,19 +18,19 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped] # it ships no types
 import pytest
 
-from coordinator import promises, wording
-from coordinator.edges.reports import REPORTS, Made, make, snapshot
-from coordinator.reports import cards, disclosure, evaluation, processing, registry
-from coordinator.reports.books import Books, Item, Particulars, books_of, particulars_from
+from coordinator import claim_descriptions, explanations
+from coordinator.reports import disclosure, dp_registry, gdpr, model_cards, sp800_226
+from coordinator.reports.catalog import REPORTS, ReportFile, make, snapshot
 from coordinator.reports.certificates import revocations
-from coordinator.reports.document import OPEN, Curve, Document, Line, NoReport, Points, Table, Text, as_markdown
-from coordinator.reports.page import as_html, drawn
-from coordinator.reports.paper import as_pdf
-from coordinator.reports.told import Told
-from policies.entries import encode
-from policies.figures import epsilon_text
+from coordinator.reports.document import OPEN, Curve, Document, Line, Points, ReportError, Table, Text, as_markdown
+from coordinator.reports.html_renderer import as_html, drawn
+from coordinator.reports.ledger_view import LedgerView
+from coordinator.reports.pdf_renderer import as_pdf
+from coordinator.reports.report_inputs import Item, Particulars, ReportInputs, books_of, particulars_from
+from policies.accounting.rounding import epsilon_text
+from policies.ledger.entries import encode
 from tests.support.peers import lacking
-from tests.support.reported import LAX, NOW, Stage, stage
+from tests.support.report_world import LAX, NOW, Stage, stage
 
 EVIL = "\"><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7*7 }}'\u202e`|*"
 WHOLE = [name for name, report in REPORTS.items() if not report.about and "html" in report.forms]
@@ -43,7 +43,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 @pytest.fixture(scope="module")
-def books(world: Stage) -> Books:
+def books(world: Stage) -> ReportInputs:
     return snapshot(world.home, NOW)[1]
 
 
@@ -51,14 +51,14 @@ def made(world: Stage, name: str, form: str, release: str = "") -> str:
     return make(world.home, name, form, release, NOW).body.decode()
 
 
-def every(world: Stage) -> Iterator[Made]:
+def every(world: Stage) -> Iterator[ReportFile]:
     """Every report, in every form, about everything that it can be about."""
     for report in REPORTS.values():
         for form in report.forms:
             for subject in [*world.names.values(), world.run, world.shared] if report.about else [""]:
                 try:
                     yield make(world.home, report.name, form, subject, NOW)
-                except NoReport:
+                except ReportError:
                     assert report.name in ("croissant", "registry-entry")
 
 
@@ -129,7 +129,7 @@ def test_an_epsilon_has_its_unit_relation_and_order(world: Stage) -> None:
         assert "at delta 4e-06 per patient, neighbours differ by one patient added or removed; Rényi" in text
 
 
-def test_the_burn_down_ends_where_the_books_are(world: Stage, books: Books) -> None:
+def test_the_burn_down_ends_where_the_books_are(world: Stage, books: ReportInputs) -> None:
     data = json.loads(made(world, "burn-down", "json"))
     for account in data["accounts"]:
         state = books.state.accounts[account["account"]]
@@ -156,7 +156,7 @@ def test_every_refusal_is_listed_with_its_reason_and_what_a_hospital_gave_up_is_
     text = Page(made(world, "denied", "html")).text
     assert "2 refusals, and 1 grant given up by hospitals." in text
     for rule in ("min_k", "artifact_changed", "restart"):
-        why, todo = wording.RULES[rule]
+        why, todo = explanations.RULES[rule]
         assert why in text
         assert todo in text or rule == "restart"
     data = json.loads(made(world, "denied", "json"))
@@ -164,7 +164,7 @@ def test_every_refusal_is_listed_with_its_reason_and_what_a_hospital_gave_up_is_
     assert [e["findings"] for e in data["given_up"]] == [["restart"]]
 
 
-def crowd(books: Books, world: Stage, k: int, level: str = "B") -> Item:
+def crowd(books: ReportInputs, world: Stage, k: int, level: str = "B") -> Item:
     item = books.item(world.names["eleven"])
     part = {**item.parts[0], "claim": {**item.parts[0]["claim"], "k": k}}
     return Item("x", {**item.facts, "parts": [part], "level": level})
@@ -172,17 +172,19 @@ def crowd(books: Books, world: Stage, k: int, level: str = "B") -> Item:
 
 @pytest.mark.parametrize(("k", "met"), [(2, False), (10, False), (11, True), (12, True), (1000, True)])
 def test_the_threshold_is_eleven_patients_and_not_a_risk_below_nine_hundredths(
-    books: Books, world: Stage, k: int, met: bool
+    books: ReportInputs, world: Stage, k: int, met: bool
 ) -> None:
     """1/11 is 0.0909..., more than 0.09: who compares risks asks for 12 without saying so."""
-    assert disclosure.meets(crowd(books, world, k)).startswith("met: ") is met
-    assert ("NOT met" in disclosure.meets(crowd(books, world, k))) is not met
+    assert disclosure.compare_with_threshold(crowd(books, world, k)).startswith("met: ") is met
+    assert ("NOT met" in disclosure.compare_with_threshold(crowd(books, world, k))) is not met
 
 
-def test_the_threshold_is_said_to_be_about_cells_and_nothing_else(books: Books, world: Stage) -> None:
+def test_the_threshold_is_said_to_be_about_cells_and_nothing_else(books: ReportInputs, world: Stage) -> None:
     for subject in (world.run, world.names["taught"]):
-        assert disclosure.meets(books.item(subject)).startswith("not about this release")
-    assert disclosure.meets(crowd(books, world, 50, "C")).startswith("not about this release"), "void at level C"
+        assert disclosure.compare_with_threshold(books.item(subject)).startswith("not about this release")
+    assert disclosure.compare_with_threshold(crowd(books, world, 50, "C")).startswith("not about this release"), (
+        "void at level C"
+    )
     data = json.loads(made(world, "disclosure", "json"))
     assert [(r["k"], r["meets_k_11"]) for r in data["releases"]] == [
         (11, True), (5, False), *[(None, None)] * 4,
@@ -190,9 +192,9 @@ def test_the_threshold_is_said_to_be_about_cells_and_nothing_else(books: Books, 
     assert "0.09" not in re.sub(r"0\.09 is about cells", "", Page(made(world, "disclosure", "html")).text)
 
 
-def test_what_only_the_controller_knows_is_left_open_until_it_is_filled_in(books: Books) -> None:
+def test_what_only_the_controller_knows_is_left_open_until_it_is_filled_in(books: ReportInputs) -> None:
     def rows(given: Particulars) -> str:
-        return Page(as_html(processing.processing(dataclasses.replace(books, particulars=given)))).text
+        return Page(as_html(gdpr.processing(dataclasses.replace(books, particulars=given)))).text
 
     assert rows(Particulars()).count(OPEN) == 10
     filled = Particulars(controller="Clinic of Łódź", contact="dpo@clinic.example", purposes="research", officer="X")
@@ -213,16 +215,16 @@ def test_what_only_the_controller_knows_is_left_open_until_it_is_filled_in(books
     ],
 )
 def test_a_misspelt_or_odd_particular_is_refused_with_what_there_is(text: str) -> None:
-    with pytest.raises(NoReport, match=r"particulars\.toml"):
+    with pytest.raises(ReportError, match=r"particulars\.toml"):
         particulars_from(text)
 
 
-def test_nothing_that_is_filled_in_becomes_markup(books: Books) -> None:
+def test_nothing_that_is_filled_in_becomes_markup(books: ReportInputs) -> None:
     evil = Particulars(
         **{f.name: EVIL for f in dataclasses.fields(Particulars) if f.name not in ("curator_type", "published")}
     )
     odd = dataclasses.replace(books, particulars=evil)
-    for document in (processing.processing(odd), disclosure.annex(odd), evaluation.checklist(odd)):
+    for document in (gdpr.processing(odd), disclosure.annex(odd), sp800_226.checklist(odd)):
         page = as_html(document)
         assert {tag for tag, _ in Page(page).tags} & {"script", "img", "iframe", "object", "link"} == set()
         assert "\u202e" not in page
@@ -335,33 +337,33 @@ SCHEMA = _object(
 
 
 def test_a_registry_entry_is_in_the_registrys_schema_once_the_open_fields_are_filled_in(
-    world: Stage, books: Books
+    world: Stage, books: ReportInputs
 ) -> None:
     item = books.item(world.run)
-    wrong = list(jsonschema.Draft7Validator(SCHEMA).iter_errors(registry.entry(books, item)))
+    wrong = list(jsonschema.Draft7Validator(SCHEMA).iter_errors(dp_registry.entry(books, item)))
     assert [list(e.path)[-1] for e in wrong] == ["data_curator_type"], "an open field is not guessed"
     filled = dataclasses.replace(books, particulars=Particulars(curator_type="Nonprofit", authors="A"))
-    entry = registry.entry(filled, item)
+    entry = dp_registry.entry(filled, item)
     jsonschema.validate(entry, SCHEMA, jsonschema.Draft7Validator)
     loss = entry["deployment"]["privacy_loss"]
     exact = max(float(part["epsilon"]["value"]) for part in item.parts)
     assert loss["privacy_parameters"]["epsilon"] == float(epsilon_text(exact)) >= exact
     assert loss["privacy_unit"] == "Patient-level"
     assert "covered by the sum of theirs" in loss["privacy_parameters_details"]
-    assert json.loads(registry.as_yaml(entry)) == entry
+    assert json.loads(dp_registry.as_yaml(entry)) == entry
 
 
-def test_only_a_release_with_an_epsilon_enters_the_registry(world: Stage, books: Books) -> None:
+def test_only_a_release_with_an_epsilon_enters_the_registry(world: Stage, books: ReportInputs) -> None:
     assert set(json.loads(made(world, "registry", "json"))) == {f"{world.run}.yaml", f"{world.shared}.yaml"}
     for name in world.names.values():
-        with pytest.raises(NoReport, match="it has no epsilon, and it is not 0"):
-            registry.entry(books, books.item(name))
+        with pytest.raises(ReportError, match="it has no epsilon, and it is not 0"):
+            dp_registry.entry(books, books.item(name))
 
 
 def test_a_card_says_what_it_is_not_for_and_what_nobody_measured(world: Stage) -> None:
     model = made(world, "card", "md", world.run)
     assert model.startswith("# Model card: trial")
-    assert "Diagnosis or treatment of a patient: nobody has tested it for that." in model
+    assert "Diagnosis or treatment of a patient: it was not tested for that." in model
     assert "metrics of a model are a release of their own" in model
     tested = made(world, "card", "md", world.names["taught"])
     assert "at most 3 %" in tested
@@ -385,11 +387,11 @@ def test_the_croissant_description_is_of_the_very_file_on_the_shelf(world: Stage
     kept = archive.read_bytes()
     archive.write_bytes(kept + b"\0")
     try:
-        with pytest.raises(NoReport, match="it was changed"):
+        with pytest.raises(ReportError, match="it was changed"):
             make(world.home, "croissant", "json", name, NOW)
     finally:
         archive.write_bytes(kept)
-    with pytest.raises(NoReport, match="no set of images"):
+    with pytest.raises(ReportError, match="not a set of images"):
         make(world.home, "croissant", "json", world.run, NOW)
 
 
@@ -424,25 +426,25 @@ def test_the_bundle_can_be_checked_with_what_is_inside_it(world: Stage, tmp_path
 def test_what_cannot_be_made_is_refused_with_what_to_do(
     world: Stage, name: str, form: str, release: str, says: str
 ) -> None:
-    with pytest.raises(NoReport, match=re.escape(says)):
+    with pytest.raises(ReportError, match=re.escape(says)):
         make(world.home, name, form, release, NOW)
 
 
 def test_an_empty_ledger_has_every_report_that_is_about_all_of_it(tmp_path: Path) -> None:
     import datetime as dt
 
-    from coordinator.edges import home as homes
+    from coordinator.storage import directory as homes
 
     home = homes.create(tmp_path / "home", 'listen = "127.0.0.1:7443"\n', LAX, dt.datetime.now(dt.UTC))
     with homes.open_ledger(home):
         for name in WHOLE:
             for form in REPORTS[name].forms:
                 assert make(home, name, form, "", NOW).body
-        with pytest.raises(NoReport, match="no release has an epsilon"):
+        with pytest.raises(ReportError, match="no release has an epsilon"):
             make(home, "registry", "json", "", NOW)
 
 
-def test_what_a_font_lacks_is_printed_as_such_and_never_stops_a_report(books: Books) -> None:
+def test_what_a_font_lacks_is_printed_as_such_and_never_stops_a_report(books: ReportInputs) -> None:
     document = Document("x", "名前 Łódź Ω", "☐ ✓", (), books.source)
     assert as_pdf(document, NOW).startswith(b"%PDF-")
 
@@ -467,7 +469,9 @@ def tables(document: Document, caption: str) -> list[Table]:
     return [block for block in blocks if isinstance(block, Table) and caption in block.caption]
 
 
-def test_the_epsilon_of_shared_noise_is_never_told_without_what_it_stands_on(world: Stage, books: Books) -> None:
+def test_the_epsilon_of_shared_noise_is_never_told_without_what_it_stands_on(
+    world: Stage, books: ReportInputs
+) -> None:
     item, given = books.item(world.shared), "it holds if in every sum at least 2 of the 2 sites add their share"
     assert item.level == "A*"
     assert re.search(rf"^epsilon .*; {given}", item.strength)
@@ -478,12 +482,12 @@ def test_the_epsilon_of_shared_noise_is_never_told_without_what_it_stands_on(wor
     assert [(i["level"], bool(i["assumption"])) for i in listed] == [("A", False), ("A*", True)]
     told = json.loads(made(world, "disclosure", "json"))["releases"]
     assert [given in (r["assumption"] or "") for r in told if r["epsilon"]] == [False, True]
-    (table,) = tables(evaluation.checklist(books), "Releases with an epsilon")
+    (table,) = tables(sp800_226.checklist(books), "Releases with an epsilon")
     assert [row[table.head.index("Level")] for row in table.rows] == ["A", "A*"]
 
 
-def test_what_is_bounded_if_hospitals_are_honest_is_said_to_be_so_and_the_rest_is_not(books: Books) -> None:
-    (table,) = tables(processing.processing(books), "WP216")
+def test_what_is_bounded_if_hospitals_are_honest_is_said_to_be_so_and_the_rest_is_not(books: ReportInputs) -> None:
+    (table,) = tables(gdpr.processing(books), "WP216")
     rows = {row[0].partition(":")[0]: row[1:] for row in table.rows if "heads" not in row[0]}
     assert list(rows) == ["A", "A*", "B", "C"]
     assert all("under the same assumption" in cell or "not bounded otherwise" in cell for cell in rows["A*"])
@@ -498,21 +502,23 @@ def test_bare_figures_in_a_table_are_bound_by_its_caption(world: Stage) -> None:
         assert ("per patient, neighbours differ by one patient added or removed" in caption[1]) is bare
 
 
-def before(books: Books, world: Stage) -> Books:
+def before(books: ReportInputs, world: Stage) -> ReportInputs:
     """The same ledger until the heads left."""
     kept = [r for r in books.records if getattr(r.entry, "grant", "") != "g-heads"]
-    return dataclasses.replace(books, told=Told([encode(r) for r in kept], books.export.envelopes))
+    return dataclasses.replace(books, told=LedgerView([encode(r) for r in kept], books.export.envelopes))
 
 
-def test_patients_own_heads_are_never_told_as_images_that_stay_or_as_synthetic(world: Stage, books: Books) -> None:
+def test_patients_own_heads_are_never_told_as_images_that_stay_or_as_synthetic(
+    world: Stage, books: ReportInputs
+) -> None:
     """C-DeID-GAN: what leaves is the patient's own scan, and whoever has the brain knows whose it is."""
     pages = [
         [Page(as_html(report(shown))).text for shown in (books, before(books, world))]
-        for report in (processing.processing, disclosure.annex)
+        for report in (gdpr.processing, disclosure.annex)
     ]
     for after, old in pages:
-        assert after.count(promises.BRAIN) >= 3
-        assert promises.BRAIN not in old, "nothing is said of heads where none left"
+        assert after.count(claim_descriptions.BRAIN) >= 3
+        assert claim_descriptions.BRAIN not in old, "nothing is said of heads where none left"
     (record, old), (annex, _) = pages
     stays = "Images stay at the hospital."
     assert (stays in record, stays in old) == (False, True)
@@ -520,29 +526,29 @@ def test_patients_own_heads_are_never_told_as_images_that_stay_or_as_synthetic(w
     assert "patients' own heads leave with another face" in record
     assert "another scan of the same brain links a head to its patient" in record
     assert "with another face, no synthetic images" in annex
-    assert promises.BRAIN in made(world, "card", "md", world.names["heads"]).partition("Caveats")[2]
+    assert claim_descriptions.BRAIN in made(world, "card", "md", world.names["heads"]).partition("Caveats")[2]
 
 
-def test_a_card_warns_of_what_its_own_promise_lacks_and_of_no_other(world: Stage, books: Books) -> None:
+def test_a_card_warns_of_what_its_own_promise_lacks_and_of_no_other(world: Stage, books: ReportInputs) -> None:
     noise = ("sum of the hospitals' epsilons", "Noise costs small groups")
     for subject in (world.run, world.shared):
-        text = as_markdown(cards.card(books, subject))
+        text = as_markdown(model_cards.card(books, subject))
         assert all(words in text for words in noise)
         assert "does not compose" not in text
-    crowd, tested = (as_markdown(cards.card(books, world.names[name])) for name in ("eleven", "taught"))
+    crowd, tested = (as_markdown(model_cards.card(books, world.names[name])) for name in ("eleven", "taught"))
     assert "k-anonymity does not compose" in crowd
-    assert "Nothing is promised: an attack that was not tried" in tested
+    assert "There is no guarantee: an attack that was not tried" in tested
     assert not any(words in text for words in noise for text in (crowd, tested))
 
 
-def test_a_card_says_what_was_revoked_of_the_hospitals_behind_it(world: Stage, books: Books) -> None:
+def test_a_card_says_what_was_revoked_of_the_hospitals_behind_it(world: Stage, books: ReportInputs) -> None:
     gone = {"site": "north", "number": "", "why": "stolen", "entry": 9, "at": 1_772_366_400}
     for subject, what in ((world.run, "Model card"), (world.names["eleven"], "Datasheet")):
         whole = books.item(subject)
         (told,) = revocations(Item(subject, {**whole.facts, "revoked": [gone]}))
         assert told.tone == "warn"
         assert told.text.startswith("The site north was revoked on ")
-        make_card = cards._model_card if cards.is_model(whole) else cards._datasheet
+        make_card = model_cards._model_card if model_cards.is_model(whole) else model_cards._datasheet
         assert what in (before := as_markdown(make_card(books, whole)))
         assert "was revoked" not in before
         assert "The site north was revoked on " in as_markdown(
@@ -550,29 +556,29 @@ def test_a_card_says_what_was_revoked_of_the_hospitals_behind_it(world: Stage, b
         )
 
 
-def test_only_methods_that_were_used_are_methods_in_use(world: Stage, books: Books) -> None:
-    def told(shown: Books) -> list[str]:
+def test_only_methods_that_were_used_are_methods_in_use(world: Stage, books: ReportInputs) -> None:
+    def told(shown: ReportInputs) -> list[str]:
         (section,) = (s for s in disclosure.annex(shown).sections if s.title == "Methods in use")
         return [words.partition(":")[0] for b in section.blocks if isinstance(b, Points) for words in b.items]
 
     noise, crowd = ["Differential privacy", "Differential privacy with shared noise"], "k-anonymous averaging"
     assert told(books) == [*noise, crowd, "Tested only", "Tested only"]
     assert told(before(books, world)) == [*noise, crowd, "Tested only"]
-    nothing = dataclasses.replace(books, told=Told((), ()))
+    nothing = dataclasses.replace(books, told=LedgerView((), ()))
     assert told(nothing) == []
     assert "No set and no model was released yet." in Page(as_html(disclosure.annex(nothing))).text
-    assert "no set and no model was released yet" in Page(as_html(processing.processing(nothing))).text
+    assert "no set and no model was released yet" in Page(as_html(gdpr.processing(nothing))).text
 
 
-def test_the_record_of_processing_knows_that_staff_are_in_the_ledger(books: Books) -> None:
+def test_the_record_of_processing_knows_that_staff_are_in_the_ledger(books: ReportInputs) -> None:
     filled = dataclasses.replace(books, particulars=Particulars(subjects="Patients of two clinics"))
     for shown, subjects in ((books, "patients of the hospitals"), (filled, "Patients of two clinics")):
-        (table,) = tables(processing.processing(shown), "Article 30")
+        (table,) = tables(gdpr.processing(shown), "Article 30")
         rows = {row[0]: row[1] for row in table.rows}
         assert rows["(c) categories of data subjects"].startswith(subjects)
         assert "; staff" in rows["(c) categories of data subjects"]
     for row in ("(c) categories of personal data", "(f) the ledger"):
         assert all(part in rows[row] for part in ("names under which they are appointed", "roles", "public keys"))
     assert "for as long as the ledger is kept" in " ".join(rows["(f) the ledger"].split())
-    sections = {s.title: str(s.blocks) for s in processing.processing(books).sections}
+    sections = {s.title: str(s.blocks) for s in gdpr.processing(books).sections}
     assert ["35(9)" in title for title, blocks in sections.items() if "Views of patients" in blocks] == [True]

@@ -10,24 +10,23 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from coordinator.console.board import _spent
 from coordinator.console.budgets import budget_of
-from coordinator.console.facts import epsilon_of as told_on_a_page
-from coordinator.console.jobs import costs_of
-from coordinator.datasheet import _figure
-from coordinator.edges.reports import REPORTS, make, snapshot
-from coordinator.plan import SiteCost
-from coordinator.pool import Cost
-from coordinator.report import render
-from coordinator.reports.document import NoReport
-from coordinator.wording import stated, told
-from policies.accounts import Account
-from policies.entries import Opened, Record
-from policies.figures import epsilon_text
-from policies.rdp import allowance, epsilon_of
-from policies.verify import _summary, verify
-from policies.view import as_json, rows
-from tests.support.reported import NOW, Stage, stage
+from coordinator.console.job_form import costs_of
+from coordinator.console.release_facts import epsilon_of as told_on_a_page
+from coordinator.console.run_status import _spent
+from coordinator.explanations import describe_entry, format_epsilon
+from coordinator.federation.job import SiteCost
+from coordinator.pools.datasheet import _figure
+from coordinator.pools.selection import Cost
+from coordinator.reports.catalog import REPORTS, make, snapshot
+from coordinator.reports.document import ReportError
+from policies.accounting.rdp import allowance, epsilon_of
+from policies.accounting.rounding import epsilon_text
+from policies.audit.display import rows
+from policies.audit.verify import _summary, verify
+from policies.ledger.entries import Opened, Record
+from policies.ledger.state import Account
+from tests.support.report_world import NOW, Stage, page_of, stage
 
 WRITTEN = re.compile(r"(?:epsilon|ε)(?: (?:is|of|takes|spent))?[ =:]+(\d(?:[\d.e+-]*\d)?)", re.IGNORECASE)
 _READER = shutil.which("pdftotext")
@@ -49,7 +48,7 @@ def shown_to_people(world: Stage, tmp_path_factory: pytest.TempPathFactory) -> d
             for subject in [*world.names.values(), world.run] if report.about else [""]:
                 try:
                     body = make(world.home, report.name, form, subject, NOW).body
-                except NoReport:
+                except ReportError:
                     continue
                 if form == "pdf":
                     (folder / "x.pdf").write_bytes(body)
@@ -57,7 +56,7 @@ def shown_to_people(world: Stage, tmp_path_factory: pytest.TempPathFactory) -> d
                     body = subprocess.run(command, capture_output=True, check=True).stdout
                 out[f"{report.name}.{form} {subject}"] = plain(body.decode(errors="replace"))
     records = [line.record for line in map(world.store.line, range(world.store.state.size))]
-    out["report.html"] = plain(render(as_json("lazaret/coordinator", records), (), None))
+    out["report.html"] = plain(page_of(world.store))
     out["lazaret-verify"] = "\n".join(_summary(verify(snapshot(world.home, NOW)[0]), False))
     out["ledger show"] = "\n".join(row[4] for row in rows(records))
     return out
@@ -99,12 +98,12 @@ RAISED = {"type": "limit-set", "account": "a/rdp", "epsilon": repr(VALUE), "limi
 LEDGER = {"unit": "patient", "relation": "add-or-remove-one"}
 COST = SiteCost("a", True, "3.456789100", DELTA, 1, 2, "3.456789100", "")
 PLACES: dict[str, Callable[[], str]] = {
-    "a report's sentence": lambda: stated(VALUE, {"delta": DELTA, "order": ORDER}, LEDGER),
+    "a report's sentence": lambda: format_epsilon(VALUE, {"delta": DELTA, "order": ORDER}, LEDGER),
     "a release's page": lambda: told_on_a_page({"epsilon": VALUE, "delta": DELTA, "order": ORDER}),
     "a budget's page": lambda: budget_of("a/rdp", Account(OPENED)).says,
     "a forecast": lambda: f"epsilon {costs_of([COST])[0].epsilon}",
     "a pool's datasheet": lambda: _figure(Cost("a", "rdp", 1, epsilon=VALUE, delta=float(DELTA))),
-    "a limit in a report": lambda: told(RAISED, {}, {})[1],
+    "a limit in a report": lambda: describe_entry(RAISED, {}, {})[1],
     "an opened account in a table": lambda: rows([Record(1, "k", OPENED)])[0][4],
 }
 

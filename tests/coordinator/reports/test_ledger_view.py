@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.edges import home as homes
-from coordinator.edges.reports import REPORTS, _body, make, snapshot
-from coordinator.reports.books import Books
-from coordinator.reports.document import NoReport
-from coordinator.reports.told import Fold, Moment, Placed, Told
-from policies import governance
-from policies.entries import (
+from coordinator.reports.catalog import REPORTS, _body, make, snapshot
+from coordinator.reports.document import ReportError
+from coordinator.reports.ledger_view import LedgerHistory, LedgerView, Moment, Placed
+from coordinator.reports.report_inputs import ReportInputs
+from coordinator.storage import directory as homes
+from policies.audit.display import as_json
+from policies.governance import decisions
+from policies.ledger.entries import (
     KINDS,
     Amended,
     Enrolled,
@@ -35,23 +36,22 @@ from policies.entries import (
     Waived,
     kind_of,
 )
-from policies.ledger import State
-from policies.store import Draft, Store
-from policies.view import as_json
-from tests.support.books import Hospital, Person
-from tests.support.reported import LAX, NOW, Stage, stage
+from policies.ledger.state import State
+from policies.ledger.store import AppendRequest, Store
+from tests.support.ledger_world import Hospital, Person
+from tests.support.report_world import LAX, NOW, Stage, stage
 
 CAREFUL, LOCAL = Person("dpo-1", "compliance"), Person("head-1", "hospital")
 
 
 def agree(store: Store, serial: str, action: str, subject: str, value: str, *people: Person) -> None:
     for person in people or (CAREFUL, LOCAL):
-        governance.approve(store, person.approval(serial, action, subject, value, homes.ORIGIN))
+        decisions.approve(store, person.approval(serial, action, subject, value, homes.ORIGIN))
 
 
 def add(store: Store, *entries: Any) -> None:
     for entry in entries:
-        store.append(f"more-{store.state.size}", Draft((entry,)))
+        store.append(f"more-{store.state.size}", AppendRequest((entry,)))
 
 
 def asked(grant: str, site: str, amount: int) -> Reserved:
@@ -69,20 +69,20 @@ def everything_else(shown: Stage) -> None:
     add(store, asked("g-lost", "south", 10**6), Expired("g-lost", "restart"), asked("g-open", "south", 10**7))
     add(store, Issued("north", "1a", word, 1 << 40), Revoked("north", "1a", "lost"), Amended("north", 1, word, word))
     for person in (CAREFUL, LOCAL):
-        governance.appoint(store, person.name, person.role, person.public)
+        decisions.appoint(store, person.name, person.role, person.public)
     left = Person("dpo-2", "compliance")
     agree(store, "p", "appoint", left.name, f"{left.role} {left.public.hex()}")
-    governance.appoint(store, left.name, left.role, left.public, "p")
+    decisions.appoint(store, left.name, left.role, left.public, "p")
     agree(store, "d", "dismiss", left.name, left.role)
-    governance.dismiss(store, left.name, "d")
-    governance.request(store, CAREFUL.request("l", "limit", "north/k", "2", homes.ORIGIN))
+    decisions.dismiss(store, left.name, "d")
+    decisions.request(store, CAREFUL.request("l", "limit", "north/k", "2", homes.ORIGIN))
     agree(store, "l", "limit", "north/k", "2", LOCAL)
-    governance.set_limit(store, "north/k", "2", "l")
+    decisions.set_limit(store, "north/k", "2", "l")
     store.restore("ab" * 16)
     lost = asked("g-back", "north", 5_000)
     add(store, Recovered(**dataclasses.asdict(lost)), Presented("north", "ab" * 16, 1, word))
     agree(store, "w", "waive", "south", f"{store.state.epoch}-{store.state.nonce}")
-    governance.waive(store, "south", "w")
+    decisions.waive(store, "south", "w")
 
 
 class Everywhere(dict[str, set[int]]):
@@ -96,7 +96,7 @@ class Everywhere(dict[str, set[int]]):
         return self._all
 
 
-class Whole(Told):
+class Whole(LedgerView):
     """The plain way: everything decoded and folded, and looked through from the first entry to the last."""
 
     @cached_property
@@ -112,7 +112,7 @@ class Whole(Told):
         return [e for e in self.ledger["entries"] if e["type"] == "refused"]
 
     @cached_property
-    def fold(self) -> Fold:
+    def fold(self) -> LedgerHistory:
         """Every account is looked at after every entry."""
         state, history = State(), defaultdict[str, list[Moment]](list)
         for record in self.records:
@@ -121,7 +121,7 @@ class Whole(Told):
                 now = (a.spent, a.held, a.limit)
                 if not history[name] or history[name][-1][1:] != now:
                     history[name].append((record.at, *now))
-        return Fold(state, history, {})
+        return LedgerHistory(state, history, {})
 
     @cached_property
     def grants(self) -> Mapping[str, list[tuple[int, Any]]]:
@@ -151,24 +151,26 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 @pytest.fixture(scope="module")
-def found(full: Stage) -> tuple[bytes, Books]:
+def found(full: Stage) -> tuple[bytes, ReportInputs]:
     return snapshot(full.home, NOW)
 
 
-def test_the_ledger_of_this_test_holds_every_kind_of_entry(found: tuple[bytes, Books]) -> None:
+def test_the_ledger_of_this_test_holds_every_kind_of_entry(found: tuple[bytes, ReportInputs]) -> None:
     assert {kind_of(r.entry) for r in found[1].records} == set(KINDS)
 
 
-def said(full: Stage, raw: bytes, books: Books, what: tuple[str, str, str]) -> bytes | str:
+def said(full: Stage, raw: bytes, books: ReportInputs, what: tuple[str, str, str]) -> bytes | str:
     """A report's bytes, or why there is none."""
     try:
         return _body(full.home, raw, books, what)
-    except NoReport as refusal:
+    except ReportError as refusal:
         return str(refusal)
 
 
 @pytest.mark.parametrize("name", [name for name in REPORTS if name != "bundle"])
-def test_a_report_has_the_bytes_that_a_full_fold_gives(full: Stage, found: tuple[bytes, Books], name: str) -> None:
+def test_a_report_has_the_bytes_that_a_full_fold_gives(
+    full: Stage, found: tuple[bytes, ReportInputs], name: str
+) -> None:
     raw, books = found
     plain = dataclasses.replace(books, told=Whole(books.export.entries, books.export.envelopes))
     report, made = REPORTS[name], 0
@@ -176,13 +178,13 @@ def test_a_report_has_the_bytes_that_a_full_fold_gives(full: Stage, found: tuple
         for subject in [*full.names.values(), full.run, full.shared] if report.about else [""]:
             expected = said(full, raw, plain, (name, form, subject))
             assert said(full, raw, books, (name, form, subject)) == expected, (form, subject)
-            fresh = dataclasses.replace(books, told=Told(books.export.entries, books.export.envelopes))
+            fresh = dataclasses.replace(books, told=LedgerView(books.export.entries, books.export.envelopes))
             assert said(full, raw, fresh, (name, form, subject)) == expected, "whatever was asked for before"
             made += isinstance(expected, bytes)
     assert made
 
 
-def test_policies_refusals_and_accounts_are_those_of_a_full_reading(found: tuple[bytes, Books]) -> None:
+def test_policies_refusals_and_accounts_are_those_of_a_full_reading(found: tuple[bytes, ReportInputs]) -> None:
     told = found[1].told
     plain = Whole(told.entries, found[1].export.envelopes)
     assert (told.accounts, told.refused, told.policies()) == (plain.accounts, plain.refused, plain.policies())
@@ -190,10 +192,10 @@ def test_policies_refusals_and_accounts_are_those_of_a_full_reading(found: tuple
 
 
 def test_the_report_about_one_release_decodes_a_few_entries_only(
-    full: Stage, found: tuple[bytes, Books], monkeypatch: pytest.MonkeyPatch
+    full: Stage, found: tuple[bytes, ReportInputs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    books = dataclasses.replace(found[1], told=Told(found[1].export.entries, found[1].export.envelopes))
-    monkeypatch.setattr(Told, "records", property(lambda _self: pytest.fail("everything was decoded")))
+    books = dataclasses.replace(found[1], told=LedgerView(found[1].export.entries, found[1].export.envelopes))
+    monkeypatch.setattr(LedgerView, "records", property(lambda _self: pytest.fail("everything was decoded")))
     for form in ("json", "pdf"):
         assert _body(full.home, b"", books, ("certificate", form, full.names["five"]))
     assert len(books.told.about(full.names["five"])) < len(books.told.entries) / 3

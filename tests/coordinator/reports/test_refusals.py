@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.intake import Unwelcome
-from policies.review import Finding
-from tests.support.books import DP
-from tests.support.federation import Federation, Site
+from coordinator.admission import RequestRejectedError
+from policies.review.rules import Finding
+from tests.support.federation_world import Federation, Site
+from tests.support.ledger_world import DP
 
 THREADS, TIMES = 16, 30  # 480 refusals
 SITES = ("site-a", "site-b", "site-c")
@@ -54,7 +54,7 @@ def test_of_480_refusals_at_once_480_are_written_down(federation: Federation) ->
     assert recorded(federation)["node"] == THREADS * TIMES
 
     def unwelcome(site: str) -> None:
-        with pytest.raises(Unwelcome, match="bad_envelope"):
+        with pytest.raises(RequestRejectedError, match="bad_envelope"):
             federation.intake.reserve(site, "one-key", b"{}")
 
     at_once(unwelcome)
@@ -81,7 +81,7 @@ def test_a_site_cannot_use_up_the_keys_of_its_refusals_beforehand(federation: Fe
         assert federation.intake.unwelcome("site-a", "k", Finding("bad_envelope", "")).finding.rule == "bad_envelope"
     assert recorded(federation) - before == {"wrong_role": 10, "bad_envelope": 10}
     for key in [key for key in federation.store.state.keys if "refused-" in key]:
-        with pytest.raises(Unwelcome, match="bad_key"):
+        with pytest.raises(RequestRejectedError, match="bad_key"):
             federation.intake.reserve("site-a", key.removeprefix("site-a:"), b"{}")
 
 
@@ -93,6 +93,6 @@ def test_the_same_request_twice_is_one_entry_and_another_under_its_key_is_refuse
     occupy(federation, site, "k")
     assert federation.store.state.size == size
     other = site.hospital.reservation("another", DP, "ksame")
-    with pytest.raises(Unwelcome, match="key_reused"):
+    with pytest.raises(RequestRejectedError, match="key_reused"):
         federation.intake.reserve("site-a", "k", site.seal(other))
     assert federation.store.state.size == size + 1

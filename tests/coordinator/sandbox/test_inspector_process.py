@@ -5,8 +5,12 @@ Hostile programs are started exactly as the product's own one, by ``run_confined
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -16,24 +20,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.edges import sandbox
-from coordinator.edges.sandbox import Limits, Ran, inspect, run_confined
-from protos.artifact import pack_images, pack_vector
-from protos.shards import Nifti, pack_shard
-from protos.weights import Architecture, pack_ring, pack_weights
+from coordinator.sandbox import inspector_process
+from coordinator.sandbox.inspector_process import ConfinedResult, Limits, inspect, run_confined
+from protos.artifacts.arrays import pack_images, pack_vector
+from protos.artifacts.shards import Nifti, pack_shard
+from protos.artifacts.strict_safetensors import Architecture, pack_ring, pack_weights
+from tests.support.ended_demo import processes
+from tests.support.tcp_proxy import wait_until
 
 AFFINE = (1.0, 0.0, 0.0, -5.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0)
 MODEL: dict[str, np.ndarray[Any, Any]] = {"conv.weight": np.ones((4, 3), np.float32), "steps": np.array(7, np.int64)}
 SHAPES = Architecture.of({"conv.weight": ("F32", (4, 3)), "steps": ("I64", ())})
 LAYERS = {"namespaces", "no_new_privs", "no_capabilities", "limits", "landlock", "seccomp"}
-Probe = Callable[..., Ran]
+Probe = Callable[..., ConfinedResult]
 
 
 @pytest.fixture
 def probe(tmp_path: Path) -> Probe:
     """Run the body of a function as the work of a confined process; it sees ``source`` and ``request``."""
 
-    def run(body: str, limits: Limits | None = None, **request: Any) -> Ran:
+    def run(body: str, limits: Limits | None = None, **request: Any) -> ConfinedResult:
         name = f"probe_{len(list(tmp_path.iterdir()))}"
         lines = textwrap.indent(textwrap.dedent(body), "    ")
         imports = "import ctypes, os, socket, signal, sys, time\nimport numpy as np\n"
@@ -48,7 +54,7 @@ def probe(tmp_path: Path) -> Probe:
     return run
 
 
-def answer(ran: Ran) -> dict[str, Any]:
+def answer(ran: ConfinedResult) -> dict[str, Any]:
     assert ran.answer is not None, ran
     return ran.answer
 
@@ -102,6 +108,39 @@ def test_what_is_not_expected_is_refused_with_the_reason(tmp_path: Path) -> None
     assert inspect(path, "volume-set", {}).reason == "a volume set holds volumes, not images"
     path.write_bytes(pack_images(np.zeros((300, 1, 1), np.uint8), [str(i) for i in range(300)]))
     assert inspect(path, "image-set", {}).reason == "a set has at most 256 different labels"
+
+
+BUSY = """
+import os, sys, threading
+from coordinator.sandbox.inspector_process import Limits, run_confined
+descriptor = os.open(os.devnull, os.O_RDONLY)
+limits = Limits(cpu_seconds=900, wall_seconds=900.0)
+threading.Thread(target=run_confined, args=("busy", {}, descriptor, limits, sys.argv[1:])).start()
+"""
+
+
+def test_an_inspection_ends_with_a_coordinator_that_is_killed(tmp_path: Path) -> None:
+    """By the kernel: it is in a session of its own, computes, and looks at no pipe. Its own time is 900 seconds."""
+    work = "from protos.operations.confinement import serve\n\ndef work(*_):\n    while True:\n        pass\n\n"
+    (tmp_path / "busy.py").write_text(f"{work}def main():\n    serve(work)\n")
+    coordinator = subprocess.Popen([sys.executable, "-c", BUSY, str(tmp_path)])
+
+    def confined() -> list[int]:
+        """Its children whose filter is in force: nothing of their confinement is still to come."""
+        ours = [number for number, (parent, _) in processes().items() if parent == coordinator.pid]
+        return [one for one in ours if "\nSeccomp:\t2" in Path(f"/proc/{one}/status").read_text()]
+
+    try:
+        assert wait_until(lambda: bool(confined()))
+        (inspection,) = confined()
+    finally:
+        coordinator.kill()
+        coordinator.wait()
+    try:
+        assert wait_until(lambda: inspection not in processes(), 60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(inspection, signal.SIGKILL)
 
 
 def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
@@ -233,7 +272,7 @@ def test_an_answer_that_is_not_in_its_form_is_not_believed(
     )
     (tmp_path / "artifact").write_bytes(pack_vector(np.ones(3, np.float32)))
     monkeypatch.setattr(
-        sandbox, "_BOOT", f"import sys; sys.path.append({str(tmp_path)!r}); from liar import main; main()"
+        inspector_process, "_BOOT", f"import sys; sys.path.append({str(tmp_path)!r}); from liar import main; main()"
     )
     found = inspect(tmp_path / "artifact", "update", {})
     assert (found.ok, found.rule, found.reason) == (False, "sandbox", "not an answer")

@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from agent.edges.credentials import Credentials
-from agent.edges.door import GrpcDoor
-from agent.edges.watch import Watch
-from agent.nouns import Unreachable
-from coordinator.__main__ import main
-from coordinator.edges import doctor
-from coordinator.edges.backup import backup, private_of, restore
-from coordinator.edges.home import Home, open_ledger
-from policies.claims import SubsampledGaussian
-from policies.sqlite import backup_file, look
-from policies.store import LedgerTurnedBackError, LedgerUnsound
-from protos.keybox import files_of
-from tests.support.federation import Federation, Site, pictures
-from tests.support.turned_back import damaged_logs, marked_as_it_is
+from agent.errors import CoordinatorUnreachableError
+from agent.gateway.client import GatewayClient
+from agent.gateway.credentials import Credentials
+from agent.gateway.witness import LedgerWitness
+from coordinator.cli.main import main
+from coordinator.operations import doctor
+from coordinator.operations.backup import backup, private_of, restore
+from coordinator.storage.directory import CoordinatorDirectory, open_ledger
+from policies.accounting.claims import SubsampledGaussian
+from policies.ledger.backends.sqlite import backup_file, open_read_only
+from policies.ledger.store import LedgerTurnedBackError, LedgerUnsoundError
+from protos.encryption.key_archive import files_of
+from tests.support.federation_world import Federation, Site, pictures
+from tests.support.rolled_back_ledgers import damaged_logs, marked_as_it_is
 
 SMALL = SubsampledGaussian(0.01, 8.0, 1)
 NONCE = "ab" * 16
@@ -60,13 +60,16 @@ def bring(fed: Federation, copy: Path) -> None:
     shutil.copy(copy, fed.home.ledger)
 
 
-def said(home: Home) -> str:
+def said(home: CoordinatorDirectory) -> str:
     found = {f.name: f.said for f in doctor.findings(home, dt.datetime.now(dt.UTC)) if f.state == "fail"}
     return found.get(doctor._WHOLE, "")
 
 
 def test_a_stopped_coordinator_opens_and_doctor_is_content_also_while_it_is_open(fed: Federation) -> None:
     assert said(fed.home) == ""
+    (found,) = (f for f in doctor.findings(fed.home, dt.datetime.now(dt.UTC)) if f.name == doctor._WHOLE)
+    held = "compared with its mark and 1 cosigned head and 1 release in the release store"
+    assert (found.state, found.said) == ("pass", held)
     with open_ledger(fed.home):
         assert said(fed.home) == ""
 
@@ -97,7 +100,7 @@ def test_what_is_evidence_and_cannot_be_read_is_a_refusal(fed: Federation) -> No
     whole = note.read_bytes()
     for damaged in (b"", whole[:40], whole.replace(b"\n", b"\r\n"), b"\xff" + whole):
         note.write_bytes(damaged)
-        with pytest.raises(LedgerUnsound, match=r"site-a\.note cannot be read"):
+        with pytest.raises(LedgerUnsoundError, match=r"site-a\.note cannot be read"):
             open_ledger(fed.home)
     note.write_bytes(whole)
     (envelope,) = fed.home.releases.glob("[!.]*/envelope.json")
@@ -129,12 +132,12 @@ def test_restore_goes_on_where_the_copy_alone_does_not_and_sets_aside_what_is_of
     assert len(list(fed.home.releases.glob(".*.before-2-*"))) == 1
     assert not list(fed.home.witnesses.glob("*.note"))
     with open_ledger(fed.home) as store:
-        assert (store.state.epoch, store.state.waiting) == (2, {"site-a"})
+        assert (store.state.epoch, store.state.sites_awaited) == (2, {"site-a"})
     assert said(fed.home) == ""
-    with contextlib.closing(look(fed.home.ledger)) as disk:
+    with contextlib.closing(open_read_only(fed.home.ledger)) as disk:
         size = disk.head().size  # type: ignore[union-attr]
     bring(fed, tmp_path / "admitted.db")  # longer than what was restored, and of the epoch before
-    with contextlib.closing(look(fed.home.ledger)) as disk:
+    with contextlib.closing(open_read_only(fed.home.ledger)) as disk:
         assert disk.head().size >= size  # type: ignore[union-attr]
     with pytest.raises(LedgerTurnedBackError):
         open_ledger(fed.home)
@@ -153,7 +156,7 @@ def test_a_backup_comes_back_past_the_old_mark_and_a_copy_of_its_file_does_not(
     fed.home.root.rename(tmp_path / "gone")
     shutil.copytree(tmp_path / "backup", fed.home.root)  # by hand, keys and all: no mark came with it
     shutil.copytree(tmp_path / "gone" / "keys", fed.home.keys, dirs_exist_ok=True)
-    with pytest.raises(LedgerUnsound, match=r"ledger\.mark\) is missing"):
+    with pytest.raises(LedgerUnsoundError, match=r"ledger\.mark\) is missing"):
         open_ledger(fed.home)
     shutil.rmtree(fed.home.root)
     assert restore(fed.home.root, tmp_path / "backup", keys, NONCE).epoch == 2
@@ -171,7 +174,7 @@ def test_a_release_that_was_admitted_while_the_backup_was_made_stops_no_restore(
     keys = private_of(files_of(fed.home.keys))
     bring(fed, tmp_path / "moment.db")
     marked_as_it_is(fed.home.ledger)
-    early = Home(Path(shutil.copytree(fed.home.root, tmp_path / "early")))
+    early = CoordinatorDirectory(Path(shutil.copytree(fed.home.root, tmp_path / "early")))
     backup(early, tmp_path / "mixed")
     fed.home.root.rename(tmp_path / "gone")
     done = restore(fed.home.root, tmp_path / "mixed", keys, NONCE)
@@ -185,9 +188,9 @@ def test_a_release_that_was_admitted_while_the_backup_was_made_stops_no_restore(
 
 def loaded(site: Site, port: int, name: str, acknowledged: list[int], stop: threading.Event) -> None:
     """Ask for one grant after the other, and write down the size of the ledger that each answer proved."""
-    watch = Watch(site.home.root / f"watch-{name}", site.home.coordinator_key())
-    door = GrpcDoor(f"127.0.0.1:{port}", Credentials(site.home.keys), watch, 0.0)
-    with contextlib.closing(door), contextlib.suppress(Unreachable):
+    watch = LedgerWitness(site.home.root / f"watch-{name}", site.home.coordinator_key())
+    door = GatewayClient(f"127.0.0.1:{port}", Credentials(site.home.keys), watch, 0.0)
+    with contextlib.closing(door), contextlib.suppress(CoordinatorUnreachableError):
         n = 0
         while not stop.is_set():
             said = site.hospital.reservation(f"g-{name}-{n}", SMALL, "federated", f"run-{name}-{n}")
@@ -223,7 +226,7 @@ def test_of_ninety_damaged_logs_of_a_killed_coordinator_none_is_served_with_a_lo
     log = (home.root / "ledger.db-wal").read_bytes()
     ends: dict[str, str] = {}
     for name, damaged in damaged_logs(log).items():
-        copy = Home(
+        copy = CoordinatorDirectory(
             Path(shutil.copytree(home.root, tmp_path / "copy", ignore=shutil.ignore_patterns("*-shm", "*-wal")))
         )
         if damaged is not None:
@@ -231,7 +234,7 @@ def test_of_ninety_damaged_logs_of_a_killed_coordinator_none_is_served_with_a_lo
         try:
             with open_ledger(copy) as store:
                 ends[name] = "whole" if store.state.size >= max(acknowledged) else "silent"
-        except LedgerUnsound:
+        except LedgerUnsoundError:
             ends[name] = "refused"
         shutil.rmtree(copy.root)
     print({end: list(ends.values()).count(end) for end in sorted(set(ends.values()))})

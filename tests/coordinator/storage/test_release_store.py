@@ -11,21 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.edges import shelf as module
-from coordinator.edges.shelf import SEALED, UNSEEN, WORDING, Shelf, certificate
-from coordinator.edges.uploads import Uploads
-from coordinator.wording import LEVELS
-from policies.claims import DistributedGaussian, assumption
-from policies.entries import Admitted, Opened
-from policies.policy import parse
-from policies.rdp import epsilon_nano
-from policies.register import Facts, Register
-from policies.review import Finding, Verdict
-from policies.statement import Release, canonical, claim_from, claim_json
-from protos.artifact import pack_images
-from protos.hpke import fingerprint, make_reader, open_sealed_artifact, seal_to
-from tests.support.books import BOTH, K5, Hospital, open_register, policy
-from tests.support.receiving import staged
+from coordinator.explanations import LEVELS
+from coordinator.storage import release_store
+from coordinator.storage.release_store import SEALED, UNSEEN, WORDING, ReleaseStore, certificate
+from coordinator.storage.uploads import Uploads
+from policies.accounting.claims import DistributedGaussian, assumption
+from policies.accounting.rdp import epsilon_nano
+from policies.ledger.entries import Admitted, Opened
+from policies.ledger_service import ArtifactFindings, LedgerService
+from policies.review.policy import parse
+from policies.review.rules import Finding, Verdict
+from policies.statements import Release, claim_from, claim_json
+from protos.artifacts.arrays import pack_images
+from protos.common.canonical_json import canonical
+from protos.encryption.hpke import fingerprint, make_reader, open_sealed_artifact, seal_to
+from tests.support.ledger_world import BOTH, K5, Hospital, open_register, policy
+from tests.support.upload_server import staged
 
 PRIVATE, PUBLIC = make_reader()
 READERS = f'["{fingerprint(PUBLIC)}"]'
@@ -41,16 +42,16 @@ class Desk:
     """Books, uploads and a shelf, as the service holds them; :meth:`restart` is what a crash leads to."""
 
     root: Path
-    register: Register
+    register: LedgerService
     hospital: Hospital
-    shelf: Shelf = field(init=False)
+    shelf: ReleaseStore = field(init=False)
     uploads: Uploads = field(init=False)
 
     def __post_init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        self.shelf = Shelf(self.root / "releases", self.register.store)
+        self.shelf = ReleaseStore(self.root / "releases", self.register.store)
         self.uploads = Uploads(self.shelf.staging, lambda: 0.0, keep_free=0)
 
     def upload(self, body: bytes) -> Path:
@@ -62,7 +63,7 @@ class Desk:
         digest = hashlib.sha256(body).hexdigest()
         release = self.hospital.release(grant, artifact_sha256=digest, artifact_bytes=len(body), **changes)
         envelope = self.hospital.seal(release)
-        return release, envelope, self.register.admit(f"s-{grant}", release, envelope, Facts(wrong))
+        return release, envelope, self.register.admit(f"s-{grant}", release, envelope, ArtifactFindings(wrong))
 
     def place(self, release: Release) -> Path:
         return self.shelf.root / release.release
@@ -171,7 +172,7 @@ def test_what_cannot_be_placed_now_is_placed_at_the_next_start(desk: Desk, monke
         raise OSError("no space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr(module, "_unfold", full)
+        disk.setattr(release_store, "_unfold", full)
         with pytest.raises(OSError, match="no space"):
             desk.shelf.settle(path, release, envelope, verdict)
         assert not desk.place(release).exists()

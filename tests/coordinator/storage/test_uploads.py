@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.edges import uploads as module
-from coordinator.edges.uploads import UploadRefused, Uploads, is_open, ready
-from protos.chunks import CHUNK, Manifest, indices, manifest, piece
-from tests.support.receiving import staged
+from coordinator.storage import uploads as module
+from coordinator.storage.uploads import UploadError, Uploads, is_open, ready
+from protos.artifacts.chunks import CHUNK, Manifest, indices, manifest, piece
+from tests.support.upload_server import staged
 
 QUOTA = 64 << 20
 
@@ -51,7 +51,7 @@ def offer(uploads: Uploads, listing: Manifest, site: str = "site-a", quota: int 
 
 
 def refusal(call: object, *words: object) -> str:
-    with pytest.raises(UploadRefused) as caught:
+    with pytest.raises(UploadError) as caught:
         call(*words)  # type: ignore[operator]
     assert caught.value.detail
     return caught.value.rule
@@ -267,9 +267,9 @@ def test_a_bitmap_is_written_only_after_the_pieces_are_on_the_disk(
     listing = manifest(body)
     offer(uploads, listing)
     steps: list[str] = []
-    fdatasync, write = os.fdatasync, module.write_durably
+    fdatasync, write = os.fdatasync, module.replace_file
     monkeypatch.setattr(os, "fdatasync", lambda handle: (steps.append("pieces"), fdatasync(handle))[1])
-    monkeypatch.setattr(module, "write_durably", lambda p, b: (steps.append(p.name), write(p, b))[1])
+    monkeypatch.setattr(module, "replace_file", lambda p, b: (steps.append(p.name), write(p, b))[1])
     uploads.put("site-a", listing.sha256, 0, piece(body, 0))
     assert steps == []
     assert uploads.sync("site-a", listing.sha256) == 1
@@ -358,14 +358,14 @@ def test_orphans_expire_by_the_clock_and_not_by_a_restart(uploads: Uploads, cloc
 _LIMITED = """
 import resource, sys
 from pathlib import Path
-from coordinator.edges.uploads import Uploads, UploadRefused
-from protos.chunks import manifest
-from tests.support.receiving import staged
+from coordinator.storage.uploads import Uploads, UploadError
+from protos.artifacts.chunks import manifest
+from tests.support.upload_server import staged
 uploads = Uploads(Path(sys.argv[1]), lambda: 0.0, keep_free=0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
 try:
     staged(uploads, "site-a", b"x" * (3 << 20))
-except UploadRefused as refusal:
+except UploadError as refusal:
     print(refusal.rule)
 print(staged(uploads, "site-a", b"y" * (1 << 20)).stat().st_size)
 print(len(list((uploads.root / "open").glob("*/*"))))
@@ -425,8 +425,8 @@ def test_what_other_uploads_were_promised_is_not_promised_again(
 _TAKE = """
 import sys, time
 from pathlib import Path
-from coordinator.edges.uploads import Uploads
-from protos.chunks import manifest, piece
+from coordinator.storage.uploads import Uploads
+from protos.artifacts.chunks import manifest, piece
 source = Path(sys.argv[2])
 peak = lambda: int(next(x for x in open("/proc/self/status") if x.startswith("VmHWM")).split()[1])
 uploads = Uploads(Path(sys.argv[1]), time.time, keep_free=0)

@@ -14,34 +14,33 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.hashes import SHA256
 
-from agent import commands
-from agent.edges.credentials import Credentials
-from agent.edges.door import GrpcDoor
-from agent.edges.home import BadSite
-from agent.edges.watch import Watch
-from agent.grants import finish, unused
-from agent.nouns import Forked, Unreachable
-from agent.recovery import present
-from agent.site import Site as PipelineSite
-from coordinator.edges.witnesses import Witnesses
-from coordinator.intake import Intake
-from policies import governance
-from policies.claims import SubsampledGaussian
-from policies.entries import Refused, Reserved
-from policies.export import Unsound
-from policies.merkle import open_checkpoint
-from policies.policy import parse as parse_policy
-from policies.register import Register, digest
-from policies.review import Verdict
-from policies.sqlite import backup_file, export_file, open_sqlite
-from policies.statement import Amendment, Receipts, encode
-from policies.store import Draft, Store
-from policies.verify import verify
-from protos.envelope import BadEnvelope
-from protos.identity import leaf_of, number_of
-from tests.support.books import DP, Clock, Hospital, policy
-from tests.support.federation import Federation, Site
-from tests.support.turned_back import marked_as_it_is
+from agent import runtime
+from agent.errors import CoordinatorUnreachableError, LedgerForkError, SiteConfigError
+from agent.gateway.client import GatewayClient
+from agent.gateway.credentials import Credentials
+from agent.gateway.witness import LedgerWitness
+from agent.release.budget import return_unused_grant, settle_grant
+from agent.release.ports import SiteContext as PipelineSite
+from agent.release.recovery import present
+from coordinator.admission import AdmissionService
+from coordinator.storage.witness_store import Witnesses
+from policies.accounting.claims import SubsampledGaussian
+from policies.audit.verify import verify
+from policies.governance import decisions
+from policies.ledger.backends.sqlite import backup_file, export_file
+from policies.ledger.entries import Refused, Reserved
+from policies.ledger.export import ExportError
+from policies.ledger.merkle import open_checkpoint
+from policies.ledger.store import AppendRequest
+from policies.ledger_service import digest
+from policies.review.rules import Verdict
+from policies.statements import Amendment, Receipts, encode
+from protos.common.dsse import EnvelopeError
+from protos.identity.certificates import leaf_of, number_of
+from tests.support.federation_world import Federation, Site
+from tests.support.ledger_world import DP, Hospital, policy
+from tests.support.rolled_back_ledgers import marked_as_it_is
+from tests.support.site_without_vault import pipeline_site
 
 SMALL = SubsampledGaussian(0.01, 8.0, 1)
 
@@ -75,15 +74,19 @@ def notes(site: Site) -> set[str]:
 
 
 def grow(federation: Federation, text: str) -> None:
-    federation.store.append(text, Draft((Refused("x", "site-a", "", "call", [text], b""),)))
+    federation.store.append(text, AppendRequest((Refused("x", "site-a", "", "call", [text], b""),)))
 
 
 def test_every_contact_moves_the_head_that_is_kept_on_disk(federation: Federation) -> None:
     site = federation.join("site-a")
     site.reserved("g-1", SMALL, "federated", "run")
-    first = Watch(site.home.root / "watch", federation.store.public).seen
+    first = LedgerWitness(site.home.root / "watch", federation.store.public).seen
     site.reserved("g-2", SMALL, "federated", "run-2")
-    assert Watch(site.home.root / "watch", federation.store.public).seen == first + 1 == federation.store.state.size
+    assert (
+        LedgerWitness(site.home.root / "watch", federation.store.public).seen
+        == first + 1
+        == federation.store.state.size
+    )
 
 
 def test_a_forked_history_is_refused_for_good_and_both_signed_heads_are_kept(
@@ -98,9 +101,9 @@ def test_a_forked_history_is_refused_for_good_and_both_signed_heads_are_kept(
         grow(federation, "another-way")
         grow(federation, "further")
         for _ in range(2):  # a new process is as wary as the old one
-            with pytest.raises(Forked, match="compliance"):
+            with pytest.raises(LedgerForkError, match="compliance"):
                 site.door().hello()
-        with pytest.raises(Forked):
+        with pytest.raises(LedgerForkError):
             site.reserved("g", SMALL, "federated", "run")
     public = federation.store.public
     kept = [(site.home.root / "watch" / name).read_text() for name in notes(site) if name.startswith("fork-")]
@@ -116,7 +119,7 @@ def test_a_rolled_back_ledger_is_refused_by_the_site_and_stops_when_it_is_shown_
     backup(federation, tmp_path / "copy.db")
     a.reserved("g", SMALL, "federated", "run")
     bring_back(federation, tmp_path / "copy.db")
-    with federation, pytest.raises(Forked):
+    with federation, pytest.raises(LedgerForkError):
         a.door().hello()
     a.home.root.joinpath("watch", "seen.json").write_text(
         a.home.root.joinpath("watch", "seen.json").read_text().replace('"frozen": true', '"frozen": false')
@@ -124,37 +127,11 @@ def test_a_rolled_back_ledger_is_refused_by_the_site_and_stops_when_it_is_shown_
     with federation:
         door = a.door()
         cosigned = door.watch.cosigned("site-a", a.home.sign_key(), 1_700_000_000)
-        with pytest.raises(Unreachable):
+        with pytest.raises(CoordinatorUnreachableError):
             door.hello(cosigned)
         assert federation.store.stopped
-        with pytest.raises(Unreachable):
+        with pytest.raises(CoordinatorUnreachableError):
             b.door().hello()
-
-
-def pipeline_site(site: Site, folder: Path) -> PipelineSite:
-    """What the pipeline needs to present receipts."""
-    policy = parse_policy(site.hospital.policy_text, "p")
-    key = site.home.sign_key()
-    store = Store(open_sqlite(folder / f"{site.hospital.name}.db"), f"lazaret/{site.hospital.name}", key, Clock())
-    register = Register(store, lambda _: policy)
-    if not store.state.sites:
-        envelope = (site.home.root / "request.json").read_bytes()
-        from policies.statement import PAYLOAD_TYPE, Enrolment, parse
-        from protos.envelope import open_sealed
-
-        statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {"x": key.public_key().public_bytes_raw()}).payload)
-        assert isinstance(statement, Enrolment)
-        register.enrol(statement, envelope, policy)
-    return PipelineSite(
-        name=site.hospital.name,
-        books=register,
-        door=site.door(),
-        vault=None,  # type: ignore[arg-type] - nothing is read
-        seal=site.seal,
-        read=lambda raw: None,  # type: ignore[arg-type, return-value]
-        new_id=lambda prefix: prefix,
-        say=lambda *_: None,
-    )
 
 
 def reserve_in_both(site: PipelineSite, of: Site, grant: str, claim: SubsampledGaussian, run: str = "") -> bytes:
@@ -192,22 +169,22 @@ def test_after_a_restore_sites_show_their_receipts_and_the_lost_spends_are_back(
             moved = PipelineSite(**{n: getattr(books, n) for n in PipelineSite.__slots__} | {"door": door})
             assert present(moved, "lazaret/coordinator", "nonce-1") == lost
             door.watch.presented()
-            assert not Watch(site.home.root / "watch", federation.store.public).must_present
+            assert not LedgerWitness(site.home.root / "watch", federation.store.public).must_present
         account = federation.store.state.accounts["site-a/rdp"]
         assert sum(before["site-a/rdp"]) == account.held + account.spent
         a.reserved("fresh", SMALL, "federated", "run-9")
         raw = export_file(federation.home.ledger, "lazaret/coordinator", federation.home.ledger_key())
     assert {"epoch-1-last.note", "epoch-2-nonce-1-first.note"} <= notes(a)
     assert verify(raw).epoch == 2
-    with pytest.raises(Unsound, match="epoch 2"):
+    with pytest.raises(ExportError, match="epoch 2"):
         verify(raw, since=older)
 
 
 def test_an_epoch_that_the_ledger_does_not_hold_is_no_excuse(federation: Federation, tmp_path: Path) -> None:
     """A coordinator that claims a restore must have written it down, where every auditor sees it."""
-    from agent.edges.watch import Epoch
-    from policies.entries import Record, Restored
-    from policies.entries import encode as encode_record
+    from agent.gateway.witness import Epoch
+    from policies.ledger.entries import Record, Restored
+    from policies.ledger.entries import encode as encode_record
 
     site = federation.join("site-a")
     door = site.door()
@@ -215,7 +192,7 @@ def test_an_epoch_that_the_ledger_does_not_hold_is_no_excuse(federation: Federat
     shown = federation.store.prove(0)
     made_up = encode_record(Record(1, "restore-2", Restored(2, 1, bytes(32), "n")))
     for entry, at in ((made_up, 1), (b"junk", 1), (encode_record(Record(1, "k", Restored(2, 7, bytes(32), "n"))), 1)):
-        with pytest.raises(Forked):
+        with pytest.raises(LedgerForkError):
             door.watch.restored(shown.checkpoint, Epoch(2, entry, at, shown.proof), ())
     assert door.watch.memory.epoch == 1
 
@@ -230,7 +207,7 @@ def test_cosigned_heads_reach_the_auditor_and_bind_the_ledger(federation: Federa
     assert verify(raw).witnesses == {"site-a": federation.store.state.size}
     stranger = kept[0].replace("site-a", "site-z")
     forged = export_file(federation.home.ledger, "lazaret/coordinator", federation.home.ledger_key(), (stranger,))
-    with pytest.raises(Unsound, match="cosignature"):
+    with pytest.raises(ExportError, match="cosignature"):
         verify(forged)
 
 
@@ -253,7 +230,7 @@ def test_a_site_says_nothing_for_another_after_a_restore(federation: Federation)
     own = a.door()
     own.hello()
     assert {f.rule for f in own.present("p", word).findings} == {"another_site"}
-    assert federation.store.state.waiting == {"site-a", "site-b"}
+    assert federation.store.state.sites_awaited == {"site-a", "site-b"}
     assert encode(Receipts("site-b", "lazaret/coordinator", "nonce-1", 0))
 
 
@@ -271,17 +248,17 @@ def test_a_backup_is_a_ledger_of_one_commit_and_overwrites_nothing(federation: F
 
 
 @contextlib.contextmanager
-def desk(site: Site) -> Iterator[commands.Desk]:
+def desk(site: Site) -> Iterator[runtime.AgentRuntime]:
     """The agent's own desk, as its commands open it, turned to where the coordinator listens now."""
     path = site.home.root / "site.toml"
     path.write_text(
         re.sub(r'coordinator = ".*"', f'coordinator = "127.0.0.1:{site.federation.port}"', path.read_text())
     )
-    with commands.open_desk(site.home.root, lambda *_: None) as opened:
+    with runtime.open_runtime(site.home.root, lambda *_: None) as opened:
         yield opened
 
 
-def price_of_one(opened: commands.Desk, site: Site, grant: str, claim: SubsampledGaussian) -> None:
+def price_of_one(opened: runtime.AgentRuntime, site: Site, grant: str, claim: SubsampledGaussian) -> None:
     reserve_in_both(opened.site, site, grant, claim)
 
 
@@ -291,10 +268,10 @@ def test_the_agents_own_greeting_brings_a_restored_coordinator_back_to_work(
     """As it happens: the agent has seen and cosigned what the backup has lost."""
     a, b = federation.join("site-a"), federation.join("site-b")
     with desk(a) as opened:
-        commands.greet(opened)
+        runtime.sync_with_coordinator(opened)
         backup(federation, tmp_path / "copy.db")
         price_of_one(opened, a, "after", DP)
-        commands.greet(opened)
+        runtime.sync_with_coordinator(opened)
         spent = federation.store.state.accounts["site-a/rdp"].held
     bring_back(federation, tmp_path / "copy.db")
     with federation:
@@ -302,12 +279,12 @@ def test_the_agents_own_greeting_brings_a_restored_coordinator_back_to_work(
         Witnesses(federation.home.witnesses).forget(2)
         for _ in range(2):  # a second start shows nothing twice
             with desk(a) as opened:
-                commands.greet(opened)
+                runtime.sync_with_coordinator(opened)
                 assert not opened.watch.must_present
         assert federation.store.state.accounts["site-a/rdp"].spent == spent
-        assert federation.store.state.waiting == {"site-b"}
+        assert federation.store.state.sites_awaited == {"site-b"}
         with desk(b) as opened:  # enrolled before, never greeted: it is awaited all the same
-            commands.greet(opened)
+            runtime.sync_with_coordinator(opened)
             price_of_one(opened, b, "fresh", SMALL)
         kept = Witnesses(federation.home.witnesses).notes()
         raw = export_file(federation.home.ledger, "lazaret/coordinator", federation.home.ledger_key(), kept)
@@ -326,7 +303,7 @@ def test_a_ledger_made_anew_with_a_restore_in_it_is_no_restored_one(federation: 
     with federation:
         grow(federation, "another-past")
         for approval in federation.approvals("site-a", "again", hashlib.sha256(envelope).hexdigest()):
-            governance.approve(federation.store, approval)
+            decisions.approve(federation.store, approval)
         federation.intake.enrol(envelope, "again")
         leaf = leaf_of(Credentials(a.home.keys).chain())
         end = int(leaf.not_valid_after_utc.timestamp())
@@ -335,20 +312,20 @@ def test_a_ledger_made_anew_with_a_restore_in_it_is_no_restored_one(federation: 
             grow(federation, f"more-{i}")
         federation.store.restore("nonce-1")
         for _ in range(2):
-            with pytest.raises(Forked):
+            with pytest.raises(LedgerForkError):
                 a.door().hello()
 
 
 def test_a_yes_that_is_in_no_ledger_is_no_answer(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     site = federation.join("site-a")
-    monkeypatch.setattr(Intake, "reserve", lambda *_: Verdict(()))
-    with pytest.raises(Forked, match="cannot show it"):
+    monkeypatch.setattr(AdmissionService, "reserve", lambda *_: Verdict(()))
+    with pytest.raises(LedgerForkError, match="cannot prove it"):
         site.reserved("g", SMALL, "federated", "run")
     monkeypatch.undo()
     site.reserved("g", SMALL, "federated", "run")
-    real = Intake.outcome
-    monkeypatch.setattr(Intake, "outcome", lambda self, peer, key: (real(self, peer, key)[0], 0))  # type: ignore[index]
-    with pytest.raises(Forked, match="cannot show it"):
+    real = AdmissionService.outcome
+    monkeypatch.setattr(AdmissionService, "outcome", lambda self, peer, key: (real(self, peer, key)[0], 0))  # type: ignore[index]
+    with pytest.raises(LedgerForkError, match="cannot prove it"):
         site.reserved("g", SMALL, "federated", "run")
 
 
@@ -374,7 +351,7 @@ def test_a_stranger_cannot_stop_the_coordinator_with_an_old_note(federation: Fed
     note = door.watch.cosigned("site-a", site.home.sign_key(), 1)
     bring_back(federation, tmp_path / "copy.db")
     with federation:
-        with pytest.raises(Unreachable, match="never issued"):
+        with pytest.raises(CoordinatorUnreachableError, match="never issued"):
             stranger.door().hello(note)
         assert not federation.intake.witness("site-x", note)
         assert not federation.store.stopped
@@ -385,17 +362,17 @@ def test_a_look_beside_the_serving_agent_writes_nothing(federation: Federation) 
     site.door().hello()
     before = (site.home.root / "watch" / "seen.json").read_bytes()
     grow(federation, "x")
-    look = Watch(site.home.root / "watch", federation.store.public, forgetful=True)
-    GrpcDoor(f"127.0.0.1:{federation.port}", Credentials(site.home.keys), look, 0.0).hello()
+    look = LedgerWitness(site.home.root / "watch", federation.store.public, forgetful=True)
+    GatewayClient(f"127.0.0.1:{federation.port}", Credentials(site.home.keys), look, 0.0).hello()
     assert (site.home.root / "watch" / "seen.json").read_bytes() == before
 
 
 def test_a_forgotten_watch_is_noticed_by_the_vault(federation: Federation) -> None:
     site = federation.join("site-a")
     with desk(site) as opened:
-        commands.greet(opened)
+        runtime.sync_with_coordinator(opened)
     shutil.rmtree(site.home.root / "watch")
-    with pytest.raises(BadSite, match="watch/ is missing"), desk(site):
+    with pytest.raises(SiteConfigError, match="watch/ is missing"), desk(site):
         pass
 
 
@@ -414,16 +391,16 @@ def test_a_yes_that_the_ledger_holds_as_a_no_is_no_answer(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = federation.join("site-a")
-    honest = Intake.reserve
-    monkeypatch.setattr(Intake, "reserve", lambda *a: Verdict(()) if honest(*a).findings else honest(*a))
-    with pytest.raises(Forked, match="cannot show it"):
+    honest = AdmissionService.reserve
+    monkeypatch.setattr(AdmissionService, "reserve", lambda *a: Verdict(()) if honest(*a).findings else honest(*a))
+    with pytest.raises(LedgerForkError, match="cannot prove it"):
         site.reserved("g", SubsampledGaussian(0.5, 0.5, 500), "federated", "run")
 
 
 def test_a_second_restore_finds_what_the_first_recovered(federation: Federation, tmp_path: Path) -> None:
     a = federation.join("site-a")
     with desk(a) as opened:
-        commands.greet(opened)
+        runtime.sync_with_coordinator(opened)
         backup(federation, tmp_path / "one.db")
         price_of_one(opened, a, "lost", SMALL)
     for turn in ("nonce-1", "nonce-2"):
@@ -431,27 +408,27 @@ def test_a_second_restore_finds_what_the_first_recovered(federation: Federation,
         with federation:
             federation.store.restore(turn)
             with desk(a) as opened:
-                commands.greet(opened)
-            assert federation.store.state.waiting == set()
+                runtime.sync_with_coordinator(opened)
+            assert federation.store.state.sites_awaited == set()
             assert federation.store.state.grants["lost"].state == "spent"
             if turn == "nonce-1":
                 backup(federation, tmp_path / "two.db")
-    with federation:
-        a.reserved("fresh", SMALL, "federated", "run-9")
+    with federation, desk(a) as opened:
+        price_of_one(opened, a, "fresh", SMALL)
 
 
 def test_the_same_backup_twice_is_two_restores_to_everybody(federation: Federation, tmp_path: Path) -> None:
     a = federation.join("site-a")
     with desk(a) as opened:
-        commands.greet(opened)
+        runtime.sync_with_coordinator(opened)
     backup(federation, tmp_path / "copy.db")
     bring_back(federation, tmp_path / "copy.db")
     with federation:
         federation.store.restore("nonce-1")
         with desk(a) as opened:
-            commands.greet(opened)
+            runtime.sync_with_coordinator(opened)
             price_of_one(opened, a, "g", SMALL)
-            commands.greet(opened)
+            runtime.sync_with_coordinator(opened)
             old = opened.watch.cosigned("site-a", a.home.sign_key(), 1)
     bring_back(federation, tmp_path / "copy.db")
     with federation:
@@ -459,9 +436,9 @@ def test_the_same_backup_twice_is_two_restores_to_everybody(federation: Federati
         a.door().hello(old)  # of the other epoch 2: no reason to stop
         assert not federation.store.stopped
         with desk(a) as opened:
-            commands.greet(opened)
+            runtime.sync_with_coordinator(opened)
         assert federation.store.state.grants["g"].state == "spent"
-        assert federation.store.state.waiting == set()
+        assert federation.store.state.sites_awaited == set()
 
 
 def test_a_request_that_was_refused_before_the_restore_is_no_lost_grant(
@@ -470,13 +447,13 @@ def test_a_request_that_was_refused_before_the_restore_is_no_lost_grant(
     """The site was killed before it heard the no, and holds the grant for spent."""
     a = federation.join("site-a")
     with desk(a) as opened:
-        commands.greet(opened)
+        runtime.sync_with_coordinator(opened)
         price_of_one(opened, a, "first", DP)
         asked = a.hospital.reservation("unheard", DP, "federated", "run")
         envelope = a.seal(asked)
         opened.site.books.store.append(
             "reserve-unheard",
-            Draft(
+            AppendRequest(
                 (Reserved("unheard", "site-a", "run", "federated", "site-a/rdp", 1, b"{}", digest(envelope)),),
                 (envelope,),
             ),
@@ -487,16 +464,16 @@ def test_a_request_that_was_refused_before_the_restore_is_no_lost_grant(
     with federation:
         federation.store.restore("nonce-1")
         with desk(a) as opened:
-            commands.greet(opened)
-        assert federation.store.state.waiting == set()
+            runtime.sync_with_coordinator(opened)
+        assert federation.store.state.sites_awaited == set()
 
 
 def test_no_site_is_called_as_the_coordinator_is(federation: Federation) -> None:
-    with pytest.raises(BadEnvelope, match="may bear that name"):
+    with pytest.raises(EnvelopeError, match="name is reserved"):
         federation.intake.read_enrolment(Hospital("coordinator").enrolment()[1])
 
 
-def come_to(end: str, opened: commands.Desk, of: Site, grant: str) -> None:
+def come_to(end: str, opened: runtime.AgentRuntime, of: Site, grant: str) -> None:
     """A grant of a run, and what has become of it in the site's own book."""
     claim = SubsampledGaussian(0.01, 8.0, 4)
     if end == "refused":  # the site was killed before it heard so
@@ -510,9 +487,9 @@ def come_to(end: str, opened: commands.Desk, of: Site, grant: str) -> None:
     held = opened.site.books.store.state.grants[grant].reserved
     assert isinstance(held, Reserved)
     if end == "finished":
-        finish(opened.site, grant, replace(claim, steps=2))
+        settle_grant(opened.site, grant, replace(claim, steps=2))
     elif end == "freed":
-        unused(opened.site, held)
+        return_unused_grant(opened.site, held)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before the backup", "after it"])
@@ -522,7 +499,7 @@ def test_a_site_that_took_part_in_runs_gets_past_a_restore_whatever_became_of_it
 ) -> None:
     a = federation.join("site-a")
     with desk(a) as opened:
-        commands.greet(opened)
+        runtime.sync_with_coordinator(opened)
         if not after:
             come_to(end, opened, a, "part")
         backup(federation, tmp_path / "copy.db")
@@ -534,8 +511,8 @@ def test_a_site_that_took_part_in_runs_gets_past_a_restore_whatever_became_of_it
     with federation:
         federation.store.restore("nonce-1")
         with desk(a) as opened:
-            commands.greet(opened)
-            assert federation.store.state.waiting == set()
+            runtime.sync_with_coordinator(opened)
+            assert federation.store.state.sites_awaited == set()
             assert federation.store.state.recovered["site-a"] == int(after and end != "freed")
             hub = federation.store.state.accounts["site-a/rdp"]
             if end != "refused":
@@ -563,4 +540,4 @@ def test_a_grant_that_the_backup_holds_is_answered_as_known_and_counts_as_not_lo
         assert [f.rule for f in door.present("recover-odd", envelope).findings] == ["known"]
         assert federation.store.state.size == size
         assert present(replace(agent, door=door), "lazaret/coordinator", "nonce-1") == 0
-        assert federation.store.state.waiting == set()
+        assert federation.store.state.sites_awaited == set()

@@ -16,11 +16,11 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from agent.deidentify import pixels
-from agent.deidentify.glyphs import shows_text
-from agent.measures.utility import Network
-from agent.phantoms import chest
-from agent.training.loop import own_generator, seeded
+from agent.deidentify.pixels import pixel_data
+from agent.deidentify.pixels.burned_in_text import has_burned_in_text
+from agent.evaluation.utility import Network
+from agent.models.training_loop import seeded, torch_generator
+from deploy.phantoms import chest
 
 
 def _patients(count: int, seed: int = 0, side: int = 32, visits: int = 1, most: int = 2) -> list[chest.ChestPatient]:
@@ -121,7 +121,7 @@ def test_a_small_network_tells_the_findings_of_pairs_too() -> None:
     mean, std = images.mean(), images.std()
     with seeded(0):
         net = Network(1, 16, 5)
-    order, optimizer = own_generator(0, "cpu"), torch.optim.AdamW(net.parameters(), 3e-3, weight_decay=1e-2)
+    order, optimizer = torch_generator(0, "cpu"), torch.optim.AdamW(net.parameters(), 3e-3, weight_decay=1e-2)
     for _ in range(40):
         for rows in torch.split(torch.randperm(300, generator=order), 32):
             optimizer.zero_grad()
@@ -158,8 +158,8 @@ def test_the_files_are_computed_and_digital_radiographs_full_of_names(tmp_path: 
         assert dataset.SOPClassUID == dataset.file_meta.MediaStorageSOPClassUID == classes[dataset.Modality]
         (visit,) = (n for n, one in enumerate(patient.radiographs) if np.array_equal(dataset.pixel_array, one))
         assert labels[dataset.SOPInstanceUID] == chest.label_of(patient.findings[visit])
-        stored = pixels.decode(dataset, dataset.file_meta.TransferSyntaxUID)
-        read = pixels.unit_range(pixels.native(dataset, stored), stored)
+        stored = pixel_data.decode(dataset, dataset.file_meta.TransferSyntaxUID)
+        read = pixel_data.unit_range(pixel_data.native(dataset, stored), stored)
         assert np.array_equal(np.rint(read * 255), patient.radiographs[visit])
     everything = b"".join(path.read_bytes() for path in tmp_path.glob("*/*/*.dcm"))
     assert all(text.encode() in everything for one in planted.patients for text in one.strings)
@@ -201,7 +201,7 @@ def test_a_digital_radiograph_has_the_mandatory_attributes_of_its_class(tmp_path
 
 
 def test_no_chest_is_taken_for_one_with_text_in_it() -> None:
-    assert not any(shows_text(r) for side in (64, 128) for p in _patients(6, 4, side) for r in p.radiographs)
+    assert not any(has_burned_in_text(r) for side in (64, 128) for p in _patients(6, 4, side) for r in p.radiographs)
 
 
 def test_visits_differ_and_an_exposure_is_never_the_same_twice() -> None:

@@ -15,9 +15,9 @@ from sklearn.metrics import cohen_kappa_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from agent.deidentify.glyphs import shows_text
-from agent.phantoms import fundus
-from agent.phantoms.retina import anatomy, photograph
+from agent.deidentify.pixels.burned_in_text import has_burned_in_text
+from deploy.phantoms import fundus
+from deploy.phantoms.retina import anatomy, photograph
 
 
 def _patients(count: int, seed: int = 0, side: int = 32, visits: int = 1) -> list[fundus.FundusPatient]:
@@ -155,7 +155,7 @@ def test_the_files_are_ophthalmic_photographs_full_of_names(tmp_path: Path) -> N
 
 def test_no_retina_is_taken_for_one_with_text_in_it() -> None:
     images = [photo.pixels for side in (64, 128) for p in _patients(5, 3, side) for photo in p.photographs]
-    assert not any(shows_text(image) for image in images)
+    assert not any(has_burned_in_text(image) for image in images)
 
 
 def test_photographs_of_the_public_layouts_are_framed_in_black_and_named_as_there(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
-from agent.phantoms.writing import CHARACTERS, FONTS, _skeleton, glyphs
+from deploy.phantoms.handwriting import CHARACTERS, FONTS, _skeleton, glyphs
 
 
 def test_there_is_a_picture_of_each_character_as_often_as_asked() -> None:

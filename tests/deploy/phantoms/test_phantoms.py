@@ -11,7 +11,7 @@ import pydicom
 import pytest
 from sklearn.datasets import load_digits
 
-from agent.phantoms import digits, scanners
+from deploy.phantoms import digits, scanner_files
 
 
 def _keys(images: np.ndarray) -> list[bytes]:
@@ -101,7 +101,7 @@ def test_persons_of_different_sites_share_no_identifier(tmp_path: Path) -> None:
 
 def test_scanner_files_are_real_and_the_broken_ones_are_broken(tmp_path: Path) -> None:
     digits.write_hospital(tmp_path, 0, 1, 1, 1, np.random.default_rng(0))
-    names = scanners.add_scanner_files(tmp_path)
+    names = scanner_files.add_scanner_files(tmp_path)
     assert len(names) == len(set(names)) >= 30
     mr = pydicom.dcmread(tmp_path / "scanner" / "mr.dcm").pixel_array
     uids = set()
@@ -121,8 +121,8 @@ def test_scanner_files_are_real_and_the_broken_ones_are_broken(tmp_path: Path) -
 
 
 def test_a_head_is_added_with_its_patient_where_this_machine_has_one(tmp_path: Path) -> None:
-    if not scanners.add_head(tmp_path):
-        assert scanners.find_head() is None
+    if not scanner_files.add_head(tmp_path):
+        assert scanner_files.find_head() is None
         assert list(tmp_path.iterdir()) == []
         return
     with (tmp_path / "nifti.csv").open() as stream:
@@ -132,4 +132,4 @@ def test_a_head_is_added_with_its_patient_where_this_machine_has_one(tmp_path: P
 
 
 def test_no_head_is_found_where_there_is_none(tmp_path: Path) -> None:
-    assert scanners.find_head(tmp_path) is None
+    assert scanner_files.find_head(tmp_path) is None

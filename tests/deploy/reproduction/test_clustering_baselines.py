@@ -8,8 +8,9 @@ from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.spatial.distance import pdist, squareform
 from sklearn.datasets import load_digits
 
-from agent.nouns import CohortTooSmall
-from agent.stages.baselines import BASELINES, anonfaces, distances, greedy, kmeans, kmember, mdav, nearest
+from agent.errors import CohortTooSmallError
+from agent.microaggregation.partition import distances, greedy
+from deploy.reproduction.clustering_baselines import BASELINES, anonfaces, kmeans, kmember, mdav, nearest
 
 LINKS = ("single", "complete", "average", "ward")
 
@@ -28,7 +29,7 @@ def _sse(codes, assignment):
 def test_every_baseline_puts_everybody_in_a_cluster_of_k_to_2k_minus_1(name, n, k, seed, equal):
     codes = np.zeros((n, 3)) if equal else np.random.default_rng(seed).normal(size=(n, 3))
     if n < k:
-        with pytest.raises(CohortTooSmall):
+        with pytest.raises(CohortTooSmallError):
             BASELINES[name](codes, k, np.random.default_rng(seed))
         return
     found = BASELINES[name](codes, k, np.random.default_rng(seed))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agent.phantoms import fundus
-from agent.reproduce.datasets import (
+from deploy.phantoms import fundus
+from deploy.reproduction.datasets import (
     LOADERS,
-    BadDataset,
+    DatasetError,
     aptos,
     camelyon17,
     celeba,
@@ -19,7 +19,7 @@ from agent.reproduce.datasets import (
     eyepacs,
     imagenet,
     rafd,
-    real_pictures,
+    real_images,
 )
 
 
@@ -86,7 +86,7 @@ def test_a_limit_never_cuts_a_patient_in_two(
 ) -> None:
     fundus.write_eyepacs(tmp_path, patients)
     if count == 0:
-        with pytest.raises(BadDataset, match="no pictures"):
+        with pytest.raises(DatasetError, match="no pictures"):
             eyepacs(tmp_path, 32, limit)
     else:
         assert len(eyepacs(tmp_path, 32, limit)) == count
@@ -100,7 +100,7 @@ def test_celeba_has_identities_attributes_and_centred_squares(tmp_path: Path) ->
     assert found.attributes == {"Male": ("-1", "1", "-1"), "Young": ("1", "1", "-1")}
     assert found.image(0).shape == (128, 128, 3)
     assert celeba(tmp_path, 128, label="Young").labels == ("1", "1", "-1")
-    with pytest.raises(BadDataset, match="no attribute"):
+    with pytest.raises(DatasetError, match="no attribute"):
         celeba(tmp_path, 128, label="Tall")
 
 
@@ -116,17 +116,17 @@ def test_rafds_names_say_everything(tmp_path: Path) -> None:
 
 def test_a_missing_folder_file_or_column_is_named(tmp_path: Path) -> None:
     for load, file in ((aptos, "train.csv"), (eyepacs, "trainLabels.csv"), (celeba, "list_attr_celeba.txt")):
-        with pytest.raises(BadDataset, match=f"{file} is missing"):
+        with pytest.raises(DatasetError, match=f"{file} is missing"):
             load(tmp_path)
-    with pytest.raises(BadDataset, match="folder is missing"):
+    with pytest.raises(DatasetError, match="folder is missing"):
         rafd(tmp_path / "nowhere")
-    with pytest.raises(BadDataset, match="no pictures"):
+    with pytest.raises(DatasetError, match="no pictures"):
         rafd(tmp_path)
     (tmp_path / "train.csv").write_text("id_code,level\na,1\n")
-    with pytest.raises(BadDataset, match=r"train\.csv: missing columns: diagnosis"):
+    with pytest.raises(DatasetError, match=r"train\.csv: missing columns: diagnosis"):
         aptos(tmp_path)
     (tmp_path / "train.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BadDataset, match="cannot be read"):
+    with pytest.raises(DatasetError, match="cannot be read"):
         aptos(tmp_path)
 
 
@@ -147,32 +147,32 @@ def test_a_wrong_row_is_told_by_its_number_and_never_by_what_it_says(
     tmp_path: Path, table: str, problem: str
 ) -> None:
     (tmp_path / "train.csv").write_text(table)
-    with pytest.raises(BadDataset, match=problem) as caught:
+    with pytest.raises(DatasetError, match=problem) as caught:
         aptos(tmp_path)
     assert "SMITH" not in str(caught.value)
 
 
 def test_names_that_are_no_eye_and_a_picture_listed_twice_are_refused(tmp_path: Path) -> None:
     (tmp_path / "trainLabels.csv").write_text("image,level\n10_left,0\n10_middle,1\n")
-    with pytest.raises(BadDataset, match="number 2 of the list"):
+    with pytest.raises(DatasetError, match="number 2 of the list"):
         eyepacs(tmp_path)
     _picture(tmp_path / "train" / "10_left.jpeg")
     (tmp_path / "trainLabels.csv").write_text("image,level\n10_left,0\n10_left,1\n")
-    with pytest.raises(BadDataset, match="twice"):
+    with pytest.raises(DatasetError, match="twice"):
         eyepacs(tmp_path)
 
 
 def test_a_picture_without_attributes_or_identity_is_refused(tmp_path: Path) -> None:
     _celeba(tmp_path)
     (tmp_path / "list" / "identity_CelebA.txt").write_text("000001.jpg 3\n000009.jpg 4\n")
-    with pytest.raises(BadDataset, match=r"identity_CelebA\.txt: .*number 2 of"):
+    with pytest.raises(DatasetError, match=r"identity_CelebA\.txt: .*number 2 of"):
         celeba(tmp_path)
     (tmp_path / "list_attr_celeba.txt").write_text("1\nMale Young\n000001.jpg 1\n")
-    with pytest.raises(BadDataset, match="one value for each attribute"):
+    with pytest.raises(DatasetError, match="one value for each attribute"):
         celeba(tmp_path)
     _rafd(tmp_path)
     _picture(tmp_path / "holiday.jpg")
-    with pytest.raises(BadDataset, match="named as RaFD"):
+    with pytest.raises(DatasetError, match="named as RaFD"):
         rafd(tmp_path)
 
 
@@ -181,10 +181,10 @@ def test_a_picture_that_is_none_or_too_small_is_told_by_its_number(
 ) -> None:
     fundus.write_aptos(tmp_path, patients)
     found = aptos(tmp_path, 64)
-    with pytest.raises(BadDataset, match="picture 1 of the list is smaller than 64 x 64"):
+    with pytest.raises(DatasetError, match="picture 1 of the list is smaller than 64 x 64"):
         found.image(0)
     found.paths[1].write_bytes(found.paths[1].read_bytes()[:200])
-    with pytest.raises(BadDataset, match="picture 2 of the list cannot be read") as caught:
+    with pytest.raises(DatasetError, match="picture 2 of the list cannot be read") as caught:
         found.images([1])
     assert found.paths[1].stem not in str(caught.value)
     assert caught.value.__suppress_context__
@@ -222,20 +222,20 @@ def test_cifar_is_read_from_its_binary_version(tmp_path: Path) -> None:
 def test_what_is_no_cifar_is_refused(tmp_path: Path) -> None:
     _cifar(tmp_path)
     (tmp_path / "data_batch_2.bin").write_bytes(b"\0" * 3000)
-    with pytest.raises(BadDataset, match=r"data_batch_2\.bin: it is not of records"):
+    with pytest.raises(DatasetError, match=r"data_batch_2\.bin: it is not of records"):
         cifar10(tmp_path)
     (tmp_path / "data_batch_2.bin").write_bytes(b"\x09" * 3073)
-    with pytest.raises(BadDataset, match=r"data_batch_2\.bin: a label has no name"):
+    with pytest.raises(DatasetError, match=r"data_batch_2\.bin: a label has no name"):
         cifar10(tmp_path)
     (tmp_path / "data_batch_2.bin").unlink()
-    with pytest.raises(BadDataset, match=r"data_batch_2\.bin is missing"):
+    with pytest.raises(DatasetError, match=r"data_batch_2\.bin is missing"):
         cifar10(tmp_path)
 
 
 def test_a_pickled_cifar_is_refused_and_never_opened(tmp_path: Path) -> None:
     (tmp_path / "cifar-10-batches-py").mkdir()
     (tmp_path / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(BadDataset, match="pickled"):
+    with pytest.raises(DatasetError, match="pickled"):
         cifar10(tmp_path)
 
 
@@ -248,9 +248,9 @@ def test_the_label_of_imagenet_is_its_synset_and_a_limit_takes_of_each(tmp_path:
     assert found.labels == ("n01440764", "n01443537") * 3
     assert found.image(0).shape == (32, 32, 3)
     assert imagenet(tmp_path / "train", 32, 4).labels == found.labels[:4]
-    with pytest.raises(BadDataset, match="there are no pictures"):
+    with pytest.raises(DatasetError, match="there are no pictures"):
         imagenet(tmp_path / "train" / "notes")
-    with pytest.raises(BadDataset, match="folder is missing"):
+    with pytest.raises(DatasetError, match="folder is missing"):
         imagenet(tmp_path / "gone")
 
 
@@ -276,18 +276,18 @@ def test_the_patient_of_camelyon_is_the_patient_and_not_the_patch(tmp_path: Path
 
 def test_what_is_no_camelyon_is_refused(tmp_path: Path) -> None:
     _camelyon(tmp_path, [("004", "4", "1"), ("004", "4", "7")])
-    with pytest.raises(BadDataset, match=r"tumor is not 0 or 1: number 2"):
+    with pytest.raises(DatasetError, match=r"tumor is not 0 or 1: number 2"):
         camelyon17(tmp_path)
     _camelyon(tmp_path, [("004", "../..", "1")])
-    with pytest.raises(BadDataset, match="a cell is not a whole number: number 1"):
+    with pytest.raises(DatasetError, match="a cell is not a whole number: number 1"):
         camelyon17(tmp_path)
     (tmp_path / "metadata.csv").write_text("patient,node\n1,2\n")
-    with pytest.raises(BadDataset, match="missing columns: x_coord, y_coord, tumor, center"):
+    with pytest.raises(DatasetError, match="missing columns: x_coord, y_coord, tumor, center"):
         camelyon17(tmp_path)
 
 
 def test_real_pictures_come_with_the_packages() -> None:
-    found = real_pictures(32)
+    found = real_images(32)
     assert found.digits.shape == (1797, 8, 8)
     assert found.faces.shape == (100, 25, 25)
     assert found.retina.shape[1:] == (32, 32, 3)

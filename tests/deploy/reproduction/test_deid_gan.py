@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agent.attacks.face_looks import Eye
-from agent.heads import skin
-from agent.heads.brain import Atlas, Brain
-from agent.heads.head import Head
-from agent.heads.reasons import NotDefaced
-from agent.nets.brain_age import AgeArchitecture
-from agent.nouns import Volume
-from agent.reproduce import deid
-from agent.reproduce.deid_heads import (
+from agent.defacing import head_mask
+from agent.defacing.brain_extraction import Atlas, Brain
+from agent.defacing.head import HeadScan
+from agent.defacing.reidentification.features import Eye
+from agent.domain import Volume
+from agent.volumes.errors import NotDefacedError
+from deploy.reproduction import deid_gan
+from deploy.reproduction.deid_gan_heads import (
     BLURRED,
     BRAIN,
     HULL,
@@ -29,11 +28,12 @@ from agent.reproduce.deid_heads import (
     DeidWork,
     Heads,
     Scanned,
-    TooFewHeads,
+    TooFewHeadsError,
     smaller,
 )
-from agent.reproduce.tables import as_json, as_text
-from agent.training.brain_age import AgeConfig
+from deploy.reproduction.measures.brain_age_network import AgeArchitecture
+from deploy.reproduction.measures.brain_age_training import AgeConfig
+from deploy.reproduction.tables import as_json, as_text
 from tests.support.heads import scan
 
 TINY = DeidSettings(
@@ -49,20 +49,20 @@ TINY = DeidSettings(
 )
 
 
-def known(person: int, visit: int) -> Head:
+def known(person: int, visit: int) -> HeadScan:
     one = scan(person, visit)
-    return Head(one.volume, skin.head_mask(one.volume), Brain(one.brain, 1.0, one.to_template))
+    return HeadScan(one.volume, head_mask.head_mask(one.volume), Brain(one.brain, 1.0, one.to_template))
 
 
 def never(volume: Volume, atlas: Atlas) -> NDArray[np.float64]:
-    raise NotDefaced("no_head")
+    raise NotDefacedError("no_head")
 
 
 def made_up(count: int = 20, refused: tuple[int, ...] = ()) -> Heads:
-    def truth(person: int, visit: int) -> Callable[[], Head]:
-        def look() -> Head:
+    def truth(person: int, visit: int) -> Callable[[], HeadScan]:
+        def look() -> HeadScan:
             if person in refused:
-                raise NotDefaced("no_face")
+                raise NotDefacedError("no_face")
             return known(person, visit)
 
         return look
@@ -85,18 +85,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_figure_3_has_every_method_its_controls_and_what_the_brain_gives_away(folder: Path) -> None:
     said: list[str] = []
-    table = deid.run("deid-figure3", made_up(), TINY, folder, said.append)
+    table = deid_gan.run("deid-figure3", made_up(), TINY, folder, said.append)
     assert table.rows == (UNALTERED, BLURRED, "remodel", "deface", "strip", HULL, BRAIN)
-    assert table.of(UNALTERED, deid.FIVE).mean >= 0.9
-    assert table.of(UNALTERED, deid.COUNT).mean == 6
+    assert table.of(UNALTERED, deid_gan.FIVE).mean >= 0.9
+    assert table.of(UNALTERED, deid_gan.COUNT).mean == 6
     for row in table.rows:
-        low, value, high = (table.of(row, name).mean for name in ("low", deid.FIVE, "high"))
+        low, value, high = (table.of(row, name).mean for name in ("low", deid_gan.FIVE, "high"))
         assert 0 <= low <= value <= high <= 1
-    assert deid.SAME not in table.columns
-    assert {v.claim.split(":")[0] for v in table.verdicts} >= {deid.FIVE, deid.AT_CHANCE}
+    assert deid_gan.SAME not in table.columns
+    assert {v.claim.split(":")[0] for v in table.verdicts} >= {deid_gan.FIVE, deid_gan.AT_CHANCE}
     assert "brain alone links" in as_text(table)
     again: list[str] = []
-    other = deid.run("deid-figure3", made_up(), TINY, folder, again.append)
+    other = deid_gan.run("deid-figure3", made_up(), TINY, folder, again.append)
     assert as_json(other) == as_json(table)
     assert said
     assert not again  # nothing was computed twice
@@ -107,7 +107,7 @@ def test_figure_4_has_dice_age_time_and_the_untouched_brain(folder: Path) -> Non
     settings = replace(TINY, methods=("deface",))
     heads = made_up()
     work = DeidWork(heads, settings, folder / "four", lambda _: None)
-    with pytest.raises(NotDefaced):
+    with pytest.raises(NotDefacedError):
         _ = work.once(heads.scans[0]).tissues
     work.folder.mkdir()
     for one in heads.scans:
@@ -115,13 +115,13 @@ def test_figure_4_has_dice_age_time_and_the_untouched_brain(folder: Path) -> Non
         once.__dict__["tissues"] = _truth(one)  # of the unaltered head
         break
     told = work.told(heads.scans[0], "deface", 0)
-    assert told[deid.CHANGED] == 0.0
+    assert told[deid_gan.CHANGED] == 0.0
     assert told["gm"] == 0.0
     assert told["seconds"] > 0.0
 
 
 def _truth(one: Scanned) -> object:
-    from agent.measures.tissue import Tissues
+    from deploy.reproduction.measures.tissue_segmentation import Tissues
 
     found = scan(int(one.person), int(one.session))
     return Tissues(found.tissues, found.brain, found.brain & False, 0.064)
@@ -134,8 +134,8 @@ def test_who_is_refused_is_in_no_row_and_is_counted(tmp_path: Path) -> None:
     gone = int(tested[0])
     work = DeidWork(made_up(21, (gone,)), settings, tmp_path, lambda _: None)
     assert work.refused(0) == {f"{gone:03d}": "no_face"}
-    assert deid._identified(work, 0, UNALTERED)[deid.COUNT] == len(tested) - 1
-    assert "1 of them refused" in deid._who(work)[0]
+    assert deid_gan._identified(work, 0, UNALTERED)[deid_gan.COUNT] == len(tested) - 1
+    assert "1 of them refused" in deid_gan._who(work)[0]
 
 
 def test_nobody_is_in_two_parts_and_seeds_differ(tmp_path: Path) -> None:
@@ -149,10 +149,10 @@ def test_nobody_is_in_two_parts_and_seeds_differ(tmp_path: Path) -> None:
 
 def test_too_few_people_are_refused_and_one_session_is_no_second_visit(tmp_path: Path) -> None:
     heads = made_up()
-    with pytest.raises(TooFewHeads, match="19 at least"):
+    with pytest.raises(TooFewHeadsError, match="19 at least"):
         DeidWork(made_up(18), TINY, tmp_path, lambda _: None).parts(0)
     once = replace(heads, scans=tuple(s for s in heads.scans if s.session == "0"))
-    with pytest.raises(TooFewHeads, match="0 people"):
+    with pytest.raises(TooFewHeadsError, match="0 people"):
         DeidWork(once, TINY, tmp_path, lambda _: None).parts(0)
     with pytest.raises(ValueError, match="twice"):
         replace(heads, scans=heads.scans + heads.scans[:1])

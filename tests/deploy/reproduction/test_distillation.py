@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from agent.__main__ import main
-from agent.measures.utility import Recipe
-from agent.nets.alignment import Aligner
-from agent.nets.latent_diffusion import LatentArchitecture
-from agent.nets.pictures import to_tensor
-from agent.phantoms.chest import FINDINGS
-from agent.reproduce import distill_sources, distillation
-from agent.reproduce.chests import Chests, parted
-from agent.reproduce.distillation import (
+from agent.evaluation.utility import Recipe
+from agent.mechanisms.distillation.latent_model import LatentConfig
+from agent.mechanisms.distillation.teacher_student import Sampling
+from agent.models.diffusion.aligner import Aligner
+from agent.models.diffusion.latent import LatentArchitecture
+from agent.models.image_tensors import to_tensor
+from agent.models.training_loop import torch_generator
+from deploy.phantoms.chest import FINDINGS
+from deploy.reproduction import distillation, distillation_sources
+from deploy.reproduction.__main__ import main
+from deploy.reproduction.distillation import (
     AUC,
     D_DISTILL,
     D_FILTERED,
@@ -33,7 +35,7 @@ from agent.reproduce.distillation import (
     STRANGERS,
     TABLES,
 )
-from agent.reproduce.distilling import (
+from deploy.reproduction.distillation_experiment import (
     DistillSettings,
     DistillWork,
     Lengths,
@@ -44,12 +46,20 @@ from agent.reproduce.distilling import (
     opened,
     verifier,
 )
-from agent.reproduce.students import Made, Teacher, cohort_rows, distilled, drawn, planted, real, reference, shown
-from agent.reproduce.tables import Table, as_json, as_text
-from agent.stages.distil import Sampling
-from agent.stages.latent import LatentConfig
-from agent.training.loop import own_generator
-from tests.support import courses
+from deploy.reproduction.distillation_models import (
+    Made,
+    Teacher,
+    cohort_rows,
+    distilled,
+    drawn,
+    planted,
+    real,
+    reference,
+    shown,
+)
+from deploy.reproduction.mimic_cxr import Chests, parted
+from deploy.reproduction.tables import Table, as_json, as_text
+from tests.support import small_distillation as small
 from tests.support.aligners import untrained
 from tests.support.latents import tiny_autoencoder
 
@@ -72,10 +82,10 @@ TINY = DistillSettings(
 
 def chests(first: int, count: int = 80) -> Chests:
     """Two pictures of each person: who it is shows, and a digit 0 to 5 stands for none or a finding."""
-    places = [place for place in range(first, first + 400) if courses.TRUTH[place] < 6][: 2 * count]
+    places = [place for place in range(first, first + 400) if small.TRUTH[place] < 6][: 2 * count]
     owners = np.arange(2 * count, dtype=np.int64) // 2
-    pictures = [courses.dressed(courses.DIGITS[p], first + who) for p, who in zip(places, owners, strict=True)]
-    shows = np.array([[courses.TRUTH[p] == 1 + one for one in range(5)] for p in places])
+    pictures = [small.dressed(small.DIGITS[p], first + who) for p, who in zip(places, owners, strict=True)]
+    shows = np.array([[small.TRUTH[p] == 1 + one for one in range(5)] for p in places])
     images = np.rint(np.stack(pictures) * 255).astype(np.uint8)
     return Chests(images, owners, shows, np.zeros(len(images), np.int64))
 
@@ -92,8 +102,8 @@ def working(sources: Radiographs, settings: DistillSettings, folder: Path) -> It
     told: list[str] = []
     with opened(sources, settings, folder, told.append) as work:
         judges = {
-            "verifier": courses.CoarsePictures("filter", 8),
-            "unseen": courses.CoarsePictures("unseen", 4),
+            "verifier": small.CoarseImages("filter", 8),
+            "unseen": small.CoarseImages("unseen", 4),
             "autoencoder": tiny_autoencoder(),
             "aligner": untrained(settings.conditions),
         }
@@ -197,8 +207,8 @@ def test_more_seeds_keep_what_there_is_and_another_cohort_does_not(sources: Radi
 
 def test_public_networks_are_trained_once_on_the_public_part_alone(sources: Radiographs, tmp_path: Path) -> None:
     """They know nothing after two steps; what is asked is where they come from, and that they are kept."""
-    few = replace(distill_sources.CHEST32, side=16, public=210, people=(2, 2), visits=1, seeds=(0,))
-    public = distill_sources.phantoms(few).public
+    few = replace(distillation_sources.CHEST32, side=16, public=210, people=(2, 2), visits=1, seeds=(0,))
+    public = distillation_sources.phantoms(few).public
     settings = replace(TINY, steps=replace(TINY.steps, autoencoder=8))
     told: list[str] = []
     digests = []
@@ -214,9 +224,9 @@ def test_public_networks_are_trained_once_on_the_public_part_alone(sources: Radi
 
 
 def test_near_duplicates_went_through_the_autoencoder_and_differ_by_noise() -> None:
-    images = to_tensor(np.stack([courses.dressed(courses.DIGITS[n], n) for n in range(12)]))
+    images = to_tensor(np.stack([small.dressed(small.DIGITS[n], n) for n in range(12)]))
     make = near_duplicates(tiny_autoencoder())
-    first, again, other = (make(images, own_generator(seed)) for seed in (0, 0, 1))
+    first, again, other = (make(images, torch_generator(seed)) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert (first.shape, float(first.abs().max()) <= 1.0) == (images.shape, True)
@@ -340,8 +350,8 @@ def test_a_seed_without_a_cohort_is_refused(sources: Radiographs, tmp_path: Path
 
 
 def test_made_up_cohorts_share_nobody_with_the_public_part() -> None:
-    few = replace(distill_sources.CHEST32, public=8, people=(4, 3), visits=2, seeds=(0, 1))
-    found = distill_sources.phantoms(few)
+    few = replace(distillation_sources.CHEST32, public=8, people=(4, 3), visits=2, seeds=(0, 1))
+    found = distillation_sources.phantoms(few)
     public = {picture.tobytes() for picture in found.public.images}
     assert len(found.public) == 16
     for seed in (0, 1):
@@ -352,8 +362,8 @@ def test_made_up_cohorts_share_nobody_with_the_public_part() -> None:
 
 
 def test_of_a_folder_the_public_part_is_a_third_of_the_patients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill_sources, "mimic_cxr", lambda *_: chests(200, 90))
-    found = distill_sources.folder(Path(), replace(TINY, moved=0.5), None)
+    monkeypatch.setattr(distillation_sources, "mimic_cxr", lambda *_: chests(200, 90))
+    found = distillation_sources.folder(Path(), replace(TINY, moved=0.5), None)
     public = set(found.public.owners.tolist())
     assert len(public) == 30
     for cohort in found.cohorts.values():
@@ -363,7 +373,7 @@ def test_of_a_folder_the_public_part_is_a_third_of_the_patients(monkeypatch: pyt
 
 
 def test_every_preset_fits_together() -> None:
-    for name, preset in distill_sources.PRESETS.items():
+    for name, preset in distillation_sources.PRESETS.items():
         assert preset.sampling.groups * preset.sampling.candidates * preset.conditions.count <= 1_000_000, name
 
 
@@ -373,21 +383,21 @@ def test_every_preset_fits_together() -> None:
         (("--layout", "mimic-cxr"), "--layout phantoms needs none"),
         (("--data", "d", "--layout", "phantoms"), "--layout phantoms needs none"),
         (("--data", "d", "--layout", "cifar10"), "--layout phantoms needs none"),
-        (("--public", "p"), "--public is of privimage"),
+        (("--public", "p"), "--public is for privimage only"),
         (("--preset", "digits8"), "--preset is one of: chest32, chest64, mimic512"),
     ],
 )
 def test_what_does_not_go_together_is_a_sentence(
     more: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["reproduce", "distillation-table2", "--out", str(tmp_path), *more]) == 1
+    assert main(["distillation-table2", "--out", str(tmp_path), *more]) == 1
     assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_these_layouts_are_for_these_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for experiment in ("ksalsa-table1", "privimage-table2"):
         more = ("--data", str(tmp_path), "--public", str(tmp_path)) if experiment.startswith("p") else ("--data", "d")
-        assert main(["reproduce", experiment, "--out", str(tmp_path), "--layout", "mimic-cxr", *more]) == 1
+        assert main([experiment, "--out", str(tmp_path), "--layout", "mimic-cxr", *more]) == 1
         assert "is for other tables" in " ".join(capsys.readouterr().err.split())
 
 
@@ -401,10 +411,10 @@ def test_the_command_prints_the_table(
         asked.extend(told)
         return empty
 
-    monkeypatch.setattr(distill_sources, "phantoms", lambda _: sources)
+    monkeypatch.setattr(distillation_sources, "phantoms", lambda _: sources)
     monkeypatch.setattr(distillation, "run", run)
-    assert main(["reproduce", "distillation-fig3", "--out", str(tmp_path / "o")]) == 0
+    assert main(["distillation-fig3", "--out", str(tmp_path / "o")]) == 0
     assert "distillation-fig3: R_re-id" in capsys.readouterr().out
     assert asked[0] == "distillation-fig3"
     assert asked[1] is sources
-    assert asked[2] == distill_sources.CHEST32
+    assert asked[2] == distillation_sources.CHEST32

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,19 +19,22 @@ import torch
 from PIL import Image
 from PIL.Image import Resampling
 
-from agent import reproduce_command
-from agent.__main__ import main
-from agent.nets.features import features_bytes
-from agent.nets.official import WrongFile
-from agent.nets.pictures import to_tensor
-from agent.nets.siamese import KnowsNobody
-from agent.nets.stylegan import Architecture
-from agent.nets.trunk import Trunk, TrunkArchitecture
-from agent.phantoms.fundus import APTOS_SHARES, FundusPatient, fundus_patients
-from agent.reproduce import anonfaces, ksalsa, networks
-from agent.reproduce.averages import ORIGINAL, PIXEL, SALSA, group, released
-from agent.reproduce.datasets import aptos, eyepacs
-from agent.reproduce.experiment import (
+from agent.models.features.extractors import features_bytes
+from agent.models.features.trunk import Trunk, TrunkArchitecture
+from agent.models.image_tensors import to_tensor
+from agent.models.published.loading import PublishedWeightsError
+from agent.models.recognition.recogniser import RecogniserError
+from agent.models.recognition.recogniser_training import TooFewPeopleError
+from agent.models.training_loop import seeded
+from deploy.phantoms.fundus import APTOS_SHARES, FundusPatient, fundus_patients
+from deploy.reproduction import __main__ as command
+from deploy.reproduction import anonfaces, ksalsa, networks
+from deploy.reproduction.__main__ import main
+from deploy.reproduction.anonfaces_experiment import clustered
+from deploy.reproduction.anonfaces_experiment import people as people_of
+from deploy.reproduction.averaging_methods import ORIGINAL, PIXEL, SALSA, group, released
+from deploy.reproduction.datasets import aptos, eyepacs
+from deploy.reproduction.experiment import (
     PRESETS,
     Official,
     Samples,
@@ -40,38 +45,13 @@ from agent.reproduce.experiment import (
     sizes,
     split,
 )
-from agent.reproduce.kept import BadCell, Busy
-from agent.reproduce.needs import Needs, TooFewPatients, classes, ready
-from agent.reproduce.networks import codec, judge, knowledge, recogniser
-from agent.reproduce.people import clustered
-from agent.reproduce.people import people as people_of
-from agent.reproduce.tables import Cell, Table, as_json, as_text, order
-from agent.stages.align import Alignment
-from agent.training.loop import seeded
-from agent.training.recognition import TooFewPeople
+from deploy.reproduction.networks import codec, judge, knowledge, recogniser
+from deploy.reproduction.requirements import Needs, TooFewPatientsError, classes, ready
+from deploy.reproduction.result_cache import BusyError, CellError
+from deploy.reproduction.tables import Cell, Table, as_json, as_text, order
+from tests.support.tiny_ksalsa import LONGER, TINY
 
-ROOT = Path(__file__).parent.parent.parent
-TINY = Settings(
-    generator=Architecture(32, 3, 8, 8, 1, 256, 8),
-    seeds=(0, 1),
-    ks=(2,),
-    public=0.3,
-    generator_steps=2,
-    generator_batch=4,
-    pair_steps=1,
-    image_steps=1,
-    encoder_batch=2,
-    passes=1,
-    feature_steps=1,
-    recogniser_steps=2,
-    false_match_rate=0.2,
-    basis=8,
-    alignment=Alignment(steps=3),
-    epochs=1,
-    attack_steps=2,
-    views=2,
-    checkpoint_every=1,
-)
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="session")
@@ -141,13 +121,15 @@ def test_a_folder_in_aptos_layout_gives_table_1_with_its_verdicts(aptos_folder: 
             assert_overlap(work, table, method)
 
 
-LONG = {"ksalsa-s5", "ksalsa-table4"}  # half a minute each
+# One table of each paper in every run of the suite; the others, which differ in their rows, in `make test-slow`.
+SHORT = {"ksalsa-table3", "anonfaces-fig10"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in sorted(ksalsa.TABLES)],
-)
+def tables(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.slow]) for name in sorted(names)]
+
+
+@pytest.mark.parametrize("name", tables(ksalsa.TABLES))
 def test_every_table_of_ksalsa_is_filled(name: str, aptos_folder: Path, kept: Path) -> None:
     table = ksalsa.run(name, aptos(aptos_folder, 32), replace(TINY, seeds=(0,), ks=(2, 3)), kept, lambda _: None)
     assert table.cells
@@ -159,7 +141,7 @@ def test_every_table_of_ksalsa_is_filled(name: str, aptos_folder: Path, kept: Pa
         assert table.of("k-Same-Pixel", "k=2 AUC, best").mean > 0.9  # a mean of two pictures gives both away
 
 
-@pytest.mark.parametrize("name", sorted(anonfaces.TABLES))
+@pytest.mark.parametrize("name", tables(anonfaces.TABLES))
 def test_every_figure_of_anonfaces_is_filled(name: str, eyepacs_folder: Path, kept: Path) -> None:
     settings = replace(TINY, seeds=(0,), ks=(2, 4))
     table = anonfaces.run(name, eyepacs(eyepacs_folder, 32), settings, kept / "faces", lambda _: None)
@@ -212,7 +194,7 @@ def refused(samples: Samples, settings: Settings, folder: Path, name: str, needs
         try:
             ready(work, name, needs)
             said = ""
-        except (TooFewPatients, TooFewPeople) as error:
+        except (TooFewPatientsError, TooFewPeopleError) as error:
             said = str(error)
     assert not (folder / "networks").exists()
     return said
@@ -255,7 +237,7 @@ def test_a_run_refuses_first_and_runs_to_its_end_where_there_is_just_enough(
     name: str, aptos_folder: Path, tmp_path: Path
 ) -> None:
     settings = replace(TINY, seeds=(0,))
-    with pytest.raises(TooFewPatients) as error:
+    with pytest.raises(TooFewPatientsError) as error:
         ksalsa.run(name, aptos(aptos_folder, 32, 10), settings, tmp_path, lambda _: None)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     enough = int(re.findall(r"(\d+) patients would do", str(error.value))[0])
@@ -278,15 +260,15 @@ def test_a_recogniser_that_tells_nobody_apart_is_a_sentence(tmp_path: Path, monk
         # equal pictures lie at a distance of 0, or of a rounding error: no threshold, or one that knows nobody
         try:
             said = knowledge(work, 0)
-        except KnowsNobody as error:
+        except RecogniserError as error:
             said = str(error)
         assert re.search("KNOWS TOO FEW PEOPLE AGAIN|tells nobody apart after 2 steps", said)
 
         def collapsed(*_: object) -> None:
-            raise KnowsNobody("no threshold")
+            raise RecogniserError("no threshold")
 
         monkeypatch.setattr(networks, "fit_recogniser", collapsed)  # whichever of the two rounding gave above
-        with pytest.raises(KnowsNobody, match=r"identity-1, .* tells nobody apart after 2 steps: take more of"):
+        with pytest.raises(RecogniserError, match=r"identity-1, .* tells nobody apart after 2 steps: take more of"):
             recogniser(work, 0, 1)
 
 
@@ -328,13 +310,13 @@ def test_partitions_of_one_space_are_not_taken_for_those_of_another(eyepacs_fold
 _CHILD = """
 import sys
 from pathlib import Path
+from typing import Any
 import torch
-from agent.reproduce import ksalsa
-from agent.reproduce.datasets import aptos
-from tests.agent.test_reproduce import LONGER
+from deploy.reproduction import ksalsa
+from deploy.reproduction.datasets import aptos
+from tests.support.tiny_ksalsa import LONGER
 ksalsa.run("ksalsa-table2", aptos(Path(sys.argv[1]), 32, 40), LONGER, Path(sys.argv[2]), lambda line: None)
 """
-LONGER = replace(TINY, seeds=(0,), pair_steps=40, image_steps=4)
 
 
 @pytest.mark.slow
@@ -362,7 +344,7 @@ def test_two_runs_do_not_work_in_one_folder(aptos_folder: Path, tmp_path: Path) 
     samples = samples_of(aptos(aptos_folder, 32, 20))
     with (
         opened(samples, TINY, tmp_path, lambda _: None),
-        pytest.raises(Busy),
+        pytest.raises(BusyError),
         opened(samples, TINY, tmp_path, lambda _: None),
     ):
         pass
@@ -381,7 +363,7 @@ def test_a_number_is_computed_once_and_a_damaged_one_is_not_believed(tmp_path: P
         assert np.isnan(kept_["y"])
         (path,) = (tmp_path / "numbers").iterdir()
         path.write_bytes(path.read_bytes()[:-9])
-        with pytest.raises(BadCell):
+        with pytest.raises(CellError):
             work.numbers("a", lambda: {"x": 2.0})
 
 
@@ -499,7 +481,7 @@ def test_a_published_network_is_taken_from_its_place_with_its_digest_or_not_at_a
             judge(work)
         (tmp_path / "official").mkdir()
         (tmp_path / "official" / "inception").write_bytes(b"wrong")
-        with pytest.raises(WrongFile):
+        with pytest.raises(PublishedWeightsError):
             judge(work)
 
 
@@ -525,8 +507,8 @@ def features_file(folder: Path, name: str) -> str:
 def test_published_networks_are_named_as_they_are_typed_and_the_table_says_which(
     aptos_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reproduce_command, "PRESETS", {"paper512": replace(TINY, seeds=(0,))})
-    words = ["reproduce", "ksalsa-table1", "--data", aptos_folder, "--out", tmp_path, "--preset", "paper512"]
+    monkeypatch.setattr(command, "PRESETS", {"paper512": replace(TINY, seeds=(0,))})
+    words = ["ksalsa-table1", "--data", aptos_folder, "--out", tmp_path, "--preset", "paper512"]
     digest = features_file(tmp_path, "looks")
     status, _, err = typed(capsys, *words, "--judge", f"learned:{digest}")
     assert status == 1
@@ -555,7 +537,7 @@ def test_what_names_no_published_network_is_refused_as_it_is_typed(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["reproduce", "ksalsa-table1", "--data", "d", "--out", "o", "--judge", text])
+        main(["ksalsa-table1", "--data", "d", "--out", "o", "--judge", text])
     assert "KIND:SHA256" in capsys.readouterr().err
 
 
@@ -563,13 +545,13 @@ def test_without_an_accelerator_the_largest_preset_names_the_others(
     aptos_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    words = ["reproduce", "ksalsa-table1", "--data", aptos_folder, "--out", tmp_path, "--preset", "paper512"]
+    words = ["ksalsa-table1", "--data", aptos_folder, "--out", tmp_path, "--preset", "paper512"]
     assert typed(capsys, *words)[2] == "refused: this machine has no accelerator: choose --preset cpu32 or cpu64"
 
 
 def test_help_says_what_memory_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["reproduce", "--help"])
+        main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert f"{35_126 * 512 * 512 * 3 / 1e9:.1f} GB" in said
     assert "--limit" in said

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agent.phantoms import chest
-from agent.reproduce import chests
-from agent.reproduce.listed import BadDataset
+from deploy.phantoms import chest
+from deploy.reproduction import mimic_cxr
+from deploy.reproduction.file_lists import DatasetError
 
 HEADS = {
     "metadata": ("dicom_id", "subject_id", "study_id", "PerformedProcedureStepDescription", "ViewPosition", "Rows"),
@@ -77,11 +77,11 @@ def _write(folder: Path, edit: Edit = lambda lists: None) -> Path:
 
 
 def test_frontal_views_with_labels_are_read_with_owners_findings_and_parts(tmp_path: Path) -> None:
-    found = chests.mimic_cxr(_write(tmp_path), 16)
+    found = mimic_cxr.mimic_cxr(_write(tmp_path), 16)
     assert found.images.shape == (5, 16, 16)
     assert found.owners.tolist() == [0, 0, 1, 2, 2]
     assert found.labels == ("atelectasis+effusion", "none", "consolidation", "cardiomegaly+edema", "none")
-    assert [chests.PARTS[part] for part in found.part] == ["train", "train", "validate", "test", "test"]
+    assert [mimic_cxr.PARTS[part] for part in found.part] == ["train", "train", "validate", "test", "test"]
     assert np.abs(found.images.mean(axis=(1, 2)) - np.array([20, 60, 80, 100, 120])).max() <= 2
     assert found.rows("test").tolist() == [3, 4]
     assert found.take(found.rows("validate")).owners.tolist() == [1]
@@ -91,12 +91,12 @@ def test_a_limit_takes_the_first_patients_whole_and_reads_no_other_file(tmp_path
     folder = _write(tmp_path)
     for number in range(3, 8):
         _path(folder, number).unlink()
-    assert chests.mimic_cxr(folder, 16, 2).owners.tolist() == [0, 0]
+    assert mimic_cxr.mimic_cxr(folder, 16, 2).owners.tolist() == [0, 0]
     for limit in (0, 1):
-        with pytest.raises(BadDataset, match="limit"):
-            chests.mimic_cxr(folder, 16, limit)
-    with pytest.raises(BadDataset, match="missing: number 4, 5, 6 of the list"):
-        chests.mimic_cxr(folder, 16)
+        with pytest.raises(DatasetError, match="limit"):
+            mimic_cxr.mimic_cxr(folder, 16, limit)
+    with pytest.raises(DatasetError, match="missing: number 4, 5, 6 of the list"):
+        mimic_cxr.mimic_cxr(folder, 16)
 
 
 def _set(name: str, row: int, **cells: str) -> Edit:
@@ -135,8 +135,8 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_lists_that_make_no_sense_are_refused_without_their_content(what: str, tmp_path: Path) -> None:
     edit, reason = BAD[what]
-    with pytest.raises(BadDataset, match=reason) as refused:
-        chests.mimic_cxr(_write(tmp_path, edit), 16)
+    with pytest.raises(DatasetError, match=reason) as refused:
+        mimic_cxr.mimic_cxr(_write(tmp_path, edit), 16)
     assert not any(secret in str(refused.value) for secret in ("1000", "1100", "5041", _name(0), "secret", "holdout"))
 
 
@@ -144,43 +144,43 @@ def test_a_file_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     folder, elsewhere = _write(tmp_path / "data"), tmp_path / "elsewhere.jpg"
     _path(folder, 0).rename(elsewhere)
     _path(folder, 0).symlink_to(elsewhere)
-    with pytest.raises(BadDataset, match="outside the folder: number 1 of"):
-        chests.mimic_cxr(folder, 16)
+    with pytest.raises(DatasetError, match="outside the folder: number 1 of"):
+        mimic_cxr.mimic_cxr(folder, 16)
     _path(folder, 0).unlink()
     elsewhere.rename(_path(folder, 0))
     (folder / "files").rename(tmp_path / "disk")
     (folder / "files").symlink_to(tmp_path / "disk")  # the operator's own link to a larger disk
-    assert len(chests.mimic_cxr(folder, 16)) == 5
+    assert len(mimic_cxr.mimic_cxr(folder, 16)) == 5
 
 
 def test_files_that_are_no_radiograph_are_refused_by_their_number(tmp_path: Path) -> None:
     folder = _write(tmp_path)
-    with pytest.raises(BadDataset, match="picture 1 of the list is smaller than 81 x 81"):
-        chests.mimic_cxr(folder, 81)
+    with pytest.raises(DatasetError, match="picture 1 of the list is smaller than 81 x 81"):
+        mimic_cxr.mimic_cxr(folder, 81)
     whole = _path(folder, 2).read_bytes()
     for content in (b"", whole[: len(whole) // 2], b"GIF89a" + whole):
         _path(folder, 2).write_bytes(content)
-        with pytest.raises(BadDataset, match="picture 3 of the list cannot be read"):
-            chests.mimic_cxr(folder, 16)
+        with pytest.raises(DatasetError, match="picture 3 of the list cannot be read"):
+            mimic_cxr.mimic_cxr(folder, 16)
     Image.new("L", (9000, 9000)).save(_path(folder, 2))
-    with pytest.raises(BadDataset, match="picture 3 of the list has more pixels"):
-        chests.mimic_cxr(folder, 16)
+    with pytest.raises(DatasetError, match="picture 3 of the list has more pixels"):
+        mimic_cxr.mimic_cxr(folder, 16)
 
 
 def test_lists_that_are_missing_or_fill_the_memory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(BadDataset, match="folder is missing"):
-        chests.mimic_cxr(tmp_path / "nowhere", 16)
+    with pytest.raises(DatasetError, match="folder is missing"):
+        mimic_cxr.mimic_cxr(tmp_path / "nowhere", 16)
     folder = _write(tmp_path)
-    monkeypatch.setattr(chests, "_MOST_BYTES", 4 * 16 * 16)
-    with pytest.raises(BadDataset, match="a limit of at most 4 pictures"):
-        chests.mimic_cxr(folder, 16)
-    assert len(chests.mimic_cxr(folder, 16, 3)) == 3
+    monkeypatch.setattr(mimic_cxr, "_MOST_BYTES", 4 * 16 * 16)
+    with pytest.raises(DatasetError, match="a limit of at most 4 pictures"):
+        mimic_cxr.mimic_cxr(folder, 16)
+    assert len(mimic_cxr.mimic_cxr(folder, 16, 3)) == 3
     with monkeypatch.context() as patch:
-        patch.setattr(chests, "_MOST_LINES", 3)
-        with pytest.raises(BadDataset, match="more lines, or longer ones"):
-            chests.mimic_cxr(folder, 16)
+        patch.setattr(mimic_cxr, "_MOST_LINES", 3)
+        with pytest.raises(DatasetError, match="more lines, or longer ones"):
+            mimic_cxr.mimic_cxr(folder, 16)
     packed = folder / "mimic-cxr-2.0.0-metadata.csv.gz"
     for content, reason in (
         (gzip.compress(b"x" * 10**6), "longer ones"),
@@ -191,37 +191,39 @@ def test_lists_that_are_missing_or_fill_the_memory_are_refused(
         (b"plain", "cannot be read"),
     ):
         packed.write_bytes(content)
-        with pytest.raises(BadDataset, match=reason):
-            chests.mimic_cxr(folder, 16)
+        with pytest.raises(DatasetError, match=reason):
+            mimic_cxr.mimic_cxr(folder, 16)
     packed.unlink()
-    with pytest.raises(BadDataset, match=r"metadata\.csv\.gz is missing"):
-        chests.mimic_cxr(folder, 16)
+    with pytest.raises(DatasetError, match=r"metadata\.csv\.gz is missing"):
+        mimic_cxr.mimic_cxr(folder, 16)
 
 
-def _made(count: int = 40, visits: int = 3) -> chests.Chests:
-    return chests.chests_from_phantoms(chest.chest_patients(count, np.random.default_rng(1), 16, visits))
+def _made(count: int = 40, visits: int = 3) -> mimic_cxr.Chests:
+    return mimic_cxr.chests_from_phantoms(chest.chest_patients(count, np.random.default_rng(1), 16, visits))
 
 
 def test_made_radiographs_are_as_drawn() -> None:
     patients = chest.chest_patients(4, np.random.default_rng(1), 16, 3)
-    found = chests.chests_from_phantoms(patients)
+    found = mimic_cxr.chests_from_phantoms(patients)
     assert np.array_equal(found.images, np.stack([one for p in patients for one in p.radiographs]))
     assert found.labels == tuple(chest.label_of(one) for p in patients for one in p.findings)
     assert len(found.rows("train")) == len(found) == 12
 
 
 def test_parts_are_by_patient_and_half_of_a_tenth_is_moved() -> None:
-    split = chests.parted(_made(), 0.5, np.random.default_rng(2))
+    split = mimic_cxr.parted(_made(), 0.5, np.random.default_rng(2))
     test, train = (set(split.owners[split.rows(part)].tolist()) for part in ("test", "train"))
     assert (len(test), len(train), test & train) == (20, 20, set())
-    after = chests.moved(split, np.random.default_rng(3))
+    after = mimic_cxr.moved(split, np.random.default_rng(3))
     changed = np.flatnonzero(after.part != split.part)
-    assert [chests.PARTS[part] for part in after.part[changed]] == ["train"] * 2  # 10 % of 20 patients, 3 // 2 each
+    assert [mimic_cxr.PARTS[part] for part in after.part[changed]] == [
+        "train"
+    ] * 2  # 10 % of 20 patients, 3 // 2 each
     both = set(after.owners[after.rows("test")].tolist()) & set(after.owners[after.rows("train")].tolist())
     assert both == set(split.owners[changed].tolist())
     assert both <= test
     assert len(both) == 2
-    again = chests.moved(split, np.random.default_rng(3))
+    again = mimic_cxr.moved(split, np.random.default_rng(3))
     assert np.array_equal(after.part, again.part)
 
 
@@ -229,11 +231,11 @@ def test_parts_that_leave_nobody_are_refused() -> None:
     made = _made(4)
     for share in (0.0, 0.1, 0.9, 1.0, float("nan")):
         with pytest.raises(ValueError, match="somebody is left"):
-            chests.parted(made, share, np.random.default_rng(0))
-    single = chests.parted(_made(4, 1), 0.5, np.random.default_rng(0))
-    for wrong, share in ((made, 0.1), (single, 0.1), (chests.parted(made, 0.5, np.random.default_rng(0)), 0.0)):
+            mimic_cxr.parted(made, share, np.random.default_rng(0))
+    single = mimic_cxr.parted(_made(4, 1), 0.5, np.random.default_rng(0))
+    for wrong, share in ((made, 0.1), (single, 0.1), (mimic_cxr.parted(made, 0.5, np.random.default_rng(0)), 0.0)):
         with pytest.raises(ValueError, match="two pictures"):
-            chests.moved(wrong, np.random.default_rng(0), share)
+            mimic_cxr.moved(wrong, np.random.default_rng(0), share)
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent import reproduce_command
-from agent.__main__ import main
-from agent.measures.utility import Recipe
-from agent.nets.diffusion import DiffusionArchitecture
-from agent.reproduce import privimage, sources
-from agent.reproduce.experiment import Samples
-from agent.reproduce.private import (
+from agent.evaluation.utility import Recipe
+from agent.mechanisms.privimage.semantic_query import Query, SharedImageError
+from agent.models.diffusion.edm import DiffusionArchitecture
+from deploy.reproduction import privimage, privimage_sources
+from deploy.reproduction.__main__ import main
+from deploy.reproduction.experiment import Samples
+from deploy.reproduction.privimage import DPDM, METHODS, NONPRIV_D, PDP, PRIVIMAGE_D, PRIVIMAGE_G, TABLES
+from deploy.reproduction.privimage_experiment import (
     Job,
     PrivateSettings,
     PrivateWork,
@@ -30,16 +31,14 @@ from agent.reproduce.private import (
     released,
     selected,
 )
-from agent.reproduce.privimage import DPDM, METHODS, NONPRIV_D, PDP, PRIVIMAGE_D, PRIVIMAGE_G, TABLES
-from agent.reproduce.tables import Table, as_json, as_text
-from agent.stages.select import Query, SharedPicture
-from policies.accounting import tight_epsilon
-from policies.claims import Gaussian, GaussianQuery, SubsampledGaussian
+from deploy.reproduction.tables import Table, as_json, as_text
+from policies.accounting.accountant import tight_epsilon
+from policies.accounting.claims import Gaussian, GaussianQuery, SubsampledGaussian
 
 TINY = replace(
-    sources.DIGITS8,
+    privimage_sources.DIGITS8,
     diffusion=replace(
-        sources.DIGITS8.diffusion,
+        privimage_sources.DIGITS8.diffusion,
         architecture=DiffusionArchitecture(8, 1, 10, (8,), 1, (False,), 8, 8),
         draws=1,
         sampling_steps=2,
@@ -74,14 +73,14 @@ def _quick(
 
 @pytest.fixture
 def unpriced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.reproduce.private.calibrate", _quick)
-    monkeypatch.setattr("agent.reproduce.private.tight_epsilon", lambda *_: 0.9991)
+    monkeypatch.setattr("deploy.reproduction.privimage_experiment.calibrate", _quick)
+    monkeypatch.setattr("deploy.reproduction.privimage_experiment.tight_epsilon", lambda *_: 0.9991)
 
 
 @pytest.fixture(scope="module")
 def small() -> Sources:
     """150 digits, and six of each made-up character."""
-    found = sources.digits()
+    found = privimage_sources.digits()
     return Sources(_part(found.sensitive, np.arange(150)), _part(found.public, np.arange(0, 7440, 20)))
 
 
@@ -98,17 +97,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tables(small: Sources, folder: Path, told: list[str]) -> dict[str, Table]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agent.reproduce.private.calibrate", _quick)
-        patch.setattr("agent.reproduce.private.tight_epsilon", lambda *_: 0.9991)
+        patch.setattr("deploy.reproduction.privimage_experiment.calibrate", _quick)
+        patch.setattr("deploy.reproduction.privimage_experiment.tight_epsilon", lambda *_: 0.9991)
         found = {
-            name: privimage.run(name, small, sources.fitted(TINY, small), folder, told.append) for name in TABLES
+            name: privimage.run(name, small, privimage_sources.fitted(TINY, small), folder, told.append)
+            for name in TABLES
         }
     return found
 
 
 @pytest.fixture
 def work(small: Sources, tmp_path: Path) -> Iterator[PrivateWork]:
-    with opened(small, sources.fitted(TINY, small), tmp_path, lambda _: None) as found:
+    with opened(small, privimage_sources.fitted(TINY, small), tmp_path, lambda _: None) as found:
         yield found
 
 
@@ -119,7 +119,7 @@ def test_every_table_has_its_rows_and_says_what_an_epsilon_is(tables: dict[str, 
     for name in ("privimage-table2", "privimage-table3", "privimage-fig7"):
         text = as_text(tables[name])
         assert "epsilon by PLD at delta 0.001, of one patient added or removed" in text
-        assert "query of noise 8: q 0.2, T 3, sigma" in text
+        assert "query of noise 8: q 0.2, T 3, sigma 1.500: epsilon 1\n" in f"{text}\n", "0.9991, rounded up"
         as_json(tables[name])
     assert tables["privimage-table3"].rows[:2] == (privimage.REAL, privimage.PUBLIC)
     assert tables["privimage-fig7"].rows == ("16% selected", "32% selected", "100%", "widths 16")
@@ -135,7 +135,7 @@ def test_what_was_computed_is_not_computed_again(
 ) -> None:
     before = len(told)
     for name, table in tables.items():
-        again = privimage.run(name, small, sources.fitted(TINY, small), folder, told.append)
+        again = privimage.run(name, small, privimage_sources.fitted(TINY, small), folder, told.append)
         assert as_json(again) == as_json(table)
     assert len(told) == before
     assert not list((folder / "networks").glob("*.checkpoint"))  # of trainings that are through, but the semantics'
@@ -190,7 +190,7 @@ def test_a_selection_has_pictures_of_the_chosen_semantics_only_and_the_class_tha
 
 @pytest.mark.usefixtures("unpriced")
 def test_two_runs_with_the_same_seed_have_other_noise(small: Sources, tmp_path: Path) -> None:
-    settings = sources.fitted(TINY, small)
+    settings = privimage_sources.fitted(TINY, small)
     drawn = []
     for name in ("a", "b"):
         with opened(small, settings, tmp_path / name, lambda _: None) as work:
@@ -203,7 +203,7 @@ def test_two_runs_with_the_same_seed_have_other_noise(small: Sources, tmp_path: 
 def test_cohort_and_test_part_share_nobody_and_a_patient_is_one_unit(small: Sources, tmp_path: Path) -> None:
     pairs = Sources(_part(small.sensitive, np.arange(150), np.arange(150) // 2), small.public)
     for per_picture in (False, True):
-        settings = sources.fitted(replace(TINY, per_picture=per_picture), pairs)
+        settings = privimage_sources.fitted(replace(TINY, per_picture=per_picture), pairs)
         with opened(pairs, settings, tmp_path / str(per_picture), lambda _: None) as work:
             halves = work.halves(0)
             people = pairs.sensitive.owners
@@ -218,7 +218,7 @@ def test_cohort_and_test_part_share_nobody_and_a_patient_is_one_unit(small: Sour
 def test_a_published_split_is_kept(small: Sources, tmp_path: Path) -> None:
     part = {"part": ("train",) * 100 + ("test",) * 50}
     split = Sources(replace(small.sensitive, attributes=part), small.public)
-    with opened(split, sources.fitted(TINY, split), tmp_path, lambda _: None) as work:
+    with opened(split, privimage_sources.fitted(TINY, split), tmp_path, lambda _: None) as work:
         assert work.halves(0).test.tolist() == list(range(100, 150))
 
 
@@ -227,22 +227,22 @@ def test_a_public_set_with_a_sensitive_picture_is_refused(small: Sources, tmp_pa
     images[3] = small.sensitive.images[140]
     shared = Sources(small.sensitive, replace(small.public, images=images))
     with (
-        pytest.raises(SharedPicture, match="1 of 372"),
-        opened(shared, sources.fitted(TINY, shared), tmp_path, lambda _: None),
+        pytest.raises(SharedImageError, match="1 of 372"),
+        opened(shared, privimage_sources.fitted(TINY, shared), tmp_path, lambda _: None),
     ):
         pass
 
 
 @pytest.mark.usefixtures("unpriced")
 def test_an_interrupted_release_goes_on(small: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = sources.fitted(TINY, small)
+    settings = privimage_sources.fitted(TINY, small)
     release = Release(PRIVIMAGE_D, 0, 1.0)
 
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("agent.reproduce.private.train_privately", killed)
+        patch.setattr("deploy.reproduction.privimage_experiment.train_privately", killed)
         with opened(small, settings, tmp_path, lambda _: None) as work, pytest.raises(KeyboardInterrupt):
             released(work, release)
     told: list[str] = []
@@ -260,9 +260,9 @@ def test_settings_without_sense_are_refused() -> None:
         replace(TINY, seeds=())
 
 
-@pytest.mark.parametrize("name", sources.PRESETS)
+@pytest.mark.parametrize("name", privimage_sources.PRESETS)
 def test_every_preset_can_be_built_and_its_query_is_of_the_smallest_class(name: str) -> None:
-    settings: PrivateSettings = sources.PRESETS[name]
+    settings: PrivateSettings = privimage_sources.PRESETS[name]
     assert settings.diffusion.architecture.side == settings.adversarial.architecture.side
     assert settings.delta * settings.patients < 1.0
     assert isinstance(settings.query, Query)
@@ -271,9 +271,9 @@ def test_every_preset_can_be_built_and_its_query_is_of_the_smallest_class(name: 
 def test_the_command_needs_no_folder_for_digits(
     small: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sources, "digits", lambda: small)
-    monkeypatch.setattr(reproduce_command.sources, "PRESETS", {**sources.PRESETS, "digits8": TINY})
-    assert main(["reproduce", "privimage-fig6", "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(privimage_sources, "digits", lambda: small)
+    monkeypatch.setattr(privimage_sources, "PRESETS", {**privimage_sources.PRESETS, "digits8": TINY})
+    assert main(["privimage-fig6", "--out", str(tmp_path)]) == 0
     assert "privimage-fig6: before fine-tuning" in capsys.readouterr().out
 
 
@@ -291,5 +291,5 @@ def test_the_command_needs_no_folder_for_digits(
 def test_what_does_not_go_together_is_a_sentence(
     more: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["reproduce", "privimage-table2", "--out", str(tmp_path), *more]) == 1
+    assert main(["privimage-table2", "--out", str(tmp_path), *more]) == 1
     assert said in " ".join(capsys.readouterr().err.split())

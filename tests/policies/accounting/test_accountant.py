@@ -18,11 +18,11 @@ from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import accounting
-from policies.accounting import (
+from policies.accounting import accountant as accounting
+from policies.accounting.accountant import (
     REFERENCE,
-    AccountantsDisagree,
-    Unreachable,
+    AccountantsDisagreeError,
+    NoiseNotFoundError,
     calibrate,
     confirm,
     cost,
@@ -33,18 +33,18 @@ from policies.accounting import (
     rdp,
     tight_epsilon,
 )
-from policies.claims import (
+from policies.accounting.claims import (
     MAX_SITES,
     DistributedGaussian,
     GaussianQuery,
     KAnonymous,
     NoClaim,
     SubsampledGaussian,
-    UnsupportedClaim,
+    UnsupportedClaimError,
     assumption,
 )
-from policies.rdp import NANO, allowance, integer_rdp
-from policies.statement import claim_from, claim_json
+from policies.accounting.rdp import NANO, allowance, integer_rdp
+from policies.statements import claim_from, claim_json
 
 DELTA = 1e-5
 CLAIMS = st.builds(
@@ -254,7 +254,7 @@ def test_a_disagreement_of_the_accountants_refuses(
 ) -> None:
     monkeypatch.setattr(accounting, "integer_rdp", lambda claim, order: factor * integer_rdp(claim, order))
     rdp.cache_clear()
-    with pytest.raises(AccountantsDisagree):
+    with pytest.raises(AccountantsDisagreeError):
         confirm(claim, 5)
 
 
@@ -406,19 +406,19 @@ def test_epsilon_grows_with_what_is_composed_and_nothing_is_free() -> None:
 def test_claims_of_different_units_are_never_added(other: SubsampledGaussian | GaussianQuery) -> None:
     for read in (epsilon, tight_epsilon):
         assert read([other], DELTA) > 0  # alone it has its epsilon, per image
-        with pytest.raises(UnsupportedClaim, match="units"):
+        with pytest.raises(UnsupportedClaimError, match="units"):
             read([REFERENCE, other], DELTA)
-    with pytest.raises(UnsupportedClaim, match="units"):
+    with pytest.raises(UnsupportedClaimError, match="units"):
         calibrate(1.0, DELTA, 0.1, 10, also=(other,))
 
 
 def test_k_anonymity_has_no_epsilon_and_is_never_free() -> None:
     for claim in (KAnonymous(5, 2, 1), NoClaim()):
         for read in (epsilon, tight_epsilon):
-            with pytest.raises(UnsupportedClaim):
+            with pytest.raises(UnsupportedClaimError):
                 read([claim], DELTA)
         for price in (cost, confirm):
-            with pytest.raises(UnsupportedClaim):
+            with pytest.raises(UnsupportedClaimError):
                 price(claim, 4)
 
 
@@ -523,9 +523,9 @@ def test_the_histogram_of_a_job_takes_its_part_of_the_budget() -> None:
 
 
 def test_what_no_noise_can_reach_is_refused_with_what_to_change() -> None:
-    with pytest.raises(Unreachable, match=r"other claims alone take epsilon 0\.73 of 0\.5"):
+    with pytest.raises(NoiseNotFoundError, match=r"other claims alone take epsilon 0\.73 of 0\.5"):
         calibrate(0.5, DELTA, 0.1, 100, also=(GaussianQuery(5.0, 1, 1),))
-    with pytest.raises(Unreachable, match="fewer steps"):
+    with pytest.raises(NoiseNotFoundError, match="fewer steps"):
         calibrate(1e-9, 1e-12, 1.0, 1000)
 
 
@@ -571,12 +571,12 @@ def test_a_query_is_priced_for_the_patient_and_not_for_the_image() -> None:
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 0.0, 1.5, 1, True, "0.1", None])
 def test_senseless_parameters_cannot_be_built(wrong: object) -> None:
-    with pytest.raises(UnsupportedClaim):
+    with pytest.raises(UnsupportedClaimError):
         SubsampledGaussian(wrong, 1.0, 10)  # type: ignore[arg-type]
     if wrong != 1.5:
-        with pytest.raises(UnsupportedClaim):
+        with pytest.raises(UnsupportedClaimError):
             SubsampledGaussian(0.1, wrong, 10)  # type: ignore[arg-type]
-        with pytest.raises(UnsupportedClaim):
+        with pytest.raises(UnsupportedClaimError):
             GaussianQuery(wrong, 1, 1)  # type: ignore[arg-type]
 
 
@@ -587,19 +587,19 @@ def test_caps_and_steps_are_whole_and_positive(wrong: object) -> None:
         lambda: GaussianQuery(100.0, wrong, 1),  # type: ignore[arg-type]
         lambda: GaussianQuery(100.0, 1, wrong),  # type: ignore[arg-type]
     ):
-        with pytest.raises(UnsupportedClaim):
+        with pytest.raises(UnsupportedClaimError):
             build()
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1, True, 5.0, "5", None])
 def test_k_is_a_whole_number_of_at_least_two(wrong: object) -> None:
-    with pytest.raises(UnsupportedClaim):
+    with pytest.raises(UnsupportedClaimError):
         KAnonymous(wrong, 1, 1)  # type: ignore[arg-type]
 
 
 def test_noise_that_the_sensitivity_swallows_is_no_noise() -> None:
     assert GaussianQuery(1.0, 10, 4).noise_multiplier == 0.05
-    with pytest.raises(UnsupportedClaim, match="sensitivity"):
+    with pytest.raises(UnsupportedClaimError, match="sensitivity"):
         GaussianQuery(1.0, 1000, 4)
 
 
@@ -623,7 +623,7 @@ def test_a_claim_says_its_unit_and_relation_and_survives_a_statement(
     assert claim_from(form) == claim
     assert form["unit"] == unit
     for missing in ("unit", "relation"):
-        with pytest.raises(UnsupportedClaim, match="fields"):
+        with pytest.raises(UnsupportedClaimError, match="fields"):
             claim_from({k: v for k, v in form.items() if k != missing})
 
 
@@ -632,9 +632,9 @@ def test_a_claim_says_its_unit_and_relation_and_survives_a_statement(
 def test_another_unit_or_relation_cannot_be_claimed(
     build: Callable[..., SubsampledGaussian | GaussianQuery | KAnonymous], wrong: object
 ) -> None:
-    with pytest.raises(UnsupportedClaim, match="unit"):
+    with pytest.raises(UnsupportedClaimError, match="unit"):
         build(wrong)
-    with pytest.raises(UnsupportedClaim, match="relation"):
+    with pytest.raises(UnsupportedClaimError, match="relation"):
         build("patient", wrong)
 
 
@@ -662,31 +662,31 @@ def test_the_tight_figure_of_a_sum_is_that_of_its_noise_and_can_be_added_to_othe
     assert tight_epsilon([shared], DELTA) == tight_epsilon([alone], DELTA)
     both = tight_epsilon([shared, alone], DELTA)
     assert both == pytest.approx(tight_epsilon([SubsampledGaussian(0.05, 1.5, 80)], DELTA))
-    with pytest.raises(UnsupportedClaim, match="different units"):
+    with pytest.raises(UnsupportedClaimError, match="different units"):
         epsilon([shared, SubsampledGaussian(0.05, 1.5, 1, "image")], DELTA)
 
 
 @pytest.mark.parametrize("sites", [0, -1, True, 2.0, "2", None, MAX_SITES + 1])
 def test_a_sum_is_of_so_many_sites(sites: object) -> None:
-    with pytest.raises(UnsupportedClaim, match="sites"):
+    with pytest.raises(UnsupportedClaimError, match="sites"):
         DistributedGaussian(0.1, 1.0, 1, sites, 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("honest", [0, -1, True, 4, 2.0, "2", None])
 def test_no_more_sites_can_be_honest_than_there_are(honest: object) -> None:
-    with pytest.raises(UnsupportedClaim, match="honest"):
+    with pytest.raises(UnsupportedClaimError, match="honest"):
         DistributedGaussian(0.1, 1.0, 1, 3, honest)  # type: ignore[arg-type]
     assert DistributedGaussian(0.1, 1.0, 1, MAX_SITES, MAX_SITES).honest == MAX_SITES
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 0.0, 1.5, 1, True, "0.1", None])
 def test_a_sum_of_senseless_parameters_cannot_be_built(wrong: object) -> None:
-    with pytest.raises(UnsupportedClaim, match="sampling_rate"):
+    with pytest.raises(UnsupportedClaimError, match="sampling_rate"):
         DistributedGaussian(wrong, 1.0, 1, 3, 2)  # type: ignore[arg-type]
     if wrong != 1.5:
-        with pytest.raises(UnsupportedClaim, match="noise_multiplier"):
+        with pytest.raises(UnsupportedClaimError, match="noise_multiplier"):
             DistributedGaussian(0.1, wrong, 1, 3, 2)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedClaim, match="steps"):
+    with pytest.raises(UnsupportedClaimError, match="steps"):
         DistributedGaussian(0.1, 1.0, 0, 3, 2)
 
 

@@ -17,9 +17,16 @@ from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import accounting
-from policies.accounting import AccountantsDisagree, Unreachable, calibrate, confirm, epsilon, tight_epsilon
-from policies.claims import (
+from policies.accounting import accountant
+from policies.accounting.accountant import (
+    AccountantsDisagreeError,
+    NoiseNotFoundError,
+    calibrate,
+    confirm,
+    epsilon,
+    tight_epsilon,
+)
+from policies.accounting.claims import (
     MAX_PARTS,
     Composed,
     DistributedGaussian,
@@ -28,18 +35,19 @@ from policies.claims import (
     NoClaim,
     Part,
     SubsampledGaussian,
-    UnsupportedClaim,
+    UnsupportedClaimError,
     assumption,
 )
-from policies.entries import Admitted, Reserved
-from policies.export import Unsound
-from policies.rdp import cost, epsilon_nano, integer_rdp
-from policies.register import Facts, digest
-from policies.sqlite import export_file
-from policies.statement import MalformedStatement, canonical, claim_from, claim_json, encode, parse
-from policies.store import Draft
-from policies.verify import verify
-from tests.support.books import BOTH, DP, HISTOGRAM, K5, Hospital, open_register
+from policies.accounting.rdp import cost, epsilon_nano, integer_rdp
+from policies.audit.verify import verify
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger.entries import Admitted, Reserved
+from policies.ledger.export import ExportError
+from policies.ledger.store import AppendRequest
+from policies.ledger_service import ArtifactFindings, digest
+from policies.statements import StatementError, claim_from, claim_json, encode, parse
+from protos.common.canonical_json import canonical
+from tests.support.ledger_world import BOTH, DP, HISTOGRAM, K5, Hospital, open_register
 
 DELTA = 1e-5
 TRAINING = BOTH.parts[1]
@@ -68,7 +76,7 @@ SEVERAL = st.lists(PARTS, min_size=2, max_size=MAX_PARTS).map(tuple).map(Compose
     ],
 )  # fmt: skip
 def test_what_is_no_composition_of_known_parts_cannot_be_built(parts: Any) -> None:
-    with pytest.raises(UnsupportedClaim, match="composed claim"):
+    with pytest.raises(UnsupportedClaimError, match="composed claim"):
         Composed(parts)
 
 
@@ -77,7 +85,7 @@ def test_a_composition_has_its_parts_unit_and_takes_nothing_for_granted() -> Non
     assert (BOTH.unit, images.unit, BOTH.relation) == ("patient", "image", "add-or-remove-one")
     assert assumption(BOTH) == ""
     assert Composed((TRAINING,) * MAX_PARTS).unit == "patient"
-    with pytest.raises(UnsupportedClaim, match="different units"):
+    with pytest.raises(UnsupportedClaimError, match="different units"):
         epsilon([BOTH, images], DELTA)
 
 
@@ -112,7 +120,7 @@ ONE, TWO = FORM["parts"]
 )  # fmt: skip
 def test_another_form_of_a_composed_claim_is_refused(form: Any) -> None:
     assert claim_from(FORM) == BOTH
-    with pytest.raises(UnsupportedClaim):
+    with pytest.raises(UnsupportedClaimError):
         claim_from(form)
 
 
@@ -120,7 +128,7 @@ def test_claims_in_claims_are_refused_however_deep_they_go() -> None:
     form: Any = FORM
     for _ in range(100_000):
         form = {"kind": "composed", "parts": [form, ONE]}
-    with pytest.raises(UnsupportedClaim, match="none of them composed"):
+    with pytest.raises(UnsupportedClaimError, match="none of them composed"):
         claim_from(form)
 
 
@@ -132,7 +140,7 @@ def test_a_part_that_was_tampered_with_in_a_statement_is_another_claim_or_none()
         (b'"votes":4', b'"votes":1'),
     ):
         assert raw.count(old) == 1
-        with pytest.raises(MalformedStatement, match="canonical form"):  # the subject is the predicate's digest
+        with pytest.raises(StatementError, match="canonical form"):  # the subject is the predicate's digest
             parse(raw.replace(old, new))
 
 
@@ -178,7 +186,7 @@ def test_the_figures_of_a_composition_are_those_of_its_parts(claim: Composed, or
     assert epsilon([claim], DELTA, order) == epsilon(claim.parts, DELTA, order)
     assert epsilon([claim, DP], DELTA, order) == epsilon([*claim.parts, DP], DELTA, order)
     confirm(claim, order)
-    assert accounting.rdp(claim, order) == pytest.approx(math.fsum(accounting.rdp(p, order) for p in claim.parts))
+    assert accountant.rdp(claim, order) == pytest.approx(math.fsum(accountant.rdp(p, order) for p in claim.parts))
 
 
 def test_the_tight_figure_of_a_composition_is_that_of_its_parts() -> None:
@@ -195,14 +203,14 @@ def test_googles_and_opacus_accountants_compose_the_same_parts_to_the_same_epsil
             dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(3.0)), 50),
         ]
     )
-    google = RdpAccountant(orders=accounting.ORDERS, neighboring_relation=dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    google = RdpAccountant(orders=accountant.ORDERS, neighboring_relation=dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
     google.compose(event)
     assert epsilon([BOTH], DELTA) == pytest.approx(float(google.get_epsilon(DELTA)), rel=1e-6)
     accountants = pytest.importorskip("opacus.accountants", reason="agent: opacus needs torch", exc_type=ImportError)
     opacus = accountants.RDPAccountant()
     opacus.history = [(30.0, 1.0, 1), (3.0, 0.1, 50)]
     assert epsilon([BOTH], DELTA) == pytest.approx(
-        opacus.get_epsilon(DELTA, alphas=list(accounting.ORDERS)), rel=1e-6
+        opacus.get_epsilon(DELTA, alphas=list(accountant.ORDERS)), rel=1e-6
     )
 
 
@@ -216,9 +224,9 @@ def test_a_part_on_whose_price_the_accountants_disagree_is_found_beside_a_loud_o
     def off(claim: Any, order: int) -> float:
         return integer_rdp(claim, order) * (1.01 if claim == wrong else 1.0)
 
-    monkeypatch.setattr(accounting, "integer_rdp", off)
-    accounting.rdp.cache_clear()
-    with pytest.raises(AccountantsDisagree):
+    monkeypatch.setattr(accountant, "integer_rdp", off)
+    accountant.rdp.cache_clear()
+    with pytest.raises(AccountantsDisagreeError):
         confirm(loud, 5)
 
 
@@ -227,9 +235,9 @@ def test_a_sum_of_confirmed_parts_is_confirmed_itself(monkeypatch: pytest.Monkey
     def off(claim: Any, order: int) -> float:
         return integer_rdp(claim, order) * (factor if isinstance(claim, Composed) else 1.0)
 
-    monkeypatch.setattr(accounting, "integer_rdp", off)
-    accounting.rdp.cache_clear()
-    with pytest.raises(AccountantsDisagree):
+    monkeypatch.setattr(accountant, "integer_rdp", off)
+    accountant.rdp.cache_clear()
+    with pytest.raises(AccountantsDisagreeError):
         confirm(BOTH, 5)
 
 
@@ -244,7 +252,7 @@ def test_a_calibrated_job_fits_together_with_its_query_and_is_granted_as_one() -
     assert calibrate(0.5, DELTA, 0.1, 60, also=(Composed((HISTOGRAM, HISTOGRAM)),)) == calibrate(
         0.5, DELTA, 0.1, 60, also=(HISTOGRAM, HISTOGRAM)
     )
-    with pytest.raises(Unreachable, match="other claims alone"):
+    with pytest.raises(NoiseNotFoundError, match="other claims alone"):
         calibrate(0.05, DELTA, 0.1, 60, also=(BOTH,))
 
 
@@ -281,7 +289,7 @@ def test_a_composed_claim_is_granted_released_and_verified(tmp_path: Path) -> No
             "g", mechanism="privimage", claim=BOTH, epsilon_nano=declared, delta="4e-06",
             components=dict(asked.components),
         )  # fmt: skip
-        verdict = register.admit("s", made, a.seal(made), Facts())
+        verdict = register.admit("s", made, a.seal(made), ArtifactFindings())
         assert ([f.rule for f in verdict.findings], verdict.level) == (found, "A")
         register.store.close()
         read = verify(export_file(path, "lazaret/test", key))
@@ -309,9 +317,9 @@ def test_a_grant_with_another_price_or_another_part_is_found_by_an_auditor(
         "g", "site-a", "", "privimage", "site-a/rdp", amount, canonical(claim_json(claim)), digest(envelope)
     )
     register = open_register(tmp_path / "ledger.db", a, key=key)
-    register.store.append("sneaked", Draft((entry,), (envelope,)))
+    register.store.append("sneaked", AppendRequest((entry,), (envelope,)))
     register.store.close()
-    with pytest.raises(Unsound, match=why):
+    with pytest.raises(ExportError, match=why):
         verify(export_file(tmp_path / "ledger.db", "lazaret/test", key))
 
 
@@ -327,7 +335,7 @@ def test_an_admission_of_a_part_alone_is_found_by_an_auditor(tmp_path: Path) -> 
         components=dict(asked.components),
     )  # fmt: skip
     envelope = a.seal(made)
-    refused = register.admit("s0", made, envelope, Facts())
+    refused = register.admit("s0", made, envelope, ArtifactFindings())
     assert [f.rule for f in refused.findings] == ["claim_not_granted"]
     entry = Admitted(
         made.release, "g", "site-a", "", 0, "privimage", "A", cost(less, 4), canonical(claim_json(less)),
@@ -335,7 +343,7 @@ def test_an_admission_of_a_part_alone_is_found_by_an_auditor(tmp_path: Path) -> 
     )  # fmt: skip
     register = open_register(tmp_path / "two.db", a, key=key)
     assert register.reserve("r", asked, a.seal(asked)).admitted
-    register.store.append("sneaked", Draft((entry,), (envelope,)))
+    register.store.append("sneaked", AppendRequest((entry,), (envelope,)))
     register.store.close()
-    with pytest.raises(Unsound, match="claim_not_granted"):
+    with pytest.raises(ExportError, match="claim_not_granted"):
         verify(export_file(tmp_path / "two.db", "lazaret/test", key))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.figures import epsilon_at_least, epsilon_text, never_less, rounded_down, rounded_up
+from policies.accounting.rounding import epsilon_at_least, epsilon_text, format_rounded_up, rounded_down, rounded_up
 
 LOST = st.floats(min_value=1e-12, max_value=1e7, allow_nan=False)
 
@@ -74,17 +74,19 @@ def test_what_is_left_or_proved_is_rounded_down(value: float | str, told: str) -
     ],
 )
 def test_a_delta_is_rounded_up_and_one_that_fits_is_told_as_it_is(value: float | str, told: str) -> None:
-    assert never_less(value) == told
+    assert format_rounded_up(value) == told
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_no_text_is_less_than_its_number_and_none_is_far_above_it(value: float) -> None:
-    told, exact = Decimal(never_less(value)), Decimal(value)
+    told, exact = Decimal(format_rounded_up(value)), Decimal(value)
     with localcontext(prec=1200):  # the comparison is exact
         assert told >= exact - abs(exact) * Decimal("1e-12")
         assert told - exact <= Decimal(10) ** (exact.adjusted() - 5), "a unit of the sixth digit"
-    assert never_less(never_less(value)) == never_less(value)
-    assert f"{float(told):g}" == never_less(value) or abs(value) < 1e-300 or abs(value) > 1e308, "it looks as :g"
+    assert format_rounded_up(format_rounded_up(value)) == format_rounded_up(value)
+    assert f"{float(told):g}" == format_rounded_up(value) or abs(value) < 1e-300 or abs(value) > 1e308, (
+        "it looks as :g"
+    )
 
 
 @given(st.floats(min_value=0, allow_infinity=False))
@@ -120,7 +122,7 @@ def test_rounding_up_and_down_enclose_the_number_and_leave_alone_what_fits(value
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, "nan", "inf", "sNaN", "four", "", "1e9999999999999999999"])
 def test_what_is_no_number_is_not_written_as_one(odd: float | str) -> None:
-    for written in (never_less, epsilon_text, epsilon_at_least):
+    for written in (format_rounded_up, epsilon_text, epsilon_at_least):
         with pytest.raises(ValueError):  # noqa: PT011 - float() says it in its own words
             written(odd)
     if isinstance(odd, float):
@@ -129,49 +131,66 @@ def test_what_is_no_number_is_not_written_as_one(odd: float | str) -> None:
                 rounded(odd, 2)
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EPSILON = re.compile(r"epsilon|claimed|tight|charged|alone", re.IGNORECASE)  # in the name of what is shown
 SAYS = re.compile(r"(?:epsilon|ε)(?: (?:is|of|takes|charges|to))?[ =:]*$", re.IGNORECASE)  # before it
 DELTA = re.compile(r"delta", re.IGNORECASE)
 SAYS_DELTA = re.compile(r"(?:delta|δ)[ =:]*$", re.IGNORECASE)
 NOT_SHOWN = (
-    "agent/reproduce/",  # tables of papers: their rows are named by the papers' round epsilons, and compared
-    "policies/figures.py",  # the functions themselves
+    "policies/accounting/rounding.py",  # the functions themselves
     "protos/v1/",  # generated
 )
 EXACT = "the exact text, beside the words that persons sign: they compare it"
 NO_LOSS = "no epsilon, but a part of what is said of one"
+KEY = "in the name under which an experiment keeps its numbers: nobody reads it"
 EXCEPTIONS = {
-    ("agent/attacks/dp_patients.py", "MOST_CLAIMED:g"): "a constant of the program",
-    ("agent/mechanisms/centroids.py", "TIGHT_LIMIT:g"): "a constant of the program",
-    ("policies/accounting.py", "TIGHT_LIMIT"): "a constant of the program",
-    ("agent/nets/stable.py", "str(told.get('prediction_type', 'epsilon'))"): "the kind of a network, no loss",
-    ("coordinator/report.py", "round(left + (right - left) * epsilon / end, 1)"): "a place in a drawing",
+    ("coordinator/reports/overview.py", "alone"): "how many releases are of one hospital",
+    ("coordinator/reports/overview.py", "head['with_epsilon']"): "how many releases an epsilon covers",
+    ("coordinator/reports/overview.py", "format_rounded_up(epsilon['order'])"): "the order of the filter",
+    ("agent/privacy_audit/canaries.py", "MOST_CLAIMED:g"): "a constant of the program",
+    ("agent/mechanisms/centroids/mechanism.py", "TIGHT_LIMIT:g"): "a constant of the program",
+    ("policies/accounting/accountant.py", "TIGHT_LIMIT"): "a constant of the program",
+    ("deploy/reproduction/distillation.py", "d:g"): "a verifier's threshold: no delta of a claim",
+    ("deploy/reproduction/privimage_experiment.py", "release.epsilon:g"): KEY,
+    ("deploy/reproduction/privimage_experiment.py", "self.epsilon:g"): KEY,
+    ("deploy/reproduction/privimage.py", "epsilon:g"): "the paper's own round epsilon, by which a column is named",
+    (
+        "agent/models/diffusion/stable_diffusion.py",
+        "str(told.get('prediction_type', 'epsilon'))",
+    ): "the kind of a network, no loss",
     ("coordinator/console/proposals.py", "value"): EXACT,
     ("coordinator/console/proposals.py", "known.epsilon"): EXACT,
-    ("policies/audit.py", "entry.epsilon or entry.limit"): EXACT,
-    ("policies/people.py", "epsilon or limit"): EXACT,
-    ("policies/governance.py", "repr(epsilon)"): "what an entry holds",
-    ("policies/ledger.py", "repr(epsilon)"): "what an entry holds",
-    ("policies/register.py", "repr(policy.epsilon)"): "what an entry holds",
-    ("policies/attest.py", "e['value']"): "all nine digits, as the certificate that is checked has them",
-    ("policies/review.py", "release.epsilon_nano / 1000000000.0:.9f"): "in steps of the books: two that differ there",
+    ("policies/audit/auditor.py", "entry.epsilon or entry.limit"): EXACT,
+    ("policies/governance/cli.py", "epsilon or limit"): EXACT,
+    ("policies/governance/decisions.py", "repr(epsilon)"): "what an entry holds",
+    ("policies/ledger/state.py", "repr(epsilon)"): "what an entry holds",
+    ("policies/ledger_service.py", "repr(policy.epsilon)"): "what an entry holds",
+    (
+        "policies/audit/certificate_check.py",
+        "e['value']",
+    ): "all nine digits, as the certificate that is checked has them",
+    (
+        "policies/review/rules.py",
+        "release.epsilon_nano / 1000000000.0:.9f",
+    ): "in steps of the books: two that differ there",
     (
         "deploy/demo/eyes.py",
         "_CENTROIDS.format(patients=SCREENING, epsilon=EPSILON, delta=DELTA, share=COUNT_SHARE)",
     ): "a configuration for the program to read",
-    ("coordinator/reports/books.py", "per(epsilon)"): NO_LOSS,
-    ("coordinator/reports/books.py", "per(item.dearest['epsilon'])"): NO_LOSS,
-    ("coordinator/reports/books.py", "epsilon['order']"): NO_LOSS,
-    ("coordinator/reports/books.py", "epsilon['grants']"): NO_LOSS,
-    ("coordinator/reports/cards.py", "together(p['epsilon'])"): NO_LOSS,
+    ("coordinator/reports/report_inputs.py", "per(epsilon)"): NO_LOSS,
+    ("coordinator/reports/report_inputs.py", "per(item.dearest['epsilon'])"): NO_LOSS,
+    ("coordinator/reports/report_inputs.py", "epsilon['order']"): NO_LOSS,
+    ("coordinator/reports/report_inputs.py", "epsilon['grants']"): NO_LOSS,
+    ("coordinator/reports/model_cards.py", "together(p['epsilon'])"): NO_LOSS,
     ("coordinator/reports/certificates.py", "together(epsilon)"): NO_LOSS,
-    ("coordinator/reports/registry.py", "str(epsilon['unit']).capitalize()"): NO_LOSS,
-    ("coordinator/reports/registry.py", "str(epsilon['unit'])"): NO_LOSS,
-    ("coordinator/reports/registry.py", "epsilon['unit']"): NO_LOSS,
-    ("coordinator/reports/registry.py", "epsilon['order']"): NO_LOSS,
+    ("coordinator/reports/dp_registry.py", "str(epsilon['unit']).capitalize()"): NO_LOSS,
+    ("coordinator/reports/dp_registry.py", "str(epsilon['unit'])"): NO_LOSS,
+    ("coordinator/reports/dp_registry.py", "epsilon['unit']"): NO_LOSS,
+    ("coordinator/reports/dp_registry.py", "epsilon['order']"): NO_LOSS,
 }
-FORMATTING = frozenset({"never_less", "rounded_up", "rounded_down", "round", "str", "repr", "format", "add_row"})
+FORMATTING = frozenset(
+    {"format_rounded_up", "rounded_up", "rounded_down", "round", "str", "repr", "format", "add_row"}
+)
 ONE = ("epsilon_text(", "epsilon_at_least(")
 
 
@@ -229,7 +248,7 @@ def other_ways(source: str) -> Iterator[str]:
 
 def other_ways_in_page(source: str) -> list[str]:
     """The same in a template: a text that was made in Python stands as it is, a number goes through one function."""
-    written = re.compile(r"%[.0-9]*[gfe]\b|\|\s*(?:round|float|string|format|never_less)\b|\bround\(")
+    written = re.compile(r"%[.0-9]*[gfe]\b|\|\s*(?:round|float|string|format|format_rounded_up)\b|\bround\(")
     shown = re.findall(r"\{\{.*?\}\}", source, re.DOTALL)
     told = [(one, re.sub(r"\bepsilon\.(?:delta|order)\b|\bdelta\b", "", one)) for one in shown]
     lost = [one for one, rest in told if re.search(r"epsilon|budget", rest) and written.search(one)]
@@ -247,16 +266,16 @@ def other_ways_in_page(source: str) -> list[str]:
         ('f"the claim alone {alone:.2f}"', True),
         ('f"at delta {d:g}"', True),
         ('f"{rounded_up(epsilon, 7):g}"', True),
-        ('f"epsilon {never_less(epsilon)}"', True),
+        ('f"epsilon {format_rounded_up(epsilon)}"', True),
         ('f"{epsilon_text(epsilon):>9}"', True),
-        ("never_less(row.epsilon, 2)", True),
+        ("format_rounded_up(row.epsilon, 2)", True),
         ("str(epsilon)", True),
         ("round(row.epsilon, 2)", True),
         ("table.add_row(row.site, row.epsilon)", True),
         ('"epsilon %.2f" % epsilon', True),
         ('"epsilon {}".format(epsilon)', True),
         ('"epsilon " + text', True),
-        ('f"{epsilon_text(epsilon)} at delta {never_less(delta)}, {share:.1f} % of it"', False),
+        ('f"{epsilon_text(epsilon)} at delta {format_rounded_up(delta)}, {share:.1f} % of it"', False),
         ('f"left {epsilon_at_least(left_epsilon)}"', False),
         ('"epsilon " + epsilon_text(epsilon)', False),
         ("str(epsilon_text(epsilon))", False),
@@ -272,9 +291,9 @@ def test_the_look_at_the_sources_sees_another_way_of_writing(source: str, seen: 
         ('{{ "%g"|format(b.delta) }}', True),
         ('{{ "%.2f"|format(b.epsilon_spent) }}', True),
         ("{{ epsilon.tight|round(2) }}", True),
-        ("{{ plot.budget.epsilon|never_less }}", True),
-        ("{{ b.delta|never_less }} {{ epsilon.delta|never_less }} {{ epsilon_text(epsilon.tight) }} {{ part|round }}",
-         False),
+        ("{{ plot.budget.epsilon|format_rounded_up }}", True),
+        ("{{ b.delta|format_rounded_up }} {{ epsilon.delta|format_rounded_up }} {{ epsilon_text(epsilon.tight) }} "
+         "{{ part|round }}", False),
     ],
 )  # fmt: skip
 def test_the_look_at_the_templates_sees_another_way_of_writing(source: str, seen: bool) -> None:

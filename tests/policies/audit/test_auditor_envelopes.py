@@ -1,6 +1,6 @@
 """The auditor's reader of envelopes takes exactly the bytes that the door takes: a corpus, and random damage.
 
-The law may not import the wire, and the verifier is one file that needs nothing of ours, so there are two readers.
+Both call one function (``protos.common.dsse.read_envelope``); what each asks of it beyond that is held together here.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from policies.audit import open_envelope
-from policies.entries import Reserved
-from policies.export import Unsound
-from policies.register import digest
-from policies.sqlite import export_file
-from policies.statement import PAYLOAD_TYPE, canonical, claim_json, encode
-from policies.store import Draft
-from policies.verify import verify
-from protos.envelope import BadEnvelope, key_id, open_sealed, pae, seal
-from tests.support.books import K5, Hospital, open_register
+from policies.audit.auditor import open_envelope
+from policies.audit.verify import verify
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger.entries import Reserved
+from policies.ledger.export import ExportError
+from policies.ledger.store import AppendRequest
+from policies.ledger_service import digest
+from policies.statements import PAYLOAD_TYPE, claim_json, encode
+from protos.common.canonical_json import canonical
+from protos.common.dsse import EnvelopeError, key_id, open_sealed, pae, seal
+from tests.support.ledger_world import K5, Hospital, open_register
 
 KEY, OTHER = (Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2))
 PUBLIC = KEY.public_key().public_bytes_raw()
@@ -35,14 +36,14 @@ HONEST = tuple(seal(payload, PAYLOAD_TYPE, KEY) for payload in PAYLOADS)
 def door(raw: bytes) -> bytes | None:
     try:
         return open_sealed(raw, PAYLOAD_TYPE, {"site-a": PUBLIC}).payload
-    except BadEnvelope:
+    except EnvelopeError:
         return None
 
 
 def auditor(raw: bytes, public: bytes | None = PUBLIC) -> bytes | None:
     try:
         return open_envelope(raw, public)
-    except Unsound:
+    except ExportError:
         return None
 
 
@@ -189,7 +190,7 @@ def test_a_ledger_that_holds_such_an_envelope_is_not_sound(tmp_path: Path, name:
     register = open_register(tmp_path / "ledger.db", A, key=ledger)
     raw, claim = CORPUS[name], canonical(claim_json(K5))
     entry = Reserved("g", "site-a", "", "ksame", "site-a/k", 1, claim, digest(raw))
-    register.store.append("sneaked", Draft((entry,), (raw,)))
+    register.store.append("sneaked", AppendRequest((entry,), (raw,)))
     register.store.close()
-    with pytest.raises(Unsound, match="envelope"):
+    with pytest.raises(ExportError, match="envelope"):
         verify(export_file(tmp_path / "ledger.db", "lazaret/test", ledger))

@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.edges.reports import make, snapshot
-from policies import cbor
-from policies.certificate import PAYLOAD, read
-from policies.export import Export
-from policies.merkle import Checkpoint, CompactRange, leaf_hash, sign_checkpoint
-from policies.register import Facts
-from policies.sqlite import export_file
-from policies.statement import PAYLOAD_TYPE, canonical, encode
-from policies.verify import main
-from protos.envelope import seal
-from tests.support.books import DP, Hospital, open_register
-from tests.support.reported import NOW, Stage, stage
+from coordinator.reports.catalog import make, snapshot
+from policies.audit.certificate import PAYLOAD, read
+from policies.audit.verify import main
+from policies.ledger import cbor
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger.export import Export
+from policies.ledger.merkle import Checkpoint, CompactRange, leaf_hash, sign_checkpoint
+from policies.ledger_service import ArtifactFindings
+from policies.statements import PAYLOAD_TYPE, encode
+from protos.common.canonical_json import canonical
+from protos.common.dsse import seal
+from tests.support.ledger_world import DP, Hospital, open_register
+from tests.support.report_world import NOW, Stage, stage
 
 NESTED: Any = []
 for _ in range(200):
@@ -140,7 +141,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> tuple[Export, Ed25519Priv
     register = open_register(path, a, key=key)
     asked, release = a.reservation("g"), a.release("g")
     register.reserve("k", asked, a.seal(asked))
-    register.admit("s", release, a.seal(release), Facts())
+    register.admit("s", release, a.seal(release), ArtifactFindings())
     dp = a.reservation("dp", DP, "federated", "run")
     register.reserve("k-dp", dp, a.seal(dp))
     again = a.reservation("again")
@@ -153,7 +154,7 @@ def _cbor(value: Any) -> bytes | None:
     """In the encoding of entries; None: it cannot be written in it."""
     try:
         return cbor.encode(value)
-    except (cbor.MalformedEntry, ValueError, TypeError, OverflowError, RecursionError):
+    except (cbor.EntryEncodingError, ValueError, TypeError, OverflowError, RecursionError):
         return None
 
 

@@ -7,8 +7,8 @@ import json
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies.merkle import Checkpoint, Tree, leaf_hash, sign_checkpoint
-from policies.proof import Proof, check, walk
+from policies.audit.inclusion_proof import Proof, check, walk
+from policies.ledger.merkle import Checkpoint, Tree, leaf_hash, sign_checkpoint
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 PUBLIC = KEY.public_key().public_bytes_raw()

@@ -11,15 +11,22 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies import governance
-from policies.export import Export, Unsound
-from policies.policy import parse as parse_policy
-from policies.register import Register, digest
-from policies.sqlite import export_file
-from policies.statement import Amendment
-from policies.undone import Lost, last_entry, moment, since, told, warning
-from tests.support.books import Hospital, Person, open_register, policy
-from tests.support.turned_back import marked_as_it_is
+from policies.audit.restore_losses import (
+    RestoreLosses,
+    describe_losses,
+    format_time,
+    last_entry,
+    losses_since,
+    warning,
+)
+from policies.governance import decisions
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger.export import Export, ExportError
+from policies.ledger_service import LedgerService, digest
+from policies.review.policy import parse as parse_policy
+from policies.statements import Amendment
+from tests.support.ledger_world import Hospital, Person, open_register, policy
+from tests.support.rolled_back_ledgers import marked_as_it_is
 
 COMPLIANCE, SECOND = Person("dpo-1", "compliance"), Person("dpo-2", "compliance")
 LOCAL = Person("head-1", "hospital")
@@ -31,21 +38,21 @@ class Ledger:
     def __init__(self, folder: Path, *, office: bool = True) -> None:
         self.folder, self.path, self.key = folder, folder / "ledger.db", Ed25519PrivateKey.generate()
         self.sites = [Hospital("site-a"), Hospital("site-b"), Hospital("site-c")]
-        self.register: Register = open_register(self.path, *self.sites[:2], key=self.key)
+        self.register: LedgerService = open_register(self.path, *self.sites[:2], key=self.key)
         for person in (COMPLIANCE, LOCAL) if office else ():
-            governance.appoint(self.register.store, person.name, person.role, person.public)
+            decisions.appoint(self.register.store, person.name, person.role, person.public)
         if office:
             self.decide("new", "appoint", "dpo-2", f"compliance {SECOND.public.hex()}")
-            governance.appoint(self.register.store, "dpo-2", "compliance", SECOND.public, "new")
+            decisions.appoint(self.register.store, "dpo-2", "compliance", SECOND.public, "new")
 
     def decide(self, serial: str, action: str, subject: str, value: str, *persons: Person) -> None:
         for person in persons or (COMPLIANCE, LOCAL):
-            governance.approve(self.register.store, person.approval(serial, action, subject, value))
+            decisions.approve(self.register.store, person.approval(serial, action, subject, value))
 
     def limit(self, serial: str, account: str, budget: str, *persons: Person) -> None:
-        value = governance.limit_value(self.register.store, account, budget)[1] or budget
+        value = decisions.limit_value(self.register.store, account, budget)[1] or budget
         self.decide(serial, "limit", account, value, *persons)
-        governance.set_limit(self.register.store, account, budget, serial)
+        decisions.set_limit(self.register.store, account, budget, serial)
 
     def amend(self, number: int, **changes: object) -> None:
         site = self.sites[0]
@@ -59,7 +66,7 @@ class Ledger:
 
     def dismiss(self) -> None:
         self.decide("go", "dismiss", "dpo-2", "compliance")
-        governance.dismiss(self.register.store, "dpo-2", "go")
+        decisions.dismiss(self.register.store, "dpo-2", "go")
 
     def export(self) -> bytes:
         return export_file(self.path, "lazaret/test", self.key)
@@ -77,8 +84,8 @@ class Ledger:
         marked_as_it_is(self.path)
         self.register = open_register(self.path, *self.sites[:2], key=self.key)
 
-    def lost(self, last: bytes) -> Lost:
-        return since(self.register.store, last, self.register.store.state.size)
+    def lost(self, last: bytes) -> RestoreLosses:
+        return losses_since(self.register.store, last, self.register.store.state.size)
 
 
 @pytest.fixture
@@ -98,7 +105,9 @@ def test_everything_stricter_that_a_backup_lost_is_listed_once_with_who_when_and
     last = ledger.export()
     ledger.back(backup)
     state = ledger.register.store.state
-    assert (state.dismissed, state.barred, state.accounts["site-a/rdp"].epsilon) == (set(), set(), "8.0"), "undone"
+    assert (state.dismissed, state.revoked_sites, state.accounts["site-a/rdp"].epsilon) == (set(), set(), "8.0"), (
+        "undone"
+    )
     found = ledger.lost(last)
     assert [one.what for one in found.undone] == [
         "limit of site-a/rdp lowered to 0.5",
@@ -117,8 +126,8 @@ def test_everything_stricter_that_a_backup_lost_is_listed_once_with_who_when_and
     ]
     assert found.undone[0].again[0].startswith("ledger sign limit site-a/rdp 0.5 --serial SERIAL")
     assert until < found.undone[0].at < found.undone[-1].at == found.until
-    text = "\n".join((warning(until), *told(found)))
-    assert moment(until) in text
+    text = "\n".join((warning(until), *describe_losses(found)))
+    assert format_time(until) in text
     assert "before any person approves" in text
     assert text.count("site-b") == 2
 
@@ -156,9 +165,9 @@ def test_a_site_and_a_person_that_came_and_went_are_not_brought_back(ledger: Led
     backup = ledger.copy()
     third = Person("dpo-3", "compliance")
     ledger.decide("in", "appoint", "dpo-3", f"compliance {third.public.hex()}")
-    governance.appoint(ledger.register.store, "dpo-3", "compliance", third.public, "in")
+    decisions.appoint(ledger.register.store, "dpo-3", "compliance", third.public, "in")
     ledger.decide("out", "dismiss", "dpo-3", "compliance")
-    governance.dismiss(ledger.register.store, "dpo-3", "out")
+    decisions.dismiss(ledger.register.store, "dpo-3", "out")
     last = ledger.export()
     ledger.back(backup)
     ((one),) = ledger.lost(last).undone
@@ -204,14 +213,14 @@ def test_before_the_last_of_a_role_is_dismissed_again_the_one_who_followed_is_ap
     """What is listed can be typed, one after the other."""
     ledger = Ledger(tmp_path, office=False)
     for person in (COMPLIANCE, LOCAL):
-        governance.appoint(ledger.register.store, person.name, person.role, person.public)
+        decisions.appoint(ledger.register.store, person.name, person.role, person.public)
     backup = ledger.copy()
 
     def typed() -> None:
         ledger.decide("new", "appoint", "dpo-2", f"compliance {SECOND.public.hex()}")
-        governance.appoint(ledger.register.store, "dpo-2", "compliance", SECOND.public, "new")
+        decisions.appoint(ledger.register.store, "dpo-2", "compliance", SECOND.public, "new")
         ledger.decide("go", "dismiss", "dpo-1", "compliance", SECOND, LOCAL)
-        governance.dismiss(ledger.register.store, "dpo-1", "go")
+        decisions.dismiss(ledger.register.store, "dpo-1", "go")
 
     typed()
     last = ledger.export()
@@ -244,7 +253,7 @@ def test_the_first_of_a_role_is_named_where_the_role_is_empty_again(tmp_path: Pa
     ledger = Ledger(tmp_path, office=False)
     backup = ledger.copy()
     for person in (COMPLIANCE, LOCAL):
-        governance.appoint(ledger.register.store, person.name, person.role, person.public)
+        decisions.appoint(ledger.register.store, person.name, person.role, person.public)
     last = ledger.export()
     ledger.back(backup)
     first, second = ledger.lost(last).undone
@@ -260,8 +269,8 @@ def test_an_export_of_today_with_nothing_stricter_says_so_and_without_one_nobody
     ledger.back(backup)
     found = ledger.lost(last)
     assert found.undone == ()
-    assert "there is none" in told(found)[0]
-    assert "--last" in told(None)[0]
+    assert "there is none" in describe_losses(found)[0]
+    assert "--last" in describe_losses(None)[0]
     assert "has no entry" in warning(0)
 
 
@@ -280,7 +289,7 @@ def test_an_export_of_another_ledger_key_history_or_day_is_refused(ledger: Ledge
     }
     ledger.back(backup)
     for words, raw in refused.items():
-        with pytest.raises(Unsound, match=words):
+        with pytest.raises(ExportError, match=words):
             ledger.lost(raw)
     other.register.store.close()
 
@@ -296,7 +305,7 @@ def test_an_export_of_the_same_key_that_went_another_way_is_refused(ledger: Ledg
         ledger.amend(n + 1, k_min=50 + n)
     last = ledger.export()
     ledger.back(backup)
-    with pytest.raises(Unsound, match="another history"):
+    with pytest.raises(ExportError, match="different histories"):
         ledger.lost(last)
 
 
@@ -307,7 +316,7 @@ def test_an_export_from_which_an_entry_was_left_out_is_refused(ledger: Ledger) -
     whole = Export.parse(ledger.export())
     ledger.back(backup)
     for kept in (whole.entries[:-1], (*whole.entries[:-2], whole.entries[-1])):
-        with pytest.raises(Unsound):
+        with pytest.raises(ExportError):
             ledger.lost(replace(whole, entries=kept).encode())
     assert len(ledger.lost(whole.encode()).undone) == 1
 

@@ -16,14 +16,15 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from deploy.verifier import ForeignImport, archive, main, needed
-from policies.entries import Reserved
-from policies.rdp import cost, epsilon_nano
-from policies.register import Facts, digest
-from policies.sqlite import export_file
-from policies.statement import canonical, claim_json
-from policies.store import Draft
-from tests.support.books import BOTH, DP, Hospital, open_register
+from deploy.verifier import ForeignImportError, archive, main, modules_needed
+from policies.accounting.rdp import cost, epsilon_nano
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger.entries import Reserved
+from policies.ledger.store import AppendRequest
+from policies.ledger_service import ArtifactFindings, digest
+from policies.statements import claim_json
+from protos.common.canonical_json import canonical
+from tests.support.ledger_world import BOTH, DP, Hospital, open_register
 
 PACKAGES = ("cryptography", "cffi", "_cffi_backend", "pycparser")
 
@@ -79,7 +80,7 @@ def ledger(auditor: Auditor, tmp_path_factory: pytest.TempPathFactory) -> Audito
         assert register.reserve(f"reserve-{grant}", asked, a.seal(asked)).admitted
     older = register.store.checkpoint()
     release = a.release("grant-k")
-    assert register.admit("submit", release, a.seal(release), Facts()).admitted
+    assert register.admit("submit", release, a.seal(release), ArtifactFindings()).admitted
     again = a.reservation("grant-again")
     assert not register.reserve("reserve-again", again, a.seal(again)).admitted
     several = a.reservation("grant-several", BOTH, "privimage")
@@ -90,7 +91,7 @@ def ledger(auditor: Auditor, tmp_path_factory: pytest.TempPathFactory) -> Audito
         "grant-several", mechanism="privimage", claim=BOTH, epsilon_nano=nano, delta=account.delta,
         components=dict(several.components),
     )  # fmt: skip
-    assert register.admit("submit-several", made, a.seal(made), Facts()).admitted
+    assert register.admit("submit-several", made, a.seal(made), ArtifactFindings()).admitted
     register.store.close()
     raw = export_file(path, "lazaret/test", key)
     (auditor.folder / "sound.export").write_bytes(raw)
@@ -109,7 +110,7 @@ def ledger(auditor: Auditor, tmp_path_factory: pytest.TempPathFactory) -> Audito
     cheap = Reserved(
         "grant-several", "site-a", "", "privimage", "site-a/rdp", less, canonical(claim_json(BOTH)), digest(sealed)
     )
-    cheaper.store.append("sneaked", Draft((cheap,), (sealed,)))
+    cheaper.store.append("sneaked", AppendRequest((cheap,), (sealed,)))
     cheaper.store.close()
     (auditor.folder / "cheaper.export").write_bytes(export_file(path.with_name("cheaper.db"), "lazaret/test", key))
     (auditor.folder / "rewritten.export").write_bytes(export_file(path.with_name("forged.db"), "lazaret/test", key))
@@ -129,7 +130,7 @@ def test_it_is_the_same_bytes_whenever_it_is_built(tmp_path: Path, capsys: pytes
 
 def test_it_is_the_same_bytes_when_the_sources_were_checked_out_at_another_time_and_place(tmp_path: Path) -> None:
     root = Path(main.__globals__["ROOT"])
-    for source in reversed(list(needed(root, "policies.verify").values())):
+    for source in reversed(list(modules_needed(root, "policies.audit.verify").values())):
         copy = tmp_path / source.relative_to(root)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(source.read_bytes())
@@ -139,12 +140,13 @@ def test_it_is_the_same_bytes_when_the_sources_were_checked_out_at_another_time_
 
 
 def test_another_source_gives_other_bytes(tmp_path: Path) -> None:
-    (tmp_path / "policies").mkdir()
+    (tmp_path / "policies" / "audit").mkdir(parents=True)
     (tmp_path / "policies" / "__init__.py").touch()
+    (tmp_path / "policies" / "audit" / "__init__.py").touch()
     for text in ("x = 1\n", "x = 2\n"):
-        (tmp_path / "policies" / "verify.py").write_text(text)
+        (tmp_path / "policies" / "audit" / "verify.py").write_text(text)
         with zipfile.ZipFile(_written(tmp_path / "v.pyz", archive(tmp_path))) as packed:
-            assert packed.read("policies/verify.py") == text.encode()
+            assert packed.read("policies/audit/verify.py") == text.encode()
 
 
 def _written(path: Path, raw: bytes) -> Path:
@@ -206,16 +208,36 @@ def test_nothing_else_is_installed_on_the_auditors_machine(auditor: Auditor, nam
 
 
 def test_the_archive_holds_exactly_the_modules_that_the_command_loads(auditor: Auditor) -> None:
-    code = "import sys; sys.path.insert(0, 'lazaret-verify.pyz'); import policies.verify; print(*sorted(sys.modules))"
+    code = (
+        "import sys; sys.path.insert(0, 'lazaret-verify.pyz'); import policies.audit.verify; "
+        "print(*sorted(sys.modules))"
+    )
     done = auditor.run("-c", code)
     assert done.stderr == ""
-    loaded = {name for name in done.stdout.split() if name.partition(".")[0] == "policies"}
+    loaded = {name for name in done.stdout.split() if name.partition(".")[0] in {"policies", "protos"}}
     with zipfile.ZipFile(auditor.folder / "lazaret-verify.pyz") as packed:
         held = {n.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for n in packed.namelist()}
     assert held - {"__main__"} == loaded
-    assert not held & {"policies.accounting", "policies.register", "policies.store", "policies.sqlite"}
+    assert {n for n in held if n.startswith("protos")} <= {
+        "protos",
+        "protos.common",
+        "protos.common.canonical_json",
+        "protos.common.dsse",
+        "protos.common.errors",
+    }
+    assert not held & {
+        "policies.accounting.accountant",
+        "policies.ledger_service",
+        "policies.ledger.store",
+        "policies.ledger.backends.sqlite",
+    }
     foreign = {name.partition(".")[0] for name in done.stdout.split()} - sys.stdlib_module_names
-    assert not {n for n in foreign if not n.startswith(("_", "cython"))} - {"policies", "sitecustomize", *PACKAGES}
+    assert not {n for n in foreign if not n.startswith(("_", "cython"))} - {
+        "policies",
+        "protos",
+        "sitecustomize",
+        *PACKAGES,
+    }
 
 
 def test_a_machine_without_cryptography_is_told_so_and_nothing_is_called_unsound(ledger: Auditor) -> None:
@@ -233,7 +255,7 @@ def test_nothing_is_built_that_would_not_run_elsewhere(tmp_path: Path, text: str
     (package / "__init__.py").touch()
     (package / "helper.py").write_text("import structlog\n")
     (package / "verify.py").write_text(text + "\n")
-    with pytest.raises(ForeignImport, match="does not have"):
+    with pytest.raises(ForeignImportError, match="does not have"):
         archive(tmp_path)
 
 
@@ -253,7 +275,7 @@ def test_packages_and_modules_are_found_however_they_are_imported(tmp_path: Path
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     wanted = {"top", "top.start", "top.a", "top.b", "top.b.c", "top.d", "top.d.e", "top.g"}
-    assert set(needed(tmp_path, "top.start")) == wanted
+    assert set(modules_needed(tmp_path, "top.start")) == wanted
 
 
 def test_without_a_key_that_was_named_it_is_consistent_and_no_more(ledger: Auditor) -> None:
@@ -261,5 +283,5 @@ def test_without_a_key_that_was_named_it_is_consistent_and_no_more(ledger: Audit
     key = (ledger.folder / "key.txt").read_text()
     assert (done.returncode, done.stderr) == (3, "")
     assert done.stdout.startswith("CONSISTENT: lazaret/test, ")
-    assert f"consistent with itself; signed by {key}, whom you have not named" in done.stdout
+    assert f"consistent with itself; signed by {key}, which you have not named" in done.stdout
     assert "SOUND" not in done.stdout

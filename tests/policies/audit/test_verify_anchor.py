@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies.audit import SKEW
-from policies.entries import Opened, Refused, decode, encode
-from policies.export import Export, Unsound
-from policies.merkle import Checkpoint, CompactRange, cosign, leaf_hash, sign_checkpoint
-from policies.register import Facts
-from policies.sqlite import export_file
-from policies.store import Draft
-from policies.verify import main, verify
-from tests.policies.test_keys import MIXED, SMALL_ORDER
-from tests.support.books import Hospital, open_register
+from policies.audit.auditor import SKEW
+from policies.audit.verify import main, verify
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger.entries import Opened, Refused, decode, encode
+from policies.ledger.export import Export, ExportError
+from policies.ledger.merkle import Checkpoint, CompactRange, cosign, leaf_hash, sign_checkpoint
+from policies.ledger.store import AppendRequest
+from policies.ledger_service import ArtifactFindings
+from tests.support.ledger_world import Hospital, open_register
+from tests.support.weak_keys import MIXED, SMALL_ORDER
 
 ORIGIN = "lazaret/test"
 NOW = 1_800_000_000
@@ -72,7 +72,7 @@ def ledger(tmp_path: Path) -> Ledger:
     asked, release = a.reservation("g"), a.release("g")
     register.reserve("k", asked, a.seal(asked))
     older = register.store.checkpoint()
-    register.admit("s", release, a.seal(release), Facts())
+    register.admit("s", release, a.seal(release), ArtifactFindings())
     again = a.reservation("again")
     assert not register.reserve("k2", again, a.seal(again)).admitted
     register.store.close()
@@ -154,7 +154,7 @@ def test_the_beginning_of_a_digest_is_a_usage_error(
 
 @pytest.mark.parametrize("weak", [*MIXED[:2], *sorted(SMALL_ORDER)[:2]], ids=bytes.hex)
 def test_a_ledger_whose_key_others_can_sign_with_is_not_sound(ledger: Ledger, weak: bytes) -> None:
-    with pytest.raises(Unsound, match="not an Ed25519 key of one owner"):
+    with pytest.raises(ExportError, match="not an Ed25519 key of one owner"):
         verify(replace(ledger.export, public=weak).encode())
 
 
@@ -186,7 +186,7 @@ def test_times_that_run_backwards_or_lie_in_the_future_are_found(
     if not fault:
         verify(raw, now=NOW)
         return
-    with pytest.raises(Unsound, match=fault):
+    with pytest.raises(ExportError, match=fault):
         verify(raw, now=NOW)
 
 
@@ -204,7 +204,7 @@ def test_no_honest_ledger_has_times_that_run_backwards_whatever_its_clock_does(t
     times = iter((NOW - 5000, NOW - 900_000, 3, NOW - 4000))
     register.store._clock = lambda: next(times)
     for n in range(4):
-        register.store.append(f"k{n}", Draft((Refused(f"s{n}", "site-a", "ksame", "call", ["test"], b""),)))
+        register.store.append(f"k{n}", AppendRequest((Refused(f"s{n}", "site-a", "ksame", "call", ["test"], b""),)))
     register.store.close()
     raw = export_file(tmp_path / "ledger.db", ORIGIN, key)
     assert [decode(body).at - NOW for body in Export.parse(raw).entries[-4:]] == [-5000, -5000, -5000, -4000]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from policies import governance
-from policies.gauges import Refusals, proposals_open, spending
-from policies.governance import approve
-from tests.support.books import DP, K5, Hospital, Person, open_register, policy
+from policies.governance import decisions
+from policies.governance.decisions import approve
+from policies.ledger.budget_metrics import RefusalCounts, proposals_open, spending
+from tests.support.ledger_world import DP, K5, Hospital, Person, open_register, policy
 
 
 def test_spent_held_and_left_add_up_to_the_limit_and_a_fresh_account_has_spent_nothing(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_refusals_are_counted_by_rule_from_the_moment_on_that_somebody_looks(tmp
     with register.store:
         bad = hospital.reservation("grant-0", K5, "no-such-mechanism")
         assert not register.reserve("reserve-0", bad, hospital.seal(bad)).admitted
-        refusals = Refusals(register.store, most=1)
+        refusals = RefusalCounts(register.store, most=1)
         assert refusals.counts() == {}
         for number in (1, 2):
             bad = hospital.reservation(f"grant-{number}", K5, "no-such-mechanism")
@@ -71,6 +71,6 @@ def test_what_waits_for_persons_is_open_until_it_is_in_force(tmp_path: Path) -> 
         assert proposals_open(store.state) == 0
         anna = Person("anna", "compliance")
 
-        governance.appoint(store, anna.name, anna.role, anna.public)
+        decisions.appoint(store, anna.name, anna.role, anna.public)
         approve(store, anna.approval("s-1", "limit", "site-a/rdp", "9.0"))
         assert proposals_open(store.state) == 1

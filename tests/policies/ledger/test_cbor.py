@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.cbor import MalformedEntry, decode, encode
+from policies.ledger.cbor import EntryEncodingError, decode, encode
 
 LEAVES = st.integers(0, (1 << 63) - 1) | st.binary(max_size=300) | st.text(max_size=300)
 VALUES = st.recursive(
@@ -34,7 +34,7 @@ def test_the_encoding_is_cbor2s_canonical_one(value: object) -> None:
 def test_any_accepted_bytes_encode_back_to_themselves(raw: bytes) -> None:
     try:
         value = decode(raw)
-    except MalformedEntry:
+    except EntryEncodingError:
         return
     assert encode(value) == raw
 
@@ -48,11 +48,11 @@ def test_any_accepted_bytes_encode_back_to_themselves(raw: bytes) -> None:
      b"\x81" * 50 + b"\x01", b"\xa1\x01\x01", b"\x1b\x80\0\0\0\0\0\0\0"],
 )  # fmt: skip
 def test_other_encodings_are_refused(raw: bytes) -> None:
-    with pytest.raises(MalformedEntry):
+    with pytest.raises(EntryEncodingError):
         decode(raw)
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 63, True, None, 1.0, {1: 2}, [None]])
 def test_values_without_a_place_are_refused(value: object) -> None:
-    with pytest.raises(MalformedEntry):
+    with pytest.raises(EntryEncodingError):
         encode(value)  # type: ignore[arg-type]

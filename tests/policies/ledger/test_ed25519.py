@@ -11,90 +11,33 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import governance
-from policies.entries import Appointed, Enrolled, InvalidEntry, Record, encode
-from policies.export import Export, Unsound
-from policies.keys import is_owned
-from policies.ledger import State
-from policies.merkle import Checkpoint, CompactRange, leaf_hash, sign_checkpoint
-from policies.people import _key as typed_key
-from policies.verify import verify
-from tests.support.books import Hospital, open_register
-
-P = 2**255 - 19
-L = 2**252 + 27742317777372353535851937790883648493
-D = -121665 * pow(121666, -1, P) % P
-SEED = bytes(range(32))
-# Every encoding that reads as one of the eight points of small order: their own eight, and the six that are not in
-# their one form, with y + p instead of y, or with a sign for x = 0. Chalkias, Garillot and Nikolaenko, "Taming the
-# many EdDSAs" (SSR 2020), section 3 and table 1.
-SMALL_ORDER = frozenset(
-    bytes.fromhex(key)
-    for key in (
-        "01" + "00" * 31,  # the neutral point
-        "ec" + "ff" * 30 + "7f",  # order 2
-        "00" * 32,  # order 4
-        "00" * 31 + "80",
-        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",  # order 8
-        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc85",
-        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
-        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac03fa",
-        "01" + "00" * 30 + "80",  # the neutral point, written otherwise
-        "ee" + "ff" * 30 + "7f",
-        "ee" + "ff" * 31,
-        "ec" + "ff" * 31,  # order 2
-        "ed" + "ff" * 30 + "7f",  # order 4
-        "ed" + "ff" * 31,
-    )
+from policies.audit.verify import verify
+from policies.governance import decisions
+from policies.governance.cli import _key as typed_key
+from policies.ledger.ed25519 import is_owned
+from policies.ledger.entries import Appointed, Enrolled, InvalidEntryError, Record, encode
+from policies.ledger.export import Export, ExportError
+from policies.ledger.merkle import Checkpoint, CompactRange, leaf_hash, sign_checkpoint
+from policies.ledger.state import State
+from tests.support.ledger_world import Hospital, open_register
+from tests.support.weak_keys import (
+    EIGHT,
+    MIXED,
+    OWNER,
+    SEED,
+    SMALL_ORDER,
+    D,
+    L,
+    P,
+    add,
+    encoded,
+    point,
+    root,
+    times,
+    torsion,
 )
+
 KEYS = sorted(SMALL_ORDER)
-
-
-def add(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
-    """The addition law of edwards25519 (RFC 8032, section 5.1.4), affine."""
-    (x1, y1), (x2, y2) = a, b
-    k = D * x1 * x2 * y1 * y2
-    x3 = (x1 * y2 + x2 * y1) * pow(1 + k, -1, P) % P
-    return x3, (y1 * y2 + x1 * x2) * pow(1 - k, -1, P) % P
-
-
-def times(n: int, a: tuple[int, int]) -> tuple[int, int]:
-    out = (0, 1)
-    for bit in bin(n)[2:]:
-        out = add(out, out)
-        out = add(out, a) if bit == "1" else out
-    return out
-
-
-def root(square: int) -> int | None:
-    r = pow(square, (P + 3) // 8, P)
-    for candidate in (r, r * pow(2, (P - 1) // 4, P) % P):
-        if candidate * candidate % P == square % P:
-            return candidate
-    return None
-
-
-def torsion() -> set[tuple[int, int]]:
-    """The eight points: the multiples of one of order 8, which is L times a point that is in no smaller subgroup."""
-    for y in range(2, 100):
-        x = root((y * y - 1) * pow(D * y * y + 1, -1, P))
-        if x is not None:
-            found = {times(n, times(L, (x, y))) for n in range(8)}
-            if len(found) == 8:
-                return found
-    raise AssertionError
-
-
-def point(public: bytes) -> tuple[int, int]:
-    """The point of an encoding that is in its one form."""
-    y, sign = int.from_bytes(public, "little") & (1 << 255) - 1, public[31] >> 7
-    x = root((y * y - 1) * pow(D * y * y + 1, -1, P) % P)
-    assert x is not None
-    return (P - x if x & 1 != sign else x), y
-
-
-def encoded(a: tuple[int, int]) -> bytes:
-    return (a[1] | (a[0] & 1) << 255).to_bytes(32, "little")
 
 
 def secret(seed: bytes) -> int:
@@ -102,11 +45,6 @@ def secret(seed: bytes) -> int:
     h = bytearray(hashlib.sha512(seed).digest()[:32])
     h[0], h[31] = h[0] & 248, h[31] & 127 | 64
     return int.from_bytes(h, "little")
-
-
-EIGHT = sorted(torsion())
-OWNER = Ed25519PrivateKey.from_private_bytes(SEED).public_key().public_bytes_raw()
-MIXED = [encoded(add(point(OWNER), t)) for t in EIGHT if t != (0, 1)]
 
 
 def test_the_list_is_every_encoding_of_the_curves_eight_points_of_small_order() -> None:
@@ -184,15 +122,15 @@ class Nowhere(Hospital):
 @pytest.mark.parametrize("key", KEYS, ids=bytes.hex)
 def test_nobody_is_appointed_with_a_key_that_everybody_can_sign_for(tmp_path: Path, key: bytes) -> None:
     with open_register(tmp_path / "ledger.db", Hospital("site-a")).store as store:
-        with pytest.raises(InvalidEntry, match="not an Ed25519 key of one owner"):
-            governance.appoint(store, "head-1", "hospital", key)
+        with pytest.raises(InvalidEntryError, match="not an Ed25519 key of one owner"):
+            decisions.appoint(store, "head-1", "hospital", key)
         assert "head-1" not in store.state.persons
 
 
 def test_no_site_is_enrolled_with_a_key_that_everybody_can_sign_for(tmp_path: Path) -> None:
     with open_register(tmp_path / "ledger.db", Hospital("site-a")).store:
         pass
-    with pytest.raises(InvalidEntry, match="not an Ed25519 key of one owner"):
+    with pytest.raises(InvalidEntryError, match="not an Ed25519 key of one owner"):
         open_register(tmp_path / "other.db", Nowhere("weak"))
 
 
@@ -201,12 +139,12 @@ def test_no_person_stands_in_the_books_as_two(key: bytes) -> None:
     """A + T is typed, appointed, enrolled and audited nowhere, also where a ledger of before holds it."""
     appointed = Appointed("head-1", "hospital", key, "")
     for entry in (appointed, Enrolled("site-a", key, bytes(32), bytes(32), "")):
-        with pytest.raises(InvalidEntry, match="not an Ed25519 key of one owner"):
+        with pytest.raises(InvalidEntryError, match="not an Ed25519 key of one owner"):
             State().apply(Record(1, "k", entry))
     with pytest.raises(ValueError, match="has 32 bytes, and an owner"):
         typed_key(key.hex())
     raw, tree, signer = encode(Record(1, "k", appointed)), CompactRange(), Ed25519PrivateKey.generate()
     tree.append(leaf_hash(raw))
     note = sign_checkpoint(Checkpoint("lazaret/test", 1, tree.root()), signer)
-    with pytest.raises(Unsound, match="entry 0: no such role, or not an Ed25519 key of one owner"):
+    with pytest.raises(ExportError, match="entry 0: no such role, or not an Ed25519 key of one owner"):
         verify(Export(signer.public_key().public_bytes_raw(), (raw,), (), note).encode())

@@ -13,20 +13,21 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies import governance, people
-from policies.entries import Admitted, Enrolled, InvalidEntry, Issued, Reserved
-from policies.export import Unsound
-from policies.ledger import KeyReused, State
-from policies.merkle import cosign
-from policies.policy import parse
-from policies.register import Facts, Register, digest
-from policies.sqlite import export_file
-from policies.statement import PAYLOAD_TYPE, Enrolment, canonical, claim_json
-from policies.store import Draft, Store
-from policies.verify import main, verify
-from policies.view import as_json, rows
-from protos.envelope import seal
-from tests.support.books import DP, Hospital, Person, open_register, policy
+from policies.audit.display import as_json, rows
+from policies.audit.verify import main, verify
+from policies.governance import cli, decisions, options
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger.entries import Admitted, Enrolled, InvalidEntryError, Issued, Reserved
+from policies.ledger.export import ExportError
+from policies.ledger.merkle import cosign
+from policies.ledger.state import KeyReusedError, State
+from policies.ledger.store import AppendRequest, Store
+from policies.ledger_service import ArtifactFindings, LedgerService, digest
+from policies.review.policy import parse
+from policies.statements import Enrolment, claim_json
+from protos.common.canonical_json import canonical
+from protos.operations.command_line import add
+from tests.support.ledger_world import DP, Hospital, Person, open_register, policy
 
 CAREFUL, LOCAL = Person("dpo-1", "compliance"), Person("head-1", "hospital")
 LAW = parse(policy(), "site")
@@ -41,7 +42,7 @@ class World:
         self.a, self.b = Hospital("site-a", policy(readers=f'["{READER}"]')), Hospital("site-b")
         self.register = open_register(self.path, self.a, key=self.key)
         for person in (CAREFUL, LOCAL):
-            governance.appoint(self.store, person.name, person.role, person.public)
+            decisions.appoint(self.store, person.name, person.role, person.public)
 
     @property
     def store(self) -> Store:
@@ -55,7 +56,7 @@ class World:
         statement, envelope = hospital.enrolment()
         for person in persons:
             words = ("enrol", hospital.name, digest(envelope).hex())
-            governance.approve(self.store, person.approval(serial, *words))
+            decisions.approve(self.store, person.approval(serial, *words))
         return statement, envelope
 
     def enrol(self, hospital: Hospital, serial: str, *persons: Person) -> None:
@@ -66,7 +67,7 @@ class World:
 
     def reserve(self, hospital: Hospital, grant: str) -> list[str]:
         asked = hospital.reservation(grant)
-        register = Register(self.store, lambda _site: LAW)
+        register = LedgerService(self.store, lambda _site: LAW)
         return [f.rule for f in register.reserve(f"k-{grant}", asked, hospital.seal(asked)).findings]
 
     def export(self, *notes: str) -> bytes:
@@ -97,7 +98,7 @@ def test_who_has_not_approved_an_enrolment_is_named_with_what_to_sign(
     world: World, persons: tuple[Person, ...], missing: str
 ) -> None:
     size, (_, envelope) = world.state.size + len(persons), world.b.enrolment()
-    with pytest.raises(InvalidEntry, match=missing) as caught:
+    with pytest.raises(InvalidEntryError, match=missing) as caught:
         world.enrol(world.b, "s-1", *persons)
     assert "site-b" not in world.state.sites
     assert world.state.size == size
@@ -107,18 +108,18 @@ def test_who_has_not_approved_an_enrolment_is_named_with_what_to_sign(
 def test_an_approval_is_for_one_request_of_one_site_and_used_once(world: World) -> None:
     _, envelope = world.approve(world.b, "s-1", CAREFUL, LOCAL)
     other = Hospital("site-b")
-    with pytest.raises(InvalidEntry, match="compliance and hospital"):
+    with pytest.raises(InvalidEntryError, match="compliance and hospital"):
         world.register.enrol(*other.enrolment(), LAW, "s-1")
     third = Hospital("site-c", key=world.b.key)
-    with pytest.raises(InvalidEntry, match="compliance and hospital"):
+    with pytest.raises(InvalidEntryError, match="compliance and hospital"):
         world.register.enrol(*third.enrolment(), LAW, "s-1")
-    with pytest.raises(InvalidEntry, match="compliance and hospital"):
+    with pytest.raises(InvalidEntryError, match="compliance and hospital"):
         world.register.enrol(world.b.enrolment()[0], envelope, LAW, "")
     world.register.enrol(world.b.enrolment()[0], envelope, LAW, "s-1")
     world.register.revoke("site-b", "", "left")
-    with pytest.raises(InvalidEntry, match="fresh"):
+    with pytest.raises(InvalidEntryError, match="fresh"):
         world.register.enrol(world.b.enrolment()[0], envelope, LAW, "s-1")
-    with pytest.raises(InvalidEntry, match="compliance and hospital"):
+    with pytest.raises(InvalidEntryError, match="compliance and hospital"):
         world.register.enrol(*other.enrolment(), LAW, "s-1")
 
 
@@ -129,13 +130,13 @@ def test_enrolled_again_nothing_is_written_and_otherwise_it_is_an_error(world: W
     world.register.enrol(*made, LAW, "s-1")
     assert world.state.size == size
     for again, serial in ((made, "s-2"), (Hospital("site-b").enrolment(), "s-1")):
-        with pytest.raises(KeyReused):
+        with pytest.raises(KeyReusedError):
             world.register.enrol(*again, LAW, serial)
 
 
 def test_where_nobody_may_approve_a_serial_is_refused(tmp_path: Path) -> None:
     register = open_register(tmp_path / "ledger.db", Hospital("site-a"))
-    with pytest.raises(InvalidEntry, match="has no serial"):
+    with pytest.raises(InvalidEntryError, match="has no serial"):
         register.enrol(*Hospital("site-b").enrolment(), LAW, "s-1")
     register.enrol(*Hospital("site-b").enrolment(), LAW)
     assert register.store.state.sites["site-b"].serial == ""
@@ -149,7 +150,7 @@ def test_a_certificate_counts_from_its_entry_until_it_is_revoked(world: World) -
     assert world.state.size == size, "written twice, it is one entry"
     assert world.state.issued["1f"] == Issued("site-a", "1f", bytes(32), 1_800_000_000)
     assert world.state.admits("site-a", "1f")
-    with pytest.raises(KeyReused):
+    with pytest.raises(KeyReusedError):
         world.register.issue("site-a", "1f", b"x" * 32, 1_800_000_000)
     world.issue("2")
     world.register.revoke("site-a", "1f", "lost")
@@ -164,12 +165,12 @@ def test_what_cannot_be_revoked_is_an_error(world: World) -> None:
     world.enrol(world.b, "s-1", CAREFUL, LOCAL)
     for site, number, why in (("site-a", "2", "lost"), ("site-b", "1f", "lost"), ("site-x", "", "lost"),
                               ("site-x", "1f", "lost"), ("site-a", "1f", "by post"), ("site-a", "", "")):  # fmt: skip
-        with pytest.raises(InvalidEntry):
+        with pytest.raises(InvalidEntryError):
             world.register.revoke(site, number, why)
     world.register.revoke("site-a", "1f", "lost")
-    with pytest.raises(InvalidEntry):
+    with pytest.raises(InvalidEntryError):
         world.register.revoke("site-b", "1f", "lost")
-    assert world.state.barred == set()
+    assert world.state.revoked_sites == set()
 
 
 def test_a_revoked_site_gets_no_grant_and_no_admission(world: World) -> None:
@@ -180,15 +181,15 @@ def test_a_revoked_site_gets_no_grant_and_no_admission(world: World) -> None:
     size = world.state.size
     world.register.revoke("site-a", "", "stolen")
     assert world.state.size == size
-    assert world.state.barred == {"site-a"}
+    assert world.state.revoked_sites == {"site-a"}
     assert not world.state.admits("site-a", "1f")
     assert world.reserve(world.a, "g-2") == ["revoked"]
     release = world.a.release("g-1")
-    assert [f.rule for f in world.register.examine(release, world.a.seal(release)).findings] == ["revoked"]
-    verdict = world.register.admit("k-admit", release, world.a.seal(release), Facts())
+    assert [f.rule for f in world.register.dry_run_review(release, world.a.seal(release)).findings] == ["revoked"]
+    verdict = world.register.admit("k-admit", release, world.a.seal(release), ArtifactFindings())
     assert [f.rule for f in verdict.findings] == ["revoked"]
     assert world.state.accounts["site-a/k"].spent == held, "what it had been granted is spent, not given back"
-    with pytest.raises(InvalidEntry, match="not barred"):
+    with pytest.raises(InvalidEntryError, match="not barred"):
         world.issue("2")
 
 
@@ -201,8 +202,8 @@ def test_the_fold_itself_refuses_grants_and_admissions_of_a_revoked_site(world: 
         Reserved("g-9", "site-a", "run", "federated", "site-a/rdp", 1, claim, bytes(32)),
         Admitted("r", "g-1", "site-a", "", 0, "ksame", "B", 1, claim, bytes(32), digest(envelope), ""),
     ):
-        with pytest.raises(InvalidEntry, match="revoked"):
-            world.store.append("sneaked", Draft((entry,), (envelope,)))
+        with pytest.raises(InvalidEntryError, match="revoked"):
+            world.store.append("sneaked", AppendRequest((entry,), (envelope,)))
 
 
 def test_a_site_comes_back_with_a_new_key_and_policy_to_the_accounts_it_had(world: World) -> None:
@@ -211,7 +212,7 @@ def test_a_site_comes_back_with_a_new_key_and_policy_to_the_accounts_it_had(worl
     accounts = {name: (a.opened, a.held, a.spent) for name, a in world.state.accounts.items()}
     world.register.revoke("site-a", "", "key")
     again = Hospital("site-a", policy(k_min=7))
-    with pytest.raises(InvalidEntry, match="not approved by compliance and hospital"):
+    with pytest.raises(InvalidEntryError, match="not approved by compliance and hospital"):
         world.enrol(again, "s-1")
     world.enrol(again, "s-2", CAREFUL, LOCAL)
     assert world.state.sites["site-a"].sign_key == again.public
@@ -221,11 +222,11 @@ def test_a_site_comes_back_with_a_new_key_and_policy_to_the_accounts_it_had(worl
     assert world.state.admits("site-a", "2")
     assert world.reserve(again, "g-2") == ["budget"], "its one release of each patient is taken"
     world.register.revoke("site-a", "", "left")
-    with pytest.raises(InvalidEntry, match="fresh"):  # whoever approves what was enrolled before
+    with pytest.raises(InvalidEntryError, match="fresh"):  # whoever approves what was enrolled before
         world.enrol(again, "s-3", CAREFUL, LOCAL)
     again = Hospital("site-a", policy(k_min=8), key=again.key)
     world.enrol(again, "s-4", CAREFUL, LOCAL)
-    assert world.state.barred == set()
+    assert world.state.revoked_sites == set()
     entries = [world.store.line(i).record.entry for i in range(world.state.size)]
     assert [e.serial for e in entries if isinstance(e, Enrolled)] == ["", "s-2", "s-4"]
     found = verify(world.export())
@@ -247,7 +248,7 @@ def test_a_head_that_a_site_cosigned_with_its_former_key_is_still_its_witness(wo
     world.enrol(Hospital("site-a"), "s-1", CAREFUL, LOCAL)
     raw = world.export(note)
     assert verify(raw).witnesses == {"site-a": 5}
-    with pytest.raises(Unsound, match="no enrolled site's"):
+    with pytest.raises(ExportError, match="no enrolled site's"):
         verify(export_file(world.path, "lazaret/test", world.key, (forged,)))
 
 
@@ -275,8 +276,8 @@ def test_an_enrolment_that_nobody_approved_is_found_by_the_auditor(world: World)
     entry = Enrolled("site-b", key, digest(statement.policy.encode()), digest(envelope), "s-1")
     world.state.persons.clear()  # what an auditor folds are the entries
     before = replace(entry, serial="")
-    world.store.append("sneaked", Draft((before,), (envelope,)))
-    with pytest.raises(Unsound, match=r"2 role\(s\) must approve"):
+    world.store.append("sneaked", AppendRequest((before,), (envelope,)))
+    with pytest.raises(ExportError, match=r"2 role\(s\) must approve"):
         verify(world.export())
 
 
@@ -286,20 +287,20 @@ def test_an_admission_that_hides_its_reader_is_found_by_the_auditor(world: World
     envelope = world.a.seal(release)
     names = (release.release, "g-1", "site-a", "", 0, "ksame", "B", 1)
     entry = Admitted(*names, canonical(claim_json(release.claim)), bytes.fromhex("ab" * 32), digest(envelope), "")
-    world.store.append("sneaked", Draft((entry,), (envelope,)))
-    with pytest.raises(Unsound, match="something else than the statement"):
+    world.store.append("sneaked", AppendRequest((entry,), (envelope,)))
+    with pytest.raises(ExportError, match="something else than the statement"):
         verify(world.export())
 
 
 def test_an_auditor_finds_an_admission_to_a_reader_that_the_site_never_named(tmp_path: Path) -> None:
     key, site = Ed25519PrivateKey.generate(), Hospital("site-a")
     register = open_register(tmp_path / "ledger.db", site, key=key)
-    lax = Register(register.store, lambda _site: replace(LAW, readers=frozenset({READER})))
+    lax = LedgerService(register.store, lambda _site: replace(LAW, readers=frozenset({READER})))
     reservation, release = site.reservation("g"), site.release("g", reader=READER)
     assert lax.reserve("k", reservation, site.seal(reservation)).admitted
-    assert lax.admit("s", release, site.seal(release), Facts()).admitted
+    assert lax.admit("s", release, site.seal(release), ArtifactFindings()).admitted
     register.store.close()
-    with pytest.raises(Unsound, match="reader"):
+    with pytest.raises(ExportError, match="reader"):
         verify(export_file(tmp_path / "ledger.db", "lazaret/test", key))
 
 
@@ -308,10 +309,10 @@ def test_the_book_as_people_read_it_tells_members_certificates_and_readers(world
     world.issue("1f")
     world.issue("2")
     world.register.revoke("site-a", "2", "lost")
-    named = Register(world.store, lambda _site: parse(world.a.policy_text, "a"))
+    named = LedgerService(world.store, lambda _site: parse(world.a.policy_text, "a"))
     reservation, release = world.a.reservation("g"), world.a.release("g", reader=READER)
     assert named.reserve("k", reservation, world.a.seal(reservation)).admitted
-    assert named.admit("s", release, world.a.seal(release), Facts()).admitted
+    assert named.admit("s", release, world.a.seal(release), ArtifactFindings()).admitted
     world.register.revoke("site-b", "", "left")
     records = [world.store.line(i).record for i in range(world.state.size)]
     told = as_json("lazaret/test", records)
@@ -336,21 +337,18 @@ def _signed(folder: Path, *words: str) -> bytes:
     """What a person signs by command, opened."""
     out = folder / f"approval-{words[0]}"
     parser = argparse.ArgumentParser()
-    people.add_commands(
-        parser.add_subparsers(),
-        people.Tools(
-            open_store=lambda _arguments: contextlib.nullcontext(),  # type: ignore[arg-type, return-value]
-            origin=lambda _arguments: "lazaret/test",
-            seal=lambda raw, key: seal(raw, PAYLOAD_TYPE, key),
-            read_key=lambda _path: CAREFUL.key,
-            write_key=lambda _path, _key: None,
-            say=lambda _text: None,
-        ),
+    options.add_commands(parser.add_subparsers(), add)
+    tools = cli.CliContext(
+        open_store=lambda _arguments: contextlib.nullcontext(),  # type: ignore[arg-type, return-value]
+        origin=lambda _arguments: "lazaret/test",
+        read_key=lambda _path: CAREFUL.key,
+        write_key=lambda _path, _key: None,
+        say=lambda _text: None,
     )
     line = ["sign", *words, "--person", "dpo-1", "--serial", "s-1", "--key", "dpo.key", "--out", str(out)]
     line += ["--ledger", "lazaret/test"]
     arguments = parser.parse_args(line)
-    assert arguments.act(arguments) == 0
+    assert cli.run(arguments, tools) == 0
     return out.read_bytes()
 
 
@@ -360,7 +358,7 @@ def test_persons_sign_enrolments_and_rounds_like_anything_else(world: World, tmp
     for action, subject in (("enrol", "site-b"),):
         sealed = _signed(tmp_path, action, subject, digests[action])
         if action == "enrol":
-            governance.approve(world.store, sealed)
-        with pytest.raises(InvalidEntry, match="SHA-256 in hexadecimal"):
+            decisions.approve(world.store, sealed)
+        with pytest.raises(InvalidEntryError, match="SHA-256 in hexadecimal"):
             _signed(tmp_path / "none", action, subject, "AB" * 32)
     assert world.state.approvals("s-1", "enrol", "site-b", digests["enrol"]).keys() == {"compliance"}

@@ -11,20 +11,20 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.merkle import (
+from policies.ledger.merkle import (
     EMPTY_ROOT,
-    BadCheckpoint,
     Checkpoint,
     CompactRange,
+    LedgerCheckpointError,
     Tree,
-    consistent,
     cosign,
     cosigners,
-    included,
     leaf_hash,
     node_hash,
     open_checkpoint,
     sign_checkpoint,
+    verify_consistency,
+    verify_inclusion,
 )
 
 # The vectors of the certificate-transparency reference implementation (merkle tree tests).
@@ -118,14 +118,14 @@ def test_every_inclusion_proof_verifies_and_no_mutated_one_does(size: int, data:
     leaves = [leaf_hash(bytes([i])) for i in range(size + data.draw(st.integers(0, 9)))]
     index, tree = data.draw(st.integers(0, size - 1)), tree_of(leaves)
     proof, root = tree.inclusion_proof(index, size), root_by_definition(leaves[:size])
-    assert included(leaves[index], index, size, proof, root)
-    assert not included(leaf_hash(b"other"), index, size, proof, root)
+    assert verify_inclusion(leaves[index], index, size, proof, root)
+    assert not verify_inclusion(leaf_hash(b"other"), index, size, proof, root)
     if proof:
         wrong = [*proof]
         at = data.draw(st.integers(0, len(proof) - 1))
         wrong[at] = bytes([wrong[at][0] ^ 1]) + wrong[at][1:]
-        assert not included(leaves[index], index, size, wrong, root)
-        assert not included(leaves[index], index, size, proof[:-1], root)
+        assert not verify_inclusion(leaves[index], index, size, wrong, root)
+        assert not verify_inclusion(leaves[index], index, size, proof[:-1], root)
 
 
 @given(st.integers(1, 70), st.data())
@@ -133,9 +133,9 @@ def test_every_consistency_proof_verifies_and_a_fork_does_not(size: int, data: s
     leaves = [leaf_hash(bytes([i])) for i in range(size)]
     old, tree = data.draw(st.integers(1, size)), tree_of(leaves)
     proof = tree.consistency_proof(old, size)
-    assert consistent(old, root_by_definition(leaves[:old]), size, tree.root(), proof)
+    assert verify_consistency(old, root_by_definition(leaves[:old]), size, tree.root(), proof)
     forked = tree_of([leaf_hash(b"forked"), *leaves[1:]])
-    assert not consistent(old, tree.root(old), size, forked.root(), forked.consistency_proof(old, size))
+    assert not verify_consistency(old, tree.root(old), size, forked.root(), forked.consistency_proof(old, size))
 
 
 @pytest.mark.parametrize(("old", "size"), [(0, 3), (4, 3), (2, 9)])
@@ -174,7 +174,7 @@ def test_a_checkpoint_opens_with_its_key_only() -> None:
     head = Checkpoint("lazaret/test", 8, bytes.fromhex(ROOTS[8]))
     note = sign_checkpoint(head, key)
     assert open_checkpoint(note, key.public_key().public_bytes_raw()) == head
-    with pytest.raises(BadCheckpoint):
+    with pytest.raises(LedgerCheckpointError):
         open_checkpoint(note, other.public_key().public_bytes_raw())
 
 
@@ -183,5 +183,5 @@ def test_any_changed_character_of_a_checkpoint_is_found() -> None:
     note = sign_checkpoint(Checkpoint("lazaret/test", 8, bytes.fromhex(ROOTS[8])), key)
     for at in range(len(note)):
         changed = note[:at] + chr(ord(note[at]) ^ 1) + note[at + 1 :]
-        with pytest.raises(BadCheckpoint):
+        with pytest.raises(LedgerCheckpointError):
             open_checkpoint(changed, key.public_key().public_bytes_raw())

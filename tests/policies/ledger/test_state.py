@@ -20,19 +20,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from policies.accounting import cost
-from policies.claims import SubsampledGaussian
-from policies.entries import Expired, InvalidEntry, Opened, Record, Reserved, Spent, decode, encode
-from policies.ledger import KeyReused, State
-from policies.merkle import Tree
-from policies.policy import parse
-from policies.rdp import allowance
-from policies.register import Register
-from policies.sqlite import open_sqlite, read_lines
-from policies.statement import Settlement
-from policies.store import Batch, Draft, LedgerBusy, LedgerStopped, LedgerUnsound, Store
-from policies.verify import verify
-from tests.support.books import DP, Clock, Hospital, open_register, policy
+from policies.accounting.accountant import cost
+from policies.accounting.claims import SubsampledGaussian
+from policies.accounting.rdp import allowance
+from policies.audit.verify import verify
+from policies.ledger.backends.sqlite import open_sqlite, read_lines
+from policies.ledger.entries import Expired, InvalidEntryError, Opened, Record, Reserved, Spent, decode, encode
+from policies.ledger.merkle import Tree
+from policies.ledger.state import KeyReusedError, State
+from policies.ledger.store import AppendRequest, Batch, LedgerBusyError, LedgerStoppedError, LedgerUnsoundError, Store
+from policies.ledger_service import LedgerService
+from policies.review.policy import parse
+from policies.statements import Settlement
+from tests.support.ledger_world import DP, Clock, Hospital, open_register, policy
 
 CLAIMS = [SubsampledGaussian(0.25, 1.8, steps) for steps in (1, 5, 15, 30, 60, 200)]
 
@@ -99,7 +99,7 @@ class Books(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "register"):
             self.register.store.close()
-            from policies.sqlite import export_file
+            from policies.ledger.backends.sqlite import export_file
 
             verify(export_file(self.path, "lazaret/test", self.key))
             self.folder.cleanup()
@@ -145,7 +145,7 @@ def test_the_fold_refuses_what_breaks_the_books(entries: tuple[object, ...]) -> 
     records = chain(*entries)
     for record in records[:-1]:
         state.apply(record)
-    with pytest.raises(InvalidEntry):
+    with pytest.raises(InvalidEntryError):
         state.apply(records[-1])
 
 
@@ -164,7 +164,7 @@ def test_the_same_key_gives_the_same_answer_and_other_content_is_an_error(tmp_pa
     assert register.reserve("key", one, envelope).admitted == first.admitted
     assert register.store.state.size == size
     other = hospital.reservation("grant-2", DP, "federated", "run")
-    with pytest.raises(KeyReused):
+    with pytest.raises(KeyReusedError):
         register.reserve("key", other, hospital.seal(other))
 
 
@@ -180,7 +180,7 @@ def test_the_sites_own_limit_is_the_bound_when_the_federation_would_give_more(tm
 
 def test_a_second_writer_is_kept_out_and_readers_are_not(tmp_path: Path) -> None:
     register = open_register(tmp_path / "ledger.db", Hospital("site-a"))
-    with pytest.raises(LedgerBusy):
+    with pytest.raises(LedgerBusyError):
         Store(open_sqlite(tmp_path / "ledger.db"), "lazaret/test", Ed25519PrivateKey.generate(), Clock())
     assert len(read_lines(tmp_path / "ledger.db")) == register.store.state.size
 
@@ -209,7 +209,7 @@ def test_a_ledger_edited_behind_our_back_does_not_open(tmp_path: Path, last: boo
     seq, body = db.execute(f"SELECT seq, body FROM entry ORDER BY seq {order}").fetchone()
     db.execute("UPDATE entry SET body = ? WHERE seq = ?", (body.replace(b"site-a", b"site-b"), seq))
     db.close()
-    with pytest.raises(LedgerUnsound):
+    with pytest.raises(LedgerUnsoundError):
         Store(open_sqlite(tmp_path / "ledger.db"), "lazaret/test", key, Clock())
 
 
@@ -220,7 +220,7 @@ def test_a_cut_tail_does_not_open(tmp_path: Path) -> None:
     db.execute("DROP TRIGGER entry_is_kept")
     db.execute("DELETE FROM entry WHERE seq = (SELECT max(seq) FROM entry)")
     db.close()
-    with pytest.raises(LedgerUnsound, match="committed last"):
+    with pytest.raises(LedgerUnsoundError, match="committed last"):
         Store(open_sqlite(tmp_path / "ledger.db"), "lazaret/test", key, Clock())
 
 
@@ -230,13 +230,13 @@ def test_a_failed_write_stops_the_ledger_and_a_restart_replays(tmp_path: Path) -
     size = register.store.state.size
     pages = register.store._disk._db.execute("PRAGMA page_count").fetchall()[0][0]
     register.store._disk._db.execute(f"PRAGMA max_page_count = {pages}").fetchall()  # the disk is full
-    with pytest.raises(LedgerStopped):
+    with pytest.raises(LedgerStoppedError):
         _fill(register, hospital)
     assert register.store.stopped
     for ask in (register.store.checkpoint, lambda: register.store.answer("big-0")):
-        with pytest.raises(LedgerStopped):
+        with pytest.raises(LedgerStoppedError):
             ask()  # what it would say may be gone after the restart
-    with pytest.raises(LedgerStopped):
+    with pytest.raises(LedgerStoppedError):
         register.store.append("again", _refusal(hospital, 1))
     register.store.close()
     again = open_register(tmp_path / "ledger.db", hospital, key=key)
@@ -244,23 +244,23 @@ def test_a_failed_write_stops_the_ledger_and_a_restart_replays(tmp_path: Path) -
     assert not again.store.stopped
 
 
-def _fill(register: Register, hospital: Hospital) -> None:
+def _fill(register: LedgerService, hospital: Hospital) -> None:
     for i in range(100):
-        register.store.append(f"big-{i}", Draft(_refusal(hospital, i).entries, (os.urandom(8000),)))
+        register.store.append(f"big-{i}", AppendRequest(_refusal(hospital, i).entries, (os.urandom(8000),)))
 
 
-def _refusal(hospital: Hospital, i: int) -> Draft:
-    from policies.entries import Refused
+def _refusal(hospital: Hospital, i: int) -> AppendRequest:
+    from policies.ledger.entries import Refused
 
-    return Draft((Refused(f"s{i}", hospital.name, "ksame", "call", ["test" * 500], b""),))
+    return AppendRequest((Refused(f"s{i}", hospital.name, "ksame", "call", ["test" * 500], b""),))
 
 
 KILLED = """
 import sys
 from pathlib import Path
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
-from tests.support.books import DP, Hospital, open_register
-from policies.claims import SubsampledGaussian
+from tests.support.ledger_world import DP, Hospital, open_register
+from policies.accounting.claims import SubsampledGaussian
 folder = Path(sys.argv[1])
 key = load_pem_private_key((folder / "key.pem").read_bytes(), None)
 hospital = Hospital("site-a", key=key)
@@ -275,7 +275,7 @@ for i in range(100000):
 
 
 def test_no_acknowledged_entry_is_lost_to_kill_9(tmp_path: Path) -> None:
-    from protos.identity import pem
+    from protos.identity.certificates import pem
 
     key = Ed25519PrivateKey.generate()
     (tmp_path / "key.pem").write_bytes(pem(key))
@@ -369,7 +369,7 @@ def test_a_request_leaves_out_what_is_refused_where_fewer_are_enough(tmp_path: P
     size = register.store.state.size
     assert ask("k2", wanted, None) == [set(), {"budget"}, set(), {"budget"}], "asked again, the same answer"
     assert register.store.state.size == size
-    with pytest.raises(KeyReused):
+    with pytest.raises(KeyReusedError):
         ask("k2", {"a2": a}, 2)
 
 
@@ -378,7 +378,7 @@ def test_several_of_one_site_never_take_more_than_its_policy_of_today(tmp_path: 
     a = Hospital("site-a")
     register = open_register(tmp_path / "ledger.db", a)
     strict = parse(policy(epsilon="5.0"), "site-a")
-    tight = Register(register.store, lambda _site: strict)
+    tight = LedgerService(register.store, lambda _site: strict)
     part = SubsampledGaussian(0.25, 1.8, 20)
     made = [a.reservation(f"g{i}", part, "federated", f"run-{i}") for i in range(9)]
     verdicts = tight.reserve_all("k", [(r, a.seal(r)) for r in made], 0)
@@ -434,12 +434,12 @@ def test_nothing_is_answered_from_books_that_are_not_on_the_disk(tmp_path: Path)
     answers: list[object] = []
 
     def first() -> None:
-        with pytest.raises(LedgerStopped):
+        with pytest.raises(LedgerStoppedError):
             store.append("k", _refusal(hospital, 1))
         answers.append("first heard")
 
     def retry() -> None:
-        with pytest.raises(LedgerStopped):
+        with pytest.raises(LedgerStoppedError):
             answers.append(store.answer("k"))
         answers.append("retry heard")
 
@@ -457,7 +457,7 @@ def test_a_file_that_is_no_ledger_is_refused_and_left_as_it_was(tmp_path: Path) 
     path = tmp_path / "ledger.db"
     path.write_bytes(b"not a database " * 100)
     for _ in range(2):  # the lock is let go
-        with pytest.raises(LedgerUnsound, match=r"ledger\.db cannot be opened"):
+        with pytest.raises(LedgerUnsoundError, match=r"ledger\.db cannot be opened"):
             open_sqlite(path)
     assert path.read_bytes() == b"not a database " * 100
 
@@ -474,11 +474,11 @@ def test_a_fault_between_the_books_and_the_disk_stops_the_ledger(
         raise MemoryError
 
     monkeypatch.setattr(*((Tree, "append", fail) if where == "tree" else (State, "apply", fail)))
-    with pytest.raises((MemoryError, LedgerStopped)):
+    with pytest.raises((MemoryError, LedgerStoppedError)):
         store.append("k", _refusal(hospital, 1))
     monkeypatch.undo()
     assert store.stopped
-    with pytest.raises(LedgerStopped):
+    with pytest.raises(LedgerStoppedError):
         store.append("k2", _refusal(hospital, 2))
     store.close()
     assert open_register(tmp_path / "ledger.db", hospital, key=store._key).store.state.size == 3

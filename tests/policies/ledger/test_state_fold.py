@@ -1,6 +1,7 @@
 """The fold against a small reference, and each of its rules broken by one entry that breaks nothing else.
 
-``python -m tests.mutation`` changes ``policies/ledger.py`` in every small way, and one of these tests must notice.
+``python -m tests.mutation`` changes ``policies/ledger/state.py`` in every small way, and one of these tests must
+notice.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from policies.accounts import Account, Grant
-from policies.entries import (
+from policies.ledger.approvals import ROLES, Proposal
+from policies.ledger.entries import (
     KINDS,
     Admitted,
     Amended,
@@ -30,7 +31,7 @@ from policies.entries import (
     Entry,
     Expired,
     Freed,
-    InvalidEntry,
+    InvalidEntryError,
     Issued,
     LimitSet,
     Opened,
@@ -51,9 +52,8 @@ from policies.entries import (
     encode,
     proposal,
 )
-from policies.ledger import KeyReused, State
-from policies.office import ROLES, Proposal
-from policies.store import Batch, Draft, Head, Store
+from policies.ledger.state import Account, Grant, KeyReusedError, State
+from policies.ledger.store import AppendRequest, Batch, SealedHead, Store
 
 LIMIT = 100
 
@@ -79,7 +79,7 @@ def books(*entries: Entry) -> State:
 def refuses(state: State, entry: Entry, why: str) -> None:
     """The entry is refused for that reason, and the books are as before."""
     before = copy.deepcopy(state)
-    with pytest.raises(InvalidEntry, match=why):
+    with pytest.raises(InvalidEntryError, match=why):
         state.apply(Record(0, "refused", entry))
     assert state == before
 
@@ -287,15 +287,15 @@ BROKEN: list[Case] = [
     *cases("closed", (*PERSONS, opened(), *agreed("s", "limit", "m/rdp", said(9), "cara"), to(9)),
            *agreed("s", "limit", "m/rdp", said(9), "hugo")),
     # requests, and those who asked
-    *cases("may ask", PERSONS, asks("s", "limit", "m/rdp", "0.1"), asks("s", "limit", "m/rdp", "0.1", "nobody")),
-    *cases("may ask", (appointed("aude", "auditor"),), asks("s", "limit", "m/rdp", "0.1", "aude")),
-    *cases("may ask", (O, Dismissed("olaf", "")), asks("s", "limit", "m/rdp", "0.1")),
+    *cases("requests", PERSONS, asks("s", "limit", "m/rdp", "0.1"), asks("s", "limit", "m/rdp", "0.1", "nobody")),
+    *cases("requests", (appointed("aude", "auditor"),), asks("s", "limit", "m/rdp", "0.1", "aude")),
+    *cases("requests", (O, Dismissed("olaf", "")), asks("s", "limit", "m/rdp", "0.1")),
     *cases("serial of its own", (O, C), asks("", "limit", "m/rdp", "0.1")),
     *cases("serial of its own", (O, C, asks("s", "limit", "m/rdp", "0.1")), asks("s", "limit", "m/rdp", "0.1"),
            asks("s", "limit", "m/rdp", "0.2", "cara")),
     *cases("serial of its own", (O, C, *agreed("s", "limit", "m/rdp", "0.1", "cara")),
            asks("s", "limit", "m/rdp", "0.1")),
-    *cases("who asked", (*PERSONS, asks("s", "limit", "m/rdp", "0.1", "cara")),
+    *cases("requester does not approve", (*PERSONS, asks("s", "limit", "m/rdp", "0.1", "cara")),
            *agreed("s", "limit", "m/rdp", "0.1", "cara")),
     *cases("something else", (O, *PERSONS, asks("s", "limit", "m/rdp", "0.1")),
            *agreed("s", "limit", "m/rdp", "0.2"), *agreed("s", "waive", "m/rdp", "0.1")),
@@ -303,17 +303,17 @@ BROKEN: list[Case] = [
            *agreed("s", "limit", "m/rdp", said(101), "hugo")), to(101)),
     *cases("choose another", (O, C), *(asks(serial, "limit", "m/rdp", "0.1") for serial in (
         "release-" + "ab" * 16, "amend-1-" + "ab" * 32, "refuse-release-" + "ab" * 16, "release-", "amend-"))),
-    *cases("1 role.*0 did; who asks", (*PERSONS, opened(), asks("s", "limit", "m/rdp", said(9), "cara"),
+    *cases("1 role.*0 did; a person", (*PERSONS, opened(), asks("s", "limit", "m/rdp", said(9), "cara"),
            *agreed("t", "limit", "m/rdp", said(9), "cara")), to(9, "t")),
-    *cases("2 role.*1 did; who asks", (*PERSONS, opened(), asks("s", "limit", "m/rdp", said(101), "cara"),
+    *cases("2 role.*1 did; a person", (*PERSONS, opened(), asks("s", "limit", "m/rdp", said(101), "cara"),
            *agreed("t", "limit", "m/rdp", said(101))), to(101, "t")),
     # releases that a person refused
     *cases("has refused", (*PERSONS, *GRANTED, *agreed("refuse-r1", "refuse", "r1", "x", "cara")), sent()),
     *cases("has refused", (*PERSONS, *GRANTED, *agreed("refuse-r1", "refuse", "r1", "x"),
            *agreed("r1", "release", "r1", b32("a").hex())), sent()),
     # those who leave
-    *cases("in office", (O,), Dismissed("otto", "")),
-    *cases("in office", (O, Dismissed("olaf", "")), Dismissed("olaf", "")),
+    *cases("no active person", (O,), Dismissed("otto", "")),
+    *cases("no active person", (O, Dismissed("olaf", "")), Dismissed("olaf", "")),
     *cases("the last of", PERSONS, Dismissed("cara", ""), Dismissed("hugo", "s")),
     *cases("the last of", (*PERSONS, *agreed("s", "dismiss", "cara", "compliance")), Dismissed("cara", "s")),
     *cases("has no serial", (O,), Dismissed("olaf", "s")),
@@ -477,7 +477,7 @@ def test_an_idempotency_key_is_used_once_and_keeps_its_place() -> None:
     state = books(opened(), opened("n"))
     assert (state.keys, state.size) == ({"k0": 0, "k1": 1}, 2)
     before = copy.deepcopy(state)
-    with pytest.raises(InvalidEntry, match="used twice"):
+    with pytest.raises(InvalidEntryError, match="used twice"):
         state.apply(Record(0, "k0", opened("z")))
     assert state == before
 
@@ -492,7 +492,7 @@ def test_a_site_is_enrolled_with_its_policy_and_amends_it() -> None:
     after.apply(Record(0, "later", amended(7)))
     after.apply(Record(0, "another's", amended(1, "n")))
     assert after.amended == {"m": 7, "n": 1}
-    assert after.late == after.waiting == set()
+    assert after.sites_pending_receipts == after.sites_awaited == set()
 
 
 @pytest.mark.parametrize("office", [(C,), (O, H), PERSONS])
@@ -529,7 +529,7 @@ def test_a_site_that_is_revoked_loses_every_certificate_and_nothing_else() -> No
     others = (enrolled("a"), issued("4", "a"), enrolled("n"), issued("3", "n"))
     before = books(*BARRED[:-1], issued(), issued("2"), *others)
     after = takes(before, revoked())
-    assert (after.barred, after.revoked) == ({"m"}, {"1f", "2"})
+    assert (after.revoked_sites, after.revoked) == ({"m"}, {"1f", "2"})
     assert [after.admits(*peer) for peer in (("m", "1f"), ("m", "2"), ("n", "3"), ("a", "4"))] == [
         False,
         False,
@@ -546,7 +546,7 @@ def test_a_site_that_is_admitted_again_keeps_its_accounts_and_gets_new_certifica
     fresh = Enrolled("m", key_of("new key"), b32("new policy"), b32("new envelope"), "")
     after = takes(before, fresh)
     assert (after.sites, after.policies, after.amended) == ({"m": fresh}, {"m": b32("new envelope")}, {"m": 3})
-    assert (account(after), after.grants, after.barred) == (account(before), before.grants, set())
+    assert (account(after), after.grants, after.revoked_sites) == (account(before), before.grants, set())
     assert not after.admits("m", "1f")
     assert _also(after, issued("2")).admits("m", "2")
     refuses(after, amended(3), "not newer")
@@ -558,7 +558,7 @@ def test_a_site_that_is_admitted_again_keeps_its_accounts_and_gets_new_certifica
 
 def test_a_revoked_site_is_not_waited_for_after_a_restore_but_presents_before_it_is_granted_anything() -> None:
     state = books(*BARRED, enrolled("n"), opened("n"), restored(6))
-    assert (state.waiting, state.late) == ({"n"}, {"m"})
+    assert (state.sites_awaited, state.sites_pending_receipts) == ({"n"}, {"m"})
     state = _also(_also(state, presented("n")), again())
     assert (state.frozen("n"), state.frozen("m")) == (False, True)
     refuses(state, reserved("h", 1), "presented its receipts")
@@ -568,8 +568,11 @@ def test_a_revoked_site_is_not_waited_for_after_a_restore_but_presents_before_it
     back = _also(_also(state, revoked()), third)  # it has presented in this epoch: nothing is asked twice
     assert not back.frozen("m")
     late = books(*AWAITED, revoked())
-    assert (late.waiting, late.late) == ({"m"}, set())  # two persons waive it, or it is enrolled third and presents
-    assert _also(_also(late, again()), presented()).waiting == set()
+    assert (late.sites_awaited, late.sites_pending_receipts) == (
+        {"m"},
+        set(),
+    )  # two persons waive it, or it is enrolled third and presents
+    assert _also(_also(late, again()), presented()).sites_awaited == set()
 
 
 @pytest.mark.parametrize("order", [2, 3, 1024])
@@ -633,7 +636,7 @@ def test_who_leaves_approves_nothing_more_and_what_was_decided_stays() -> None:
     before = books(*COMING, opened(), *words, to(101), *agreed("l", "dismiss", "cora", "compliance"))
     after = takes(before, Dismissed("cora", "l"))
     assert after.dismissed == {"cora"}
-    assert (after.in_office("cora"), after.in_office("cara")) == (None, C)
+    assert (after.active_person("cora"), after.active_person("cara")) == (None, C)
     assert account(after)[0] == 101
     assert after.agreeing("s", "limit", "m/rdp", said(101)) == [
         "cora",
@@ -663,7 +666,7 @@ def test_who_asks_for_something_does_not_approve_it_under_another_serial_unless_
     other = asks("s", "limit", "m/rdp", said(102), "cara")
     assert account(takes(books(*PERSONS, opened(), other, *both), to(101, "t")))[0] == 101
     late = books(*PERSONS, opened(), *both, mine)  # nothing is decided until it is: he asked before it was
-    refuses(late, to(101, "t"), "2 role.*1 did; who asks")
+    refuses(late, to(101, "t"), "2 role.*1 did; a person")
     done = (*COMING, opened(), mine, *agreed("s", *words, "cora", "hugo"), to(101))  # so it is open no more
     low = (*agreed("u", "limit", "m/rdp", said(9), "hugo"), to(9, "u"))
     assert account(takes(books(*done, *low, *both), to(101, "t")))[0] == 101
@@ -680,7 +683,7 @@ def test_a_grant_in_a_run_is_remembered_whatever_became_of_it() -> None:
 
 
 def test_where_nobody_may_approve_an_operator_leaves_freely() -> None:
-    assert takes(books(O), Dismissed("olaf", "")).in_office("olaf") is None
+    assert takes(books(O), Dismissed("olaf", "")).active_person("olaf") is None
 
 
 @pytest.mark.parametrize("other", [bytes(32), b"\xff" * 32])
@@ -813,7 +816,7 @@ def test_a_round_counts_admitted_updates_and_the_next_follows() -> None:
 def test_a_restored_ledger_waits_for_every_site_and_counts_what_the_backup_lost() -> None:
     state = books(enrolled(), enrolled("n"), opened(), opened("n"), restored(4))
     assert (state.epoch, state.restored_at, state.nonce) == (2, 4, "n2")
-    assert (state.waiting, state.late) == ({"m", "n"}, set())
+    assert (state.sites_awaited, state.sites_pending_receipts) == ({"m", "n"}, set())
     assert all(state.frozen(site) for site in "mnz")
     state = _also(state, recovered(amount=1))
     assert account(state) == (100, 0, 1, 99)
@@ -823,32 +826,32 @@ def test_a_restored_ledger_waits_for_every_site_and_counts_what_the_backup_lost(
     assert account(beyond) == (100, 0, 151, -51)  # what was granted is spent, whatever the limit says now
     assert beyond.recovered == {"m": 2}
     state = _also(state, presented(grants=1))
-    assert state.waiting == {"n"}
+    assert state.sites_awaited == {"n"}
     refuses(state, reserved(amount=1), "presented its receipts")
     state = _also(state, presented("n"))
-    assert state.waiting == set()
+    assert state.sites_awaited == set()
     assert not any(state.frozen(site) for site in "mnz")
     state = _also(state, reserved(amount=99))
     assert account(state) == (100, 99, 1, 0)
     again = _also(state, restored(state.size, 3, nonce="n3"))
     assert (again.epoch, again.restored_at, again.nonce) == (3, state.size, "n3")
-    assert (again.waiting, again.recovered) == ({"m", "n"}, {})
+    assert (again.sites_awaited, again.recovered) == ({"m", "n"}, {})
 
 
 def test_a_site_that_is_enrolled_after_a_restore_alone_is_frozen_until_it_has_presented() -> None:
     state = books(enrolled(), opened(), restored(2), presented(), enrolled("n"), opened("n"))
-    assert (state.waiting, state.late) == (set(), {"n"})
+    assert (state.sites_awaited, state.sites_pending_receipts) == (set(), {"n"})
     assert (state.frozen("m"), state.frozen("n")) == (False, True)
     assert account(_also(state, reserved(amount=5)))[1] == 5
     state = _also(state, recovered(site="n", account="n/rdp"))
     refuses(state, presented("n"), "another number")
     state = _also(state, presented("n", 1))
-    assert state.late == set()
+    assert state.sites_pending_receipts == set()
     assert account(_also(state, reserved(amount=70, site="n")), "n/rdp") == (100, 70, 30, 0)
     both = books(enrolled(), opened(), restored(2), enrolled("n"))
-    assert (both.waiting, both.late) == ({"m"}, {"n"})
+    assert (both.sites_awaited, both.sites_pending_receipts) == ({"m"}, {"n"})
     again = _also(both, restored(both.size, 3))
-    assert (again.waiting, again.late) == ({"m", "n"}, set())
+    assert (again.sites_awaited, again.sites_pending_receipts) == ({"m", "n"}, set())
 
 
 @pytest.mark.parametrize(
@@ -891,7 +894,7 @@ def test_a_waived_site_has_spent_all_that_it_could_have_and_no_other_has() -> No
     assert {name: grant.state for name, grant in after.grants.items()} == {
         "of-a": "held", "of-m": "spent", "of-z": "held", "spent": "spent", "freed": "freed",
     }  # fmt: skip
-    assert after.waiting == {"a", "z"}
+    assert after.sites_awaited == {"a", "z"}
     assert after.proposals["w"].used
 
 
@@ -1046,14 +1049,14 @@ class Fold(RuleBasedStateMachine):
         assert decode(raw) == _decode_slowly(raw) == record
         before = copy.deepcopy(self.state)
         if not fits:
-            with pytest.raises(InvalidEntry):
+            with pytest.raises(InvalidEntryError):
                 self.state.apply(record)
             assert self.state == before
             return False
         self.state.apply(record)
         self.raw.append(raw)
         self.ref.size += 1
-        with pytest.raises(InvalidEntry, match="used twice"):
+        with pytest.raises(InvalidEntryError, match="used twice"):
             self.state.apply(record)
         return True
 
@@ -1340,9 +1343,13 @@ class Fold(RuleBasedStateMachine):
         assert {name for name, g in self.state.grants.items() if g.state == "held"} == {
             name for name, g in ref.grants.items() if g.open
         }
-        assert (self.state.waiting, self.state.late, self.state.epoch) == (ref.awaited, ref.late, ref.epoch)
+        assert (self.state.sites_awaited, self.state.sites_pending_receipts, self.state.epoch) == (
+            ref.awaited,
+            ref.late,
+            ref.epoch,
+        )
         assert self.state.rounds == ref.rounds
-        assert self.state.barred == ref.barred
+        assert self.state.revoked_sites == ref.barred
         for site in SITES:
             admitted_now = {n for n in NUMBERS if self.state.admits(site, n)}
             assert admitted_now == {n for n, known in ref.certificates.items() if known == (site, True)}
@@ -1365,12 +1372,12 @@ class Memory:
 
     entries: list[bytes] = field(default_factory=list)
     sealed: dict[bytes, bytes] = field(default_factory=dict)
-    last: Head | None = None
+    last: SealedHead | None = None
 
     def bodies(self, upto: int | None = None) -> Iterator[bytes]:
         return iter(self.entries[:upto])
 
-    def head(self) -> Head | None:
+    def head(self) -> SealedHead | None:
         return self.last
 
     def body(self, seq: int) -> bytes | None:
@@ -1388,10 +1395,10 @@ class Memory:
         self.sealed |= {hashlib.sha256(e).digest(): e for e in batch.envelopes}
         self.last = batch.head
 
-    def marks(self) -> tuple[Head, ...]:
+    def marks(self) -> tuple[SealedHead, ...]:
         return ()
 
-    def mark(self, head: Head) -> None:
+    def mark(self, head: SealedHead) -> None:
         pass
 
     def close(self) -> None:
@@ -1409,15 +1416,15 @@ def test_a_retry_gets_the_same_lines_and_other_content_under_its_key_an_error(
 ) -> None:
     disk = Memory()
     store, known, left, granted = Store(disk, "lazaret/test", KEY, lambda: 7), dict[str, Any](), LIMIT, set[str]()
-    store.append("open", Draft((opened(),)))
+    store.append("open", AppendRequest((opened(),)))
     for key, entries in told:
         size, names, price = store.state.size, {e.grant for e in entries}, sum(e.amount for e in entries)
-        draft = Draft(tuple(entries))
+        draft = AppendRequest(tuple(entries))
         if key in known and known[key][0] == entries:
             assert store.append(key, draft) == known[key][1]
             assert store.state.size == size
         elif key in known:
-            with pytest.raises(KeyReused):
+            with pytest.raises(KeyReusedError):
                 store.append(key, draft)
             assert store.state.size == size
         elif len(names) == len(entries) and not names & granted and price <= left:
@@ -1425,7 +1432,7 @@ def test_a_retry_gets_the_same_lines_and_other_content_under_its_key_an_error(
             left, granted = left - price, granted | names
         else:
             before = copy.deepcopy(store.state)
-            with pytest.raises(InvalidEntry):
+            with pytest.raises(InvalidEntryError):
                 store.append(key, draft)
             assert store.state == before
     assert account(store.state) == (LIMIT, LIMIT - left, 0, left)

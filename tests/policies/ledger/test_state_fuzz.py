@@ -15,27 +15,27 @@ from typing import Any
 
 import pytest
 
-from policies import cbor
-from policies.audit import open_envelope
-from policies.cbor import MalformedEntry
-from policies.entries import InvalidEntry, Record, decode
-from policies.export import Export, Unsound
-from policies.ledger import State
-from policies.merkle import BadCheckpoint, Checkpoint
-from policies.policy import Policy, PolicyError
-from policies.sqlite import export_file
-from policies.statement import MAX_BYTES, PAYLOAD_TYPE, MalformedStatement, Reservation, Statement, load_json, parse
-from policies.store import Draft
-from policies.verify import verify
-from protos.envelope import BadEnvelope, Opened, open_sealed
+from policies.audit.auditor import open_envelope
+from policies.audit.verify import verify
+from policies.ledger import cbor
+from policies.ledger.backends.sqlite import export_file
+from policies.ledger.cbor import EntryEncodingError
+from policies.ledger.entries import InvalidEntryError, Record, decode
+from policies.ledger.export import Export, ExportError
+from policies.ledger.merkle import Checkpoint, LedgerCheckpointError
+from policies.ledger.state import State
+from policies.ledger.store import AppendRequest
+from policies.review.policy import Policy, PolicyError
+from policies.statements import MAX_BYTES, PAYLOAD_TYPE, Reservation, Statement, StatementError, load_json, parse
+from protos.common.dsse import EnvelopeError, VerifiedEnvelope, open_sealed
 from tests.fuzz import targets
 from tests.fuzz.books import LOG_KEY, ORIGIN, SITE_KEY, dressed, hospital, public, sound
 from tests.fuzz.mutate import mutated
 from tests.fuzz.seeds import made
 from tests.fuzz.targets import TARGETS, Broken
-from tests.support.books import open_register
+from tests.support.ledger_world import open_register
 
-CORPUS = Path(__file__).parent.parent / "fuzz" / "corpus"
+CORPUS = Path(__file__).parents[2] / "fuzz" / "corpus"
 MUTATIONS = 400  # of each target, shared among its seeds
 
 
@@ -96,7 +96,7 @@ def _leaks_a_key_error(raw: bytes) -> Record:
 def _ignores_the_subject(raw: bytes) -> Statement:
     document = load_json(raw)
     if not isinstance(document, dict):
-        raise MalformedStatement("not a statement")
+        raise StatementError("not a statement")
     return parse(dressed(document))
 
 
@@ -105,7 +105,7 @@ def _ignores_the_signature(note: str, public_key: bytes) -> Checkpoint:
         origin, size, *_rest = note.split("\n")
         return Checkpoint(origin, int(size), bytes(32))
     except ValueError:
-        raise BadCheckpoint("malformed") from None
+        raise LedgerCheckpointError("malformed") from None
 
 
 def _calls_everything_sound(raw: bytes, since: str | None = None) -> object:
@@ -123,8 +123,10 @@ def _leaks_what_toml_raises(text: str, source: str) -> Policy:
     raise PolicyError(source)
 
 
-def _opens_what_is_not_signed(envelope: bytes, payload_type: str, trusted: object) -> Opened:
-    return Opened(open_envelope(envelope, public(SITE_KEY)) if envelope.startswith(b'{"payload"') else b"", "site-a")
+def _opens_what_is_not_signed(envelope: bytes, payload_type: str, trusted: object) -> VerifiedEnvelope:
+    return VerifiedEnvelope(
+        open_envelope(envelope, public(SITE_KEY)) if envelope.startswith(b'{"payload"') else b"", "site-a"
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def _refusable() -> Iterator[Record]:
     for n, data in enumerate([*known("entry"), *mutations("entry", 2 * MUTATIONS)]):
         try:
             yield replace(decode(data), key=f"fuzz-{n}")
-        except (MalformedEntry, InvalidEntry):
+        except (EntryEncodingError, InvalidEntryError):
             continue
 
 
@@ -172,8 +174,8 @@ def test_a_refused_entry_leaves_the_books_the_head_and_the_disk_as_they_were(tmp
         before: State = copy.deepcopy(store.state)
         head, disk = store.checkpoint(), export_file(path, ORIGIN, LOG_KEY)
         try:
-            store.append(f"draft-{n}", Draft((good, record.entry), (b"an envelope",)))
-        except InvalidEntry:
+            store.append(f"draft-{n}", AppendRequest((good, record.entry), (b"an envelope",)))
+        except InvalidEntryError:
             refused += 1
             assert store.state == before
             assert store.checkpoint() == head
@@ -186,7 +188,7 @@ def test_a_refused_entry_leaves_the_books_the_head_and_the_disk_as_they_were(tmp
 @pytest.mark.parametrize("more", [b"\n", b"x", b"\xe2\x80\x94 anybody " + b"A" * 102 + b"==\n"])
 def test_nothing_can_be_added_to_a_sound_export(more: bytes) -> None:
     """Not even a cosignature by nobody: its bytes would be a place for anything."""
-    with pytest.raises(Unsound):
+    with pytest.raises(ExportError):
         verify(sound().raw + more)
 
 
@@ -196,7 +198,7 @@ def test_whatever_a_site_may_say_an_auditor_can_read(size: int, tmp_path: Path) 
     a = hospital()
     register = open_register(tmp_path / "ledger.db", a, key=LOG_KEY)
     reservation = replace(a.reservation("grant-1"), components={"c" * size: "public"})
-    with contextlib.suppress(MalformedStatement, BadEnvelope):
+    with contextlib.suppress(StatementError, EnvelopeError):
         envelope = a.seal(reservation)
         said = parse(open_sealed(envelope, PAYLOAD_TYPE, {"site-a": a.public}).payload)
         assert isinstance(said, Reservation)

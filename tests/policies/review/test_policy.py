@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.policy import Policy, PolicyError, parse, preset, strictest
-from tests.support.books import policy
+from policies.review.policy import Policy, PolicyError, parse, preset, strictest
+from tests.support.ledger_world import policy
 
 NAMES = st.frozensets(st.sampled_from(["ksame", "federated", "other"]))
 POLICIES = st.builds(

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from policies.accounting import cost, epsilon_nano
-from policies.claims import KAnonymous, NoClaim, SubsampledGaussian
-from policies.entries import Opened, Reserved
-from policies.ledger import Account, Grant
-from policies.policy import Policy, parse
-from policies.rdp import allowance
-from policies.review import Standing, level_of, review, review_reservation
-from policies.statement import canonical, claim_json, release_id
-from tests.support.books import DP, K5, Hospital, policy
+from policies.accounting.accountant import cost, epsilon_nano
+from policies.accounting.claims import KAnonymous, NoClaim, SubsampledGaussian
+from policies.accounting.rdp import allowance
+from policies.ledger.entries import Opened, Reserved
+from policies.ledger.state import Account, Grant
+from policies.review.policy import Policy, parse
+from policies.review.rules import AccountContext, level_of, review, review_reservation
+from policies.statements import claim_json, release_id
+from protos.common.canonical_json import canonical
+from tests.support.ledger_world import DP, K5, Hospital, policy
 
 SITE = Hospital("site-a")
 POLICY: Policy = parse(policy(), "p")
@@ -33,16 +34,16 @@ def grant(mechanism: str = "ksame", claim: object = K5, run: str = "", amount: i
     return made
 
 
-K_STANDING = Standing(KACC, grant())
+K_STANDING = AccountContext(KACC, grant())
 HONEST = SITE.release("grant-1")
 ROUND = SubsampledGaussian(0.25, 1.8, 15)
-DP_STANDING = Standing(RDP, grant("federated", DP, "run-1", cost(DP, 4)))
+DP_STANDING = AccountContext(RDP, grant("federated", DP, "run-1", cost(DP, 4)))
 HONEST_DP = SITE.release("grant-1", run="run-1", round=1, mechanism="federated", artifact_type="update", claim=ROUND,
     epsilon_nano=epsilon_nano(ROUND, 4e-6, 4), delta="4e-06", components={"initial": "public", "centre": "public"},
 )  # fmt: skip
 
 
-def rules(release: object, standing: Standing, policy: Policy = POLICY) -> set[str]:
+def rules(release: object, standing: AccountContext, policy: Policy = POLICY) -> set[str]:
     return {f.rule for f in review(release, standing, policy).findings}  # type: ignore[arg-type]
 
 
@@ -115,16 +116,16 @@ def test_each_broken_rule_of_an_update_has_its_own_finding(rule: str, changes: d
 
 
 def test_a_round_cannot_be_released_twice_or_out_of_order() -> None:
-    used = Standing(RDP, grant("federated", DP, "run-1", cost(DP, 4), used=cost(ROUND, 4), last_round=1))
+    used = AccountContext(RDP, grant("federated", DP, "run-1", cost(DP, 4), used=cost(ROUND, 4), last_round=1))
     assert rules(HONEST_DP, used) == {"round_repeated"}
     assert rules(replace(HONEST_DP, round=2, release=release_id("site-a", "grant-1", 2)), used) == {"round_repeated"}
 
 
 def test_no_grant_a_closed_grant_and_a_replay_are_refused() -> None:
-    assert rules(HONEST, Standing(KACC, None)) == {"no_grant"}
-    assert rules(HONEST, Standing(KACC, grant(state="spent"))) == {"grant_closed"}
-    assert rules(HONEST, Standing(KACC, grant(used=1))) == {"grant_used"}
-    assert rules(HONEST, Standing(KACC, grant(), reviewed_before=True)) == {"replay"}
+    assert rules(HONEST, AccountContext(KACC, None)) == {"no_grant"}
+    assert rules(HONEST, AccountContext(KACC, grant(state="spent"))) == {"grant_closed"}
+    assert rules(HONEST, AccountContext(KACC, grant(used=1))) == {"grant_used"}
+    assert rules(HONEST, AccountContext(KACC, grant(), reviewed_before=True)) == {"replay"}
 
 
 def test_vetting_against_private_patients_voids_the_dp_level() -> None:
@@ -137,15 +138,17 @@ def test_vetting_against_private_patients_voids_the_dp_level() -> None:
 
 def test_a_smaller_budget_refuses_the_price_with_a_reason_for_people() -> None:
     small = Account(Opened("site-a/rdp", allowance(2.0, 4e-6, 9), 9, "2.0", "4e-06"))
-    verdict = review_reservation(SITE.reservation("g", DP, "federated", "run-1"), Standing(small), POLICY)
+    verdict = review_reservation(SITE.reservation("g", DP, "federated", "run-1"), AccountContext(small), POLICY)
     assert [f.rule for f in verdict.findings] == ["budget"]
     assert "the budget is epsilon 2 per" in verdict.findings[0].detail
 
 
 def test_the_k_account_counts_releases_and_is_then_used_up() -> None:
-    assert review_reservation(SITE.reservation("g"), Standing(KACC), POLICY).amount == 1
+    assert review_reservation(SITE.reservation("g"), AccountContext(KACC), POLICY).amount == 1
     used = Account(KACC.opened, spent=1)
-    assert {f.rule for f in review_reservation(SITE.reservation("g"), Standing(used), POLICY).findings} == {"budget"}
+    assert {f.rule for f in review_reservation(SITE.reservation("g"), AccountContext(used), POLICY).findings} == {
+        "budget"
+    }
 
 
 def test_a_mechanism_that_the_policy_does_not_list_is_refused() -> None:

@@ -7,29 +7,21 @@ from typing import Any
 
 import pytest
 
-from policies.accounts import Account, Grant
-from policies.claims import Claim, KAnonymous, NoClaim, SubsampledGaussian
-from policies.entries import Opened, Reserved
-from policies.policy import PRESETS, Policy, parse, preset
-from policies.rdp import allowance, cost, epsilon_nano
-from policies.review import LEAST_POWER, Finding, Standing, Verdict, level_of, review, review_reservation
-from policies.statement import Release, Reservation, canonical, claim_json, release_id
-from tests.support.books import COMPONENTS, policy
+from policies.accounting.claims import Claim, KAnonymous, NoClaim, SubsampledGaussian
+from policies.accounting.rdp import allowance, cost, epsilon_nano
+from policies.ledger.entries import Opened, Reserved
+from policies.ledger.state import Account, Grant
+from policies.review.policy import PRESETS, Policy, parse, preset
+from policies.review.rules import LEAST_POWER, AccountContext, Finding, Verdict, level_of, review, review_reservation
+from policies.statements import Reservation, claim_json, release_id
+from protos.common.canonical_json import canonical
+from tests.support.distilled_releases import DELTA, MODEL, MODEL_DP, ORDER, PRICE, STEPS, of
+from tests.support.ledger_world import COMPONENTS, policy
 
 INTERNAL: Policy = parse(policy(), "p")
 LAX: Policy = parse(policy(components='["public", "private"]', levels='["A", "B", "C"]'), "lax")
-ORDER, DELTA = 4, "4e-06"
-STEPS = SubsampledGaussian(0.05, 2.0, 400)
 TAUGHT, LEARNED = COMPONENTS["distill"], COMPONENTS["distill-dp"]
 NAN = float("nan")
-MODEL = Release(
-    release_id("site-m", "g", 0), "g", "site-m", "", 0, "distill", "model", "ab" * 32, 100, NoClaim(), None, None,
-    TAUGHT, "OT", "private", "0.03", {}, "", vetting_power="0.95",
-)  # fmt: skip
-MODEL_DP = replace(
-    MODEL, mechanism="distill-dp", claim=STEPS, epsilon_nano=epsilon_nano(STEPS, 4e-6, ORDER), delta=DELTA,
-    components=LEARNED, vetted_against="public", reid_rate=None, vetting_power=None,
-)  # fmt: skip
 ASKED = Reservation("g", "site-m", "", "distill", NoClaim(), TAUGHT, "OT")
 ASKED_DP = replace(ASKED, mechanism="distill-dp", claim=STEPS, components=LEARNED)
 
@@ -47,20 +39,15 @@ def held(mechanism: str, claim: Claim, amount: int, **now: Any) -> Grant:
     return Grant(Reserved("g", "site-m", "", mechanism, "site-m/any", amount, raw, b"e"), **now)
 
 
-PRICE = cost(STEPS, ORDER)
-GRANTED = Standing(shelf(), held("distill", NoClaim(), 1))
-GRANTED_DP = Standing(purse(), held("distill-dp", STEPS, PRICE))
+GRANTED = AccountContext(shelf(), held("distill", NoClaim(), 1))
+GRANTED_DP = AccountContext(purse(), held("distill-dp", STEPS, PRICE))
 
 
-def of(verdict: Verdict) -> list[str]:
-    return [finding.rule for finding in verdict.findings]
-
-
-def judged(policy: Policy = LAX, standing: Standing = GRANTED, **changes: Any) -> list[str]:
+def judged(policy: Policy = LAX, standing: AccountContext = GRANTED, **changes: Any) -> list[str]:
     return of(review(replace(MODEL, **changes), standing, policy))
 
 
-def judged_dp(standing: Standing = GRANTED_DP, policy: Policy = INTERNAL, **changes: Any) -> list[str]:
+def judged_dp(standing: AccountContext = GRANTED_DP, policy: Policy = INTERNAL, **changes: Any) -> list[str]:
     return of(review(replace(MODEL_DP, **changes), standing, policy))
 
 
@@ -70,7 +57,7 @@ def test_every_preset_refuses_what_rests_on_tests_alone_before_an_image_is_read(
     assert {"distill", "distill-dp"} <= known.mechanisms
     assert "model" in known.artifact_types
     assert known.components == {"public"}
-    assert of(review_reservation(ASKED, Standing(shelf()), known)) == ["provenance", "level"]
+    assert of(review_reservation(ASKED, AccountContext(shelf()), known)) == ["provenance", "level"]
     approved = {role: "a" for role in known.approvals}
     found = of(review(replace(MODEL, approvals=approved), GRANTED, known))
     assert [rule for rule in found if rule != "reid_rate"] == ["provenance", "level"]
@@ -78,7 +65,7 @@ def test_every_preset_refuses_what_rests_on_tests_alone_before_an_image_is_read(
 
 
 def test_a_policy_may_admit_it_with_good_figures() -> None:
-    assert review_reservation(ASKED, Standing(shelf()), LAX) == Verdict((), "", 1)
+    assert review_reservation(ASKED, AccountContext(shelf()), LAX) == Verdict((), "", 1)
     assert review(MODEL, GRANTED, LAX) == Verdict((), "C", 1)
     assert judged(artifact_type="image-set") == []
     assert judged(reid_rate="0.1", vetting_power="0.9") == judged(reid_rate="0.0", vetting_power="1.0") == []
@@ -141,7 +128,7 @@ def test_of_a_stronger_level_a_power_may_be_stated_and_is_bounded_and_no_more() 
     k5 = KAnonymous(5, 2, 1)
     parts = {"encoder": "public", "generator": "public"}
     faces = {"mechanism": "ksame", "claim": k5, "components": parts, "artifact_type": "image-set", "reid_rate": None}
-    standing = Standing(shelf(), held("ksame", k5, 1))
+    standing = AccountContext(shelf(), held("ksame", k5, 1))
     assert judged(standing=standing, vetting_power="0.5", **faces) == []
     assert judged(standing=standing, vetted_against="nothing", **faces) == ["vetting_power"]
 
@@ -150,19 +137,19 @@ def test_no_claim_has_no_level_but_the_weakest_whatever_made_it() -> None:
     for components in (TAUGHT, dict.fromkeys(TAUGHT, "public")):
         for vetted in ("nothing", "public", "private"):
             assert level_of(replace(MODEL, components=components, vetted_against=vetted)) == "C"
-    assert of(review_reservation(replace(ASKED, components=dict.fromkeys(TAUGHT, "public")), Standing(shelf()),
+    assert of(review_reservation(replace(ASKED, components=dict.fromkeys(TAUGHT, "public")), AccountContext(shelf()),
                                  INTERNAL)) == ["level"]  # fmt: skip
 
 
 def test_releases_without_an_epsilon_are_capped_together() -> None:
     """P4, P5: one account counts them, so a patient in a k-anonymous release is in no unclaimed one beside it."""
-    assert of(review_reservation(ASKED, Standing(shelf(spent=1)), LAX)) == ["budget"]
+    assert of(review_reservation(ASKED, AccountContext(shelf(spent=1)), LAX)) == ["budget"]
     twice = replace(LAX, max_releases_per_patient=2)
-    assert review_reservation(ASKED, Standing(shelf(2, spent=1)), twice).admitted
-    (finding,) = review_reservation(ASKED, Standing(shelf(2, held=1, spent=1)), twice).findings
+    assert review_reservation(ASKED, AccountContext(shelf(2, spent=1)), twice).admitted
+    (finding,) = review_reservation(ASKED, AccountContext(shelf(2, held=1, spent=1)), twice).findings
     assert finding == Finding("budget", "every patient may be in 2 release(s), and that is used up")
-    assert of(review_reservation(ASKED, Standing(purse()), LAX)) == ["account_kind"]
-    assert of(review_reservation(ASKED_DP, Standing(shelf()), LAX)) == ["account_kind"]
+    assert of(review_reservation(ASKED, AccountContext(purse()), LAX)) == ["account_kind"]
+    assert of(review_reservation(ASKED_DP, AccountContext(shelf()), LAX)) == ["account_kind"]
 
 
 # --- by noise
@@ -174,16 +161,16 @@ def test_a_teacher_that_learned_with_noise_gives_level_a_under_every_preset() ->
         known = parse(path.read_text(), path.stem)
         limit = allowance(known.epsilon, known.delta, 64)
         account = Account(Opened("site-m/rdp", limit, 64, repr(known.epsilon), repr(known.delta)))
-        assert review_reservation(replace(ASKED_DP, claim=cheap), Standing(account), known).admitted
-        standing = Standing(account, held("distill-dp", cheap, cost(cheap, 64)))
+        assert review_reservation(replace(ASKED_DP, claim=cheap), AccountContext(account), known).admitted
+        standing = AccountContext(account, held("distill-dp", cheap, cost(cheap, 64)))
         told = {"claim": cheap, "epsilon_nano": epsilon_nano(cheap, known.delta, 64), "delta": repr(known.delta)}
         made = replace(MODEL_DP, approvals={role: "a" for role in known.approvals}, **told)
         assert review(made, standing, known) == Verdict((), "A", cost(cheap, 64)), path.stem
 
 
 def test_it_is_priced_and_admitted_whole() -> None:
-    assert review_reservation(ASKED_DP, Standing(purse(PRICE)), INTERNAL) == Verdict((), "", PRICE)
-    assert of(review_reservation(ASKED_DP, Standing(purse(PRICE - 1)), INTERNAL)) == ["budget"]
+    assert review_reservation(ASKED_DP, AccountContext(purse(PRICE)), INTERNAL) == Verdict((), "", PRICE)
+    assert of(review_reservation(ASKED_DP, AccountContext(purse(PRICE - 1)), INTERNAL)) == ["budget"]
     assert review(MODEL_DP, GRANTED_DP, INTERNAL) == Verdict((), "A", PRICE)
     assert judged_dp(artifact_type="image-set") == []
 
@@ -194,17 +181,17 @@ def test_its_steps_are_granted_together_and_used_together(steps: int) -> None:
     part = replace(STEPS, steps=steps)
     told = {"claim": part, "epsilon_nano": epsilon_nano(part, 4e-6, ORDER)}
     assert judged_dp(**told) == ["claim_not_granted"]
-    assert judged_dp(Standing(purse(), held("distill-dp", part, PRICE))) == ["claim_not_granted"]
+    assert judged_dp(AccountContext(purse(), held("distill-dp", part, PRICE))) == ["claim_not_granted"]
 
 
 def test_it_is_released_once_under_its_grant() -> None:
-    assert judged_dp(Standing(purse(), held("distill-dp", STEPS, PRICE, used=1))) == ["grant_used"]
-    assert judged_dp(Standing(purse(), held("distill-dp", STEPS, PRICE, used=PRICE))) == ["grant_used"]
-    assert judged_dp(Standing(purse(), held("distill-dp", STEPS, PRICE, last_round=3))) == []
-    assert judged_dp(Standing(purse(), held("distill-dp", STEPS, PRICE - 1))) == ["claim_not_granted"]
-    assert judged_dp(Standing(purse(), held("federated", STEPS, PRICE))) == ["grant_of_another"]
-    assert judged(standing=Standing(shelf(), held("distill", NoClaim(), 1, used=1))) == ["grant_used"]
-    assert judged(standing=Standing(shelf(), held("distill", KAnonymous(5, 2, 1), 1))) == ["claim_not_granted"]
+    assert judged_dp(AccountContext(purse(), held("distill-dp", STEPS, PRICE, used=1))) == ["grant_used"]
+    assert judged_dp(AccountContext(purse(), held("distill-dp", STEPS, PRICE, used=PRICE))) == ["grant_used"]
+    assert judged_dp(AccountContext(purse(), held("distill-dp", STEPS, PRICE, last_round=3))) == []
+    assert judged_dp(AccountContext(purse(), held("distill-dp", STEPS, PRICE - 1))) == ["claim_not_granted"]
+    assert judged_dp(AccountContext(purse(), held("federated", STEPS, PRICE))) == ["grant_of_another"]
+    assert judged(standing=AccountContext(shelf(), held("distill", NoClaim(), 1, used=1))) == ["grant_used"]
+    assert judged(standing=AccountContext(shelf(), held("distill", KAnonymous(5, 2, 1), 1))) == ["claim_not_granted"]
 
 
 @pytest.mark.parametrize("vetted", ["private", "nothing"])
@@ -225,7 +212,7 @@ def test_a_private_part_is_refused_before_anything_is_spent_whatever_the_policy_
     parts = {**LEARNED, part: "private"}
     assert judged_dp(components=parts) == ["provenance", "reid_rate", "vetting_power", "level"]
     asked = replace(ASKED_DP, components=parts)
-    assert of(review_reservation(asked, Standing(purse()), LAX)) == ["provenance"]
+    assert of(review_reservation(asked, AccountContext(purse()), LAX)) == ["provenance"]
     measured = replace(MODEL_DP, components=parts, reid_rate="0.02", vetting_power="0.93")
     assert of(review(measured, GRANTED_DP, LAX)) == ["provenance"]
 
@@ -234,7 +221,7 @@ def test_a_policy_that_admits_a_teacher_admits_no_private_autoencoder() -> None:
     """P6: it is in the model's file, and decodes every picture; the teacher and what judges stay at the site."""
     assert judged(components={**TAUGHT, "autoencoder": "private"}) == ["provenance"]
     asked = replace(ASKED, components={**TAUGHT, "autoencoder": "private"})
-    assert of(review_reservation(asked, Standing(shelf()), LAX)) == ["provenance"]
+    assert of(review_reservation(asked, AccountContext(shelf()), LAX)) == ["provenance"]
     for part in ("teacher", "verifier", "aligner"):
         assert judged(components={**TAUGHT, part: "private"}) == []
 
@@ -248,7 +235,7 @@ def test_level_c_of_another_mechanism_rests_on_figures_of_patients_too() -> None
         MODEL, mechanism="ksame", artifact_type="image-set", claim=KAnonymous(5, 2, 1),
         components={"encoder": "private", "generator": "private"},
     )  # fmt: skip
-    granted = Standing(shelf(), held("ksame", KAnonymous(5, 2, 1), 1))
+    granted = AccountContext(shelf(), held("ksame", KAnonymous(5, 2, 1), 1))
     assert of(review(made, granted, LAX)) == []
     assert of(review(replace(made, vetted_against="public"), granted, LAX)) == ["vetting"]
 
@@ -257,4 +244,4 @@ def test_it_names_no_run_and_declares_its_epsilon() -> None:
     assert judged_dp(run="run-m") == ["run"]
     assert judged_dp(round=1, release=release_id("site-m", "g", 1)) == ["round"]
     assert judged_dp(epsilon_nano=None) == ["epsilon"]
-    assert of(review_reservation(replace(ASKED_DP, run="run-m"), Standing(purse()), INTERNAL)) == ["run"]
+    assert of(review_reservation(replace(ASKED_DP, run="run-m"), AccountContext(purse()), INTERNAL)) == ["run"]

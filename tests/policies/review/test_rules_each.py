@@ -1,6 +1,7 @@
 """Every rule of the review at its boundary: what is just good enough is admitted, the least bit less is not.
 
-``python -m tests.mutation`` changes ``policies/review.py`` in every small way, and one of these tests must notice.
+``python -m tests.mutation`` changes ``policies/review/rules.py`` in every small way, and one of these tests must
+notice.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.accounts import Account, Grant
-from policies.claims import (
+from policies.accounting.claims import (
     Claim,
     Composed,
     DistributedGaussian,
@@ -23,29 +23,31 @@ from policies.claims import (
     KAnonymous,
     NoClaim,
     SubsampledGaussian,
-    UnsupportedClaim,
+    UnsupportedClaimError,
 )
-from policies.entries import LimitSet, Opened, Recovered, Reserved
-from policies.figures import epsilon_text
-from policies.policy import Policy, parse
-from policies.rdp import allowance, cost, epsilon_nano
-from policies.review import (
+from policies.accounting.rdp import allowance, cost, epsilon_nano
+from policies.accounting.rounding import epsilon_text
+from policies.ledger.entries import LimitSet, Opened, Recovered, Reserved
+from policies.ledger.state import Account, Grant
+from policies.review.policy import Policy, parse
+from policies.review.rules import (
     ARTIFACT_TYPES,
     TERMS,
+    AccountContext,
     Finding,
-    Standing,
     Terms,
     Verdict,
     account_name,
     level_of,
     price,
+    remaining,
     review,
     review_reservation,
     review_together,
-    room,
 )
-from policies.statement import Release, Reservation, canonical, claim_json, release_id
-from tests.support.books import BOTH, COMPONENTS, policy
+from policies.statements import Release, Reservation, claim_json, release_id
+from protos.common.canonical_json import canonical
+from tests.support.ledger_world import BOTH, COMPONENTS, policy
 
 POLICY: Policy = parse(policy(), "p")
 ORDER, DELTA = 4, "4e-06"
@@ -86,7 +88,7 @@ MADE_DP = replace(
     MADE, release=release_id("site-m", "g", 1), run="run-m", round=1, mechanism="federated", artifact_type="update",
     claim=ROUND, epsilon_nano=EPSILON, delta=DELTA, components=DP_PARTS,
 )  # fmt: skip
-STANDING, STANDING_DP = Standing(shelf(), held()), Standing(purse(), trained())
+STANDING, STANDING_DP = AccountContext(shelf(), held()), AccountContext(purse(), trained())
 SHARED = DistributedGaussian(0.25, 1.8, 60, sites=4, honest=3)
 STARRED: Policy = replace(POLICY, levels=frozenset({"A", "A*", "B"}))
 ASKED_SUM = replace(ASKED_DP, mechanism="federated-masked", claim=SHARED)
@@ -94,14 +96,14 @@ MADE_SUM = replace(
     MADE_DP, release=release_id("site-m", "g", 15), round=15, mechanism="federated-masked",
     artifact_type="masked-update", claim=replace(SHARED, steps=15),
 )  # fmt: skip
-STANDING_SUM = Standing(purse(), held("federated-masked", SHARED, cost(SHARED, ORDER), "run-m"))
+STANDING_SUM = AccountContext(purse(), held("federated-masked", SHARED, cost(SHARED, ORDER), "run-m"))
 ASKED_BOTH = replace(ASKED, mechanism="privimage", claim=BOTH, components=COMPONENTS["privimage"])
 MADE_BOTH = replace(
     MADE, mechanism="privimage", claim=BOTH, epsilon_nano=epsilon_nano(BOTH, 4e-6, ORDER), delta=DELTA,
     components=COMPONENTS["privimage"],
 )  # fmt: skip
 PRICE_BOTH = cost(BOTH, ORDER)
-STANDING_BOTH = Standing(purse(), held("privimage", BOTH, PRICE_BOTH))
+STANDING_BOTH = AccountContext(purse(), held("privimage", BOTH, PRICE_BOTH))
 
 
 def of(verdict: Verdict) -> list[str]:
@@ -110,19 +112,19 @@ def of(verdict: Verdict) -> list[str]:
 
 
 def judged(
-    made: Release = MADE, /, standing: Standing = STANDING, policy: Policy = POLICY, **changes: Any
+    made: Release = MADE, /, standing: AccountContext = STANDING, policy: Policy = POLICY, **changes: Any
 ) -> list[str]:
     return of(review(replace(made, **changes), standing, policy))
 
 
-def judged_dp(standing: Standing = STANDING_DP, policy: Policy = POLICY, **changes: Any) -> list[str]:
+def judged_dp(standing: AccountContext = STANDING_DP, policy: Policy = POLICY, **changes: Any) -> list[str]:
     return judged(MADE_DP, standing, policy, **changes)
 
 
 def asked(
     reservation: Reservation = ASKED, account: Account | None = None, policy: Policy = POLICY, **changes: Any
 ) -> list[str]:
-    standing = Standing(account or (shelf() if reservation.mechanism == "ksame" else purse()))
+    standing = AccountContext(account or (shelf() if reservation.mechanism == "ksame" else purse()))
     return of(review_reservation(replace(reservation, **changes), standing, policy))
 
 
@@ -133,8 +135,8 @@ def test_a_verdict_admits_only_without_a_finding_and_says_nothing_unasked() -> N
     assert Verdict(()) == Verdict((), "", 0)
     assert Verdict(()).admitted
     assert not Verdict((Finding("x", "y"),)).admitted
-    assert Standing(None) == Standing(None, None, False, False, False, False)
-    for value, name in ((Finding("x", "y"), "rule"), (Verdict(()), "findings"), (Standing(None), "frozen")):
+    assert AccountContext(None) == AccountContext(None, None, False, False, False, False)
+    for value, name in ((Finding("x", "y"), "rule"), (Verdict(()), "findings"), (AccountContext(None), "frozen")):
         with pytest.raises(FrozenInstanceError):
             setattr(value, name, ())
 
@@ -176,7 +178,7 @@ def test_a_claim_is_priced_only_in_an_account_of_its_kind() -> None:
     assert price(QUERY, purse(order=7)) == cost(QUERY, 7)
     assert price(NoClaim(), shelf()) == 1
     for claim, account in ((K5, purse()), (K5, purse(order=-1)), (NoClaim(), purse()), (NoClaim(), purse(order=-1))):
-        with pytest.raises(UnsupportedClaim):
+        with pytest.raises(UnsupportedClaimError):
             price(claim, account)
     for claim in (ROUND, QUERY):
         with pytest.raises(ValueError, match="order"):
@@ -187,8 +189,8 @@ def test_a_claim_is_priced_only_in_an_account_of_its_kind() -> None:
 
 
 def test_a_reservation_is_priced_from_its_claim_and_has_no_level() -> None:
-    assert review_reservation(ASKED, Standing(shelf()), POLICY) == Verdict((), "", 1)
-    assert review_reservation(ASKED_DP, Standing(purse()), POLICY) == Verdict((), "", cost(WHOLE, ORDER))
+    assert review_reservation(ASKED, AccountContext(shelf()), POLICY) == Verdict((), "", 1)
+    assert review_reservation(ASKED_DP, AccountContext(purse()), POLICY) == Verdict((), "", cost(WHOLE, ORDER))
 
 
 @pytest.mark.parametrize(
@@ -219,21 +221,21 @@ def test_a_reservation_of_rounds_names_its_run() -> None:
 
 
 def test_what_the_books_say_against_a_reservation() -> None:
-    def rules(standing: Standing) -> list[str]:
+    def rules(standing: AccountContext) -> list[str]:
         verdict = review_reservation(ASKED, standing, POLICY)
         assert (verdict.amount, verdict.level) == (0, "")
         return of(verdict)
 
-    assert rules(Standing(shelf(), held())) == ["grant_exists"]
-    assert rules(Standing(shelf(), frozen=True)) == ["frozen"]
-    assert rules(Standing(shelf(), revoked=True)) == ["revoked"]
-    assert rules(Standing(None)) == ["no_account"]
-    assert rules(Standing(purse())) == ["account_kind"]
+    assert rules(AccountContext(shelf(), held())) == ["grant_exists"]
+    assert rules(AccountContext(shelf(), frozen=True)) == ["frozen"]
+    assert rules(AccountContext(shelf(), revoked=True)) == ["revoked"]
+    assert rules(AccountContext(None)) == ["no_account"]
+    assert rules(AccountContext(purse())) == ["account_kind"]
 
 
 def test_a_refused_reservation_names_every_reason_at_once() -> None:
     bad = replace(ASKED, claim=replace(K5, k=4, l_diversity=1), modality="ZZ", run="run-m", components={})
-    verdict = review_reservation(bad, Standing(None, held(), frozen=True), POLICY)
+    verdict = review_reservation(bad, AccountContext(None, held(), frozen=True), POLICY)
     assert of(verdict) == [
         "min_k", "l_diversity", "modality", "components", "run", "grant_exists", "frozen", "no_account",
     ]  # fmt: skip
@@ -251,7 +253,7 @@ PRICE = cost(WHOLE, ORDER)
 def test_a_price_that_fits_exactly_is_granted_and_one_nano_more_is_not(
     limit: int, gone: dict[str, int], fits: bool
 ) -> None:
-    verdict = review_reservation(ASKED_DP, Standing(purse(limit, **gone)), POLICY)
+    verdict = review_reservation(ASKED_DP, AccountContext(purse(limit, **gone)), POLICY)
     assert (of(verdict), verdict.amount) == (([], PRICE) if fits else (["budget"], PRICE))
 
 
@@ -275,7 +277,7 @@ def test_a_policy_that_was_tightened_since_binds_an_account_of_before() -> None:
 
 
 def text(reservation: Reservation, account: Account, policy: Policy = POLICY) -> str:
-    (finding,) = review_reservation(reservation, Standing(account), policy).findings
+    (finding,) = review_reservation(reservation, AccountContext(account), policy).findings
     assert finding.rule == "budget"
     return finding.detail
 
@@ -324,8 +326,8 @@ def test_kinds_never_add() -> None:
     assert asked(ASKED, purse()) == ["account_kind"]
     assert asked(ASKED_DP, shelf()) == ["account_kind"]
     assert asked(ASKED_DP, shelf(), mechanism="magic", run="") == ["unknown_mechanism", "account_kind"]
-    assert judged(standing=Standing(purse(), held())) == ["account_kind"]
-    assert judged_dp(Standing(shelf(), trained())) == ["account_kind"]
+    assert judged(standing=AccountContext(purse(), held())) == ["account_kind"]
+    assert judged_dp(AccountContext(shelf(), trained())) == ["account_kind"]
 
 
 # --- statements that no parser would have let in
@@ -366,7 +368,7 @@ BUILT_RELEASE = [
 def test_a_reservation_of_a_form_that_cannot_be_signed_is_a_finding_and_no_crash(
     changes: dict[str, Any], words: str
 ) -> None:
-    verdict = review_reservation(replace(ASKED, **changes), Standing(shelf()), POLICY)
+    verdict = review_reservation(replace(ASKED, **changes), AccountContext(shelf()), POLICY)
     assert verdict == Verdict((Finding("malformed", words),))
 
 
@@ -533,7 +535,7 @@ def test_a_finding_says_what_is_asked_and_what_was_found() -> None:
     assert details(review(replace(MADE, mechanism="magic"), STANDING, POLICY))["unknown_mechanism"] == (
         "no mechanism is named magic"
     )
-    assert details(review(MADE, Standing(shelf(), held(state="freed")), POLICY)) == {
+    assert details(review(MADE, AccountContext(shelf(), held(state="freed")), POLICY)) == {
         "grant_closed": "the grant is freed"
     }
     assert details(review(replace(MADE_DP, delta="1"), STANDING_DP, POLICY)) == {
@@ -626,7 +628,7 @@ def test_a_k_anonymous_claim_of_no_release_at_all_is_no_level_b() -> None:
 
 
 def test_without_a_grant_or_an_account_nothing_is_released() -> None:
-    for standing in (Standing(None), Standing(shelf()), Standing(None, held())):
+    for standing in (AccountContext(None), AccountContext(shelf()), AccountContext(None, held())):
         verdict = review(MADE, standing, POLICY)
         assert (of(verdict), verdict.level, verdict.amount) == (["no_grant"], "B", 0)
 
@@ -666,18 +668,18 @@ def test_a_type_of_file_that_review_does_not_know_is_refused_though_a_policy_nam
 
 
 def test_noise_that_sites_share_is_level_a_with_a_star_and_only_where_the_policy_says_so() -> None:
-    assert of(review_reservation(ASKED_SUM, Standing(purse()), POLICY)) == ["level"]
-    (finding,) = review_reservation(ASKED_SUM, Standing(purse()), POLICY).findings
+    assert of(review_reservation(ASKED_SUM, AccountContext(purse()), POLICY)) == ["level"]
+    (finding,) = review_reservation(ASKED_SUM, AccountContext(purse()), POLICY).findings
     assert finding.detail == "the policy internal does not admit releases of level A*"
-    assert review_reservation(ASKED_SUM, Standing(purse()), STARRED) == Verdict((), "", cost(WHOLE, ORDER))
+    assert review_reservation(ASKED_SUM, AccountContext(purse()), STARRED) == Verdict((), "", cost(WHOLE, ORDER))
     assert judged(MADE_SUM, STANDING_SUM) == ["level"]
     assert review(MADE_SUM, STANDING_SUM, STARRED) == Verdict((), "A*", cost(ROUND, ORDER))
 
 
 def test_a_sum_in_which_every_site_adds_the_whole_noise_is_plain_level_a() -> None:
     alone = replace(SHARED, honest=1)
-    assert review_reservation(replace(ASKED_SUM, claim=alone), Standing(purse()), POLICY).admitted
-    standing = Standing(purse(), held("federated-masked", alone, cost(alone, ORDER), "run-m"))
+    assert review_reservation(replace(ASKED_SUM, claim=alone), AccountContext(purse()), POLICY).admitted
+    standing = AccountContext(purse(), held("federated-masked", alone, cost(alone, ORDER), "run-m"))
     made = replace(MADE_SUM, claim=replace(alone, steps=15))
     assert review(made, standing, POLICY) == Verdict((), "A", cost(ROUND, ORDER))
     several = replace(made, round=1, release=release_id("site-m", "g", 1))
@@ -696,9 +698,9 @@ def test_where_noise_is_shared_no_round_has_more_than_one_step(steps: int, found
                 replace(SHARED, steps=14), replace(SHARED, sampling_rate=0.2), replace(SHARED, noise_multiplier=2.0)]
 )  # fmt: skip
 def test_a_masked_update_is_covered_by_a_grant_of_the_same_sites_and_noise(granted: Claim) -> None:
-    standing = Standing(purse(), held("federated-masked", granted, cost(SHARED, ORDER), "run-m"))
+    standing = AccountContext(purse(), held("federated-masked", granted, cost(SHARED, ORDER), "run-m"))
     assert judged(MADE_SUM, standing, STARRED) == ["claim_not_granted"]
-    assert judged_dp(Standing(purse(), trained(SHARED))) == ["claim_not_granted"]
+    assert judged_dp(AccountContext(purse(), trained(SHARED))) == ["claim_not_granted"]
 
 
 def test_the_two_ways_of_training_are_not_taken_for_each_other() -> None:
@@ -713,12 +715,12 @@ def test_the_two_ways_of_training_are_not_taken_for_each_other() -> None:
 
 
 def test_several_claims_of_one_release_are_priced_and_admitted_as_one() -> None:
-    assert review_reservation(ASKED_BOTH, Standing(purse()), POLICY) == Verdict((), "", PRICE_BOTH)
-    assert review_reservation(ASKED_BOTH, Standing(purse(PRICE_BOTH)), POLICY).admitted
+    assert review_reservation(ASKED_BOTH, AccountContext(purse()), POLICY) == Verdict((), "", PRICE_BOTH)
+    assert review_reservation(ASKED_BOTH, AccountContext(purse(PRICE_BOTH)), POLICY).admitted
     assert asked(ASKED_BOTH, purse(PRICE_BOTH - 1)) == ["budget"]
     assert review(MADE_BOTH, STANDING_BOTH, POLICY) == Verdict((), "A", PRICE_BOTH)
     centroids = {"mechanism": "centroids", "components": COMPONENTS["centroids"]}
-    standing = Standing(purse(), held("centroids", BOTH, PRICE_BOTH))
+    standing = AccountContext(purse(), held("centroids", BOTH, PRICE_BOTH))
     assert review(replace(MADE_BOTH, **centroids), standing, POLICY) == Verdict((), "A", PRICE_BOTH)
 
 
@@ -767,17 +769,19 @@ def test_of_several_claims_that_were_granted_together_none_is_spent_alone_or_cha
     """Not fewer steps either, which would do in the rounds of a run: it is granted as one and used as one."""
     changes = {"claim": claim, "epsilon_nano": epsilon_nano(claim, 4e-6, ORDER)}
     assert judged(MADE_BOTH, STANDING_BOTH, **changes) == ["claim_not_granted"]
-    assert judged(MADE_BOTH, Standing(purse(), held("privimage", claim, PRICE_BOTH))) == ["claim_not_granted"]
+    assert judged(MADE_BOTH, AccountContext(purse(), held("privimage", claim, PRICE_BOTH))) == ["claim_not_granted"]
 
 
 def test_several_claims_are_used_once_and_cost_no_more_than_was_granted() -> None:
-    assert judged(MADE_BOTH, Standing(purse(), held("privimage", BOTH, PRICE_BOTH + 1))) == []
-    assert judged(MADE_BOTH, Standing(purse(), held("privimage", BOTH, PRICE_BOTH - 1))) == ["claim_not_granted"]
-    assert judged(MADE_BOTH, Standing(purse(), held("privimage", BOTH, PRICE_BOTH, used=1))) == ["grant_used"]
+    assert judged(MADE_BOTH, AccountContext(purse(), held("privimage", BOTH, PRICE_BOTH + 1))) == []
+    assert judged(MADE_BOTH, AccountContext(purse(), held("privimage", BOTH, PRICE_BOTH - 1))) == [
+        "claim_not_granted"
+    ]
+    assert judged(MADE_BOTH, AccountContext(purse(), held("privimage", BOTH, PRICE_BOTH, used=1))) == ["grant_used"]
     for granted in (*BOTH.parts, K5, b"", b'{"kind":"composed","parts":[]}'):
-        standing = Standing(purse(), held("privimage", granted, PRICE_BOTH))
+        standing = AccountContext(purse(), held("privimage", granted, PRICE_BOTH))
         assert judged(MADE_BOTH, standing) == ["claim_not_granted"]
-    assert judged(MADE_BOTH, Standing(purse(), held("centroids", BOTH, PRICE_BOTH))) == ["grant_of_another"]
+    assert judged(MADE_BOTH, AccountContext(purse(), held("centroids", BOTH, PRICE_BOTH))) == ["grant_of_another"]
 
 
 # --- several reservations at once
@@ -857,28 +861,30 @@ def test_a_request_asks_for_a_sites_part_in_a_run_once() -> None:
 
 
 def test_a_sites_part_in_a_run_is_granted_once() -> None:
-    verdict = review_reservation(ASKED_DP, Standing(purse(), run_spent=True), POLICY)
+    verdict = review_reservation(ASKED_DP, AccountContext(purse(), run_spent=True), POLICY)
     assert details(verdict) == {
         "run_spent": "the site was granted its part in that run before: a new run has a new name"
     }
-    assert review_reservation(ASKED, Standing(shelf(), run_spent=True), POLICY).admitted, "it is no run"
+    assert review_reservation(ASKED, AccountContext(shelf(), run_spent=True), POLICY).admitted, "it is no run"
 
 
 def test_room_is_what_the_account_and_the_policy_of_today_leave() -> None:
-    assert room(purse(1000, held=300, spent=100), POLICY) == 600
-    assert room(purse(1000, held=300, spent=100), replace(POLICY, epsilon=1.0)) == -400  # nothing fits at this delta
-    assert room(shelf(3, held=1), replace(POLICY, max_releases_per_patient=2)) == 1
-    assert room(shelf(3, spent=1), replace(POLICY, max_releases_per_patient=9)) == 2
+    assert remaining(purse(1000, held=300, spent=100), POLICY) == 600
+    assert (
+        remaining(purse(1000, held=300, spent=100), replace(POLICY, epsilon=1.0)) == -400
+    )  # nothing fits at this delta
+    assert remaining(shelf(3, held=1), replace(POLICY, max_releases_per_patient=2)) == 1
+    assert remaining(shelf(3, spent=1), replace(POLICY, max_releases_per_patient=9)) == 2
 
 
 def test_findings_of_the_release_itself_come_before_the_grant_is_looked_at() -> None:
-    verdict = review(replace(MADE, modality="ZZ"), Standing(shelf(), held(state="spent")), POLICY)
+    verdict = review(replace(MADE, modality="ZZ"), AccountContext(shelf(), held(state="spent")), POLICY)
     assert (of(verdict), verdict.level, verdict.amount) == (["modality"], "B", 0)
 
 
 @pytest.mark.parametrize("state", ["spent", "freed"])
 def test_a_closed_grant_covers_nothing(state: str) -> None:
-    verdict = review(MADE, Standing(shelf(), held(state=state)), POLICY)
+    verdict = review(MADE, AccountContext(shelf(), held(state=state)), POLICY)
     assert (of(verdict), verdict.level, verdict.amount) == (["grant_closed"], "B", 0)
 
 
@@ -887,32 +893,32 @@ def test_a_grant_of_another_site_mechanism_or_run_covers_nothing(other: str) -> 
     for key in ("site", "mechanism", "run"):
         for made, grant, account in ((MADE, held(), shelf()), (MADE_DP, trained(), purse())):
             foreign = Grant(replace(grant.reserved, **{key: other}), "held", grant.used)
-            assert judged(made, Standing(account, foreign)) == ["grant_of_another"], key
+            assert judged(made, AccountContext(account, foreign)) == ["grant_of_another"], key
 
 
 def test_of_a_grant_of_another_nothing_more_is_said() -> None:
     reserved = replace(held().reserved, site="site-z", claim=b"{}")
-    assert judged(standing=Standing(shelf(), Grant(reserved, used=1))) == ["grant_of_another"]
+    assert judged(standing=AccountContext(shelf(), Grant(reserved, used=1))) == ["grant_of_another"]
     reserved = replace(trained().reserved, run="run-z", claim=b"{}")
-    assert judged_dp(Standing(purse(), Grant(reserved))) == ["grant_of_another"]
+    assert judged_dp(AccountContext(purse(), Grant(reserved))) == ["grant_of_another"]
 
 
 def test_a_grant_that_was_recovered_is_spent_and_covers_nothing() -> None:
     r = held().reserved
     lost = Recovered(r.grant, r.site, r.run, r.mechanism, r.account, r.amount, r.claim, r.envelope)
-    assert judged(standing=Standing(shelf(), Grant(lost, "spent", 1))) == ["grant_closed", "grant_used"]
+    assert judged(standing=AccountContext(shelf(), Grant(lost, "spent", 1))) == ["grant_closed", "grant_used"]
 
 
 def test_a_synthetic_set_is_made_once_under_its_grant() -> None:
-    assert judged(standing=Standing(shelf(), held(used=1))) == ["grant_used"]
-    assert judged(standing=Standing(shelf(), held(last_round=3))) == []
+    assert judged(standing=AccountContext(shelf(), held(used=1))) == ["grant_used"]
+    assert judged(standing=AccountContext(shelf(), held(last_round=3))) == []
 
 
 @pytest.mark.parametrize(
     "granted", [WHOLE, NoClaim(), replace(K5, k=4), replace(K5, k=6), b"", b"{}", b"\xff", b"zz", b'{"kind":"magic"}']
 )
 def test_a_synthetic_set_of_another_claim_than_granted_is_refused(granted: bytes | Claim) -> None:
-    assert judged(standing=Standing(shelf(), held(claim=granted))) == ["claim_not_granted"]
+    assert judged(standing=AccountContext(shelf(), held(claim=granted))) == ["claim_not_granted"]
 
 
 @pytest.mark.parametrize(
@@ -925,7 +931,7 @@ def test_a_synthetic_set_of_another_claim_than_granted_is_refused(granted: bytes
 def test_an_update_is_covered_by_a_grant_of_the_same_noise_and_at_least_its_steps(
     granted: bytes | Claim, fits: bool
 ) -> None:
-    assert judged_dp(Standing(purse(), trained(granted))) == ([] if fits else ["claim_not_granted"])
+    assert judged_dp(AccountContext(purse(), trained(granted))) == ([] if fits else ["claim_not_granted"])
 
 
 SO_FAR = cost(ROUND, ORDER)
@@ -940,13 +946,13 @@ SO_FAR = cost(ROUND, ORDER)
 def test_an_update_costs_more_than_the_rounds_before_it_and_no_more_than_was_granted(
     amount: int, used: int, last_round: int, found: list[str]
 ) -> None:
-    standing = Standing(purse(), trained(WHOLE, amount, used=used, last_round=last_round))
+    standing = AccountContext(purse(), trained(WHOLE, amount, used=used, last_round=last_round))
     verdict = review(MADE_DP, standing, POLICY)
     assert (of(verdict), verdict.amount) == (found, 0 if found else SO_FAR)
 
 
 def test_a_wrong_epsilon_beside_a_closed_grant_are_two_findings() -> None:
-    standing = Standing(purse(), trained(state="spent"))
+    standing = AccountContext(purse(), trained(state="spent"))
     assert judged_dp(standing, epsilon_nano=1) == ["grant_closed", "epsilon"]
 
 
@@ -976,7 +982,7 @@ WORD = st.sampled_from(
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
 def test_the_review_is_total_and_admits_only_what_is_priced_below_its_grant(
-    changes: dict[str, Any], base: tuple[Release, Standing]
+    changes: dict[str, Any], base: tuple[Release, AccountContext]
 ) -> None:
     release, standing = replace(base[0], **changes), base[1]
     verdict = review(release, standing, POLICY)

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from policies.entries import Opened, Record, encode
-from policies.merkle import Checkpoint, sign_checkpoint
-from policies.statement import PAYLOAD_TYPE
-from protos.artifact import BadArtifact, pack_images, pack_vector, unpack_images, unpack_vector
-from protos.envelope import BadEnvelope, open_sealed, seal
-from protos.identity import BadKeyFile, read_private, signing_key, write_private
+from policies.ledger.entries import Opened, Record, encode
+from policies.ledger.merkle import Checkpoint, sign_checkpoint
+from policies.statements import PAYLOAD_TYPE
+from protos.artifacts.arrays import ArtifactFormatError, pack_images, pack_vector, unpack_images, unpack_vector
+from protos.common.dsse import EnvelopeError, open_sealed, seal
+from protos.identity.certificates import KeyFileError, read_private, signing_key, write_private
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 TRUSTED = {"site-a": KEY.public_key().public_bytes_raw()}
@@ -54,7 +54,7 @@ def test_what_was_sealed_opens_with_its_key_and_type_only() -> None:
     assert open_sealed(envelope, PAYLOAD_TYPE, TRUSTED).payload == b"payload"
     other = {"site-a": Ed25519PrivateKey.generate().public_key().public_bytes_raw()}
     for kind, trusted in ((PAYLOAD_TYPE, other), (PAYLOAD_TYPE, {}), ("text/plain", TRUSTED)):
-        with pytest.raises(BadEnvelope):
+        with pytest.raises(EnvelopeError):
             open_sealed(envelope, kind, trusted)
 
 
@@ -63,13 +63,13 @@ def test_what_was_sealed_opens_with_its_key_and_type_only() -> None:
 def test_any_changed_byte_of_an_envelope_is_found(data: st.DataObject) -> None:
     raw = bytearray(seal(b'{"claim":"k"}', PAYLOAD_TYPE, KEY))
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(BadEnvelope):
+    with pytest.raises(EnvelopeError):
         open_sealed(bytes(raw), PAYLOAD_TYPE, TRUSTED)
 
 
 @given(st.binary(max_size=300))
 def test_noise_is_a_bad_envelope_and_nothing_else(raw: bytes) -> None:
-    with pytest.raises(BadEnvelope):
+    with pytest.raises(EnvelopeError):
         open_sealed(raw, PAYLOAD_TYPE, TRUSTED)
 
 
@@ -79,7 +79,7 @@ def test_two_signatures_or_other_spacing_are_refused() -> None:
     document["signatures"] *= 2
     doubled = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
     for raw in (spaced, doubled):
-        with pytest.raises(BadEnvelope):
+        with pytest.raises(EnvelopeError):
             open_sealed(raw, PAYLOAD_TYPE, TRUSTED)
 
 
@@ -104,27 +104,27 @@ def test_artifacts_read_back_what_was_packed() -> None:
     ],
 )
 def test_a_vector_with_anything_else_in_it_is_refused(tensors: dict[str, np.ndarray]) -> None:
-    with pytest.raises(BadArtifact):
+    with pytest.raises(ArtifactFormatError):
         unpack_vector(save(tensors))
 
 
 def test_a_vector_with_metadata_is_refused() -> None:
-    with pytest.raises(BadArtifact):
+    with pytest.raises(ArtifactFormatError):
         unpack_vector(save({"flat": np.zeros(3, np.float32)}, metadata={"patient": "name"}))
 
 
 def test_an_image_set_that_is_cut_or_goes_on_is_refused() -> None:
     good = pack_images(IMAGES, LABELS)
     for changed in (good + b"\0" * 512, good + b"\0" * 10_240, good[:-1], good[:-512], b""):
-        with pytest.raises(BadArtifact):
+        with pytest.raises(ArtifactFormatError):
             unpack_images(changed)
 
 
 @given(st.binary(max_size=400))
 def test_noise_is_a_bad_artifact_and_nothing_else(raw: bytes) -> None:
-    with pytest.raises(BadArtifact):
+    with pytest.raises(ArtifactFormatError):
         unpack_images(raw)
-    with pytest.raises(BadArtifact):
+    with pytest.raises(ArtifactFormatError):
         unpack_vector(raw)
 
 
@@ -133,10 +133,10 @@ def test_a_key_that_others_can_read_is_not_used(tmp_path: Path) -> None:
     write_private(path, b"secret")
     assert read_private(path) == b"secret"
     path.chmod(0o640)
-    with pytest.raises(BadKeyFile, match="chmod 600"):
+    with pytest.raises(KeyFileError, match="chmod 600"):
         read_private(path)
     path.chmod(0o600)
-    with pytest.raises(BadKeyFile):
+    with pytest.raises(KeyFileError):
         signing_key(path)
     with pytest.raises(FileExistsError):
         write_private(path, b"another")

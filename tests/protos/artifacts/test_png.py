@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import struct
-import tarfile
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -18,21 +17,22 @@ from numpy.typing import NDArray
 from PIL import Image
 from skimage import data
 
-from protos import shards
-from protos.blocks import BadArtifact, Held
-from protos.deflate import code_lengths, compressed
-from protos.inspection import check
-from protos.pngset import pack_earlier_png, pack_png, plain_size, read_earlier_png, read_png
-from protos.shards import (
+from protos.artifacts import shards
+from protos.artifacts.byte_source import ArtifactFormatError, BytesSource
+from protos.artifacts.deflate import code_lengths, compressed
+from protos.artifacts.inspection import check
+from protos.artifacts.png import pack_earlier_png, pack_png, plain_size, read_earlier_png, read_png
+from protos.artifacts.shards import (
     Png,
+    capacity,
     check_earlier_shard,
     check_kept_shard,
     check_shard,
     pack_shard,
     plain_bytes,
     read_images,
-    room,
 )
+from tests.support.image_sets import shard_of
 
 PHOTOGRAPH: NDArray[np.uint8] = data.astronaut()[:96, 100:180]  # (96, 80, 3)
 
@@ -57,22 +57,10 @@ def filtered(image: NDArray[np.uint8], kinds: list[int]) -> bytes:
     return b"".join(out)
 
 
-def shard_of(bodies: list[bytes]) -> bytes:
-    """A set of PNG files as they are."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-        for i, body in enumerate(bodies):
-            for name, content in ((f"{i:05d}.png", body), (f"{i:05d}.txt", b"")):
-                info = tarfile.TarInfo(name)
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
-    return out.getvalue()
-
-
 def test_a_photograph_takes_much_less_than_its_pixels_and_reads_back() -> None:
     raw = pack_png(PHOTOGRAPH)
     assert len(raw) < 0.7 * PHOTOGRAPH.size
-    assert (read_png(Held(raw)) == PHOTOGRAPH).all()
+    assert (read_png(BytesSource(raw)) == PHOTOGRAPH).all()
     assert (np.asarray(Image.open(io.BytesIO(raw))) == PHOTOGRAPH).all()
 
 
@@ -104,9 +92,9 @@ def test_every_other_choice_of_filter_level_strategy_and_block_is_refused() -> N
     admitted = []
     for stream in streams:
         try:
-            check_shard(Held(shard_of([with_stream(stream)])))
+            check_shard(BytesSource(shard_of([with_stream(stream)])))
             admitted.append(stream)
-        except BadArtifact:
+        except ArtifactFormatError:
             pass
     assert len(streams) > 80
     assert admitted == [one[41:-16]]
@@ -118,16 +106,16 @@ def test_no_bit_of_the_codes_is_free(flip: int) -> None:
     for bit in range(8):
         raw[flip] ^= 1 << bit
         body = bytes(raw[41:-16])
-        with pytest.raises(BadArtifact):
-            read_png(Held(with_stream(body)))
+        with pytest.raises(ArtifactFormatError):
+            read_png(BytesSource(with_stream(body)))
         raw[flip] ^= 1 << bit
 
 
 def test_what_follows_the_stream_inside_its_chunk_is_refused() -> None:
     stream = pack_png(PHOTOGRAPH)[41:-16]
     for more in (b"x", b"Jane Doe", stream):
-        with pytest.raises(BadArtifact):
-            read_png(Held(with_stream(stream + more)))
+        with pytest.raises(ArtifactFormatError):
+            read_png(BytesSource(with_stream(stream + more)))
 
 
 @settings(max_examples=150, deadline=None)
@@ -139,7 +127,7 @@ def test_any_picture_reads_back_from_one_file_that_is_never_larger_than_the_plai
     image = (128 + dice.normal(0, 4.0**spread, shape)).clip(0, 255).astype(np.uint8)
     raw = pack_png(image)
     assert len(raw) <= plain_size(shape) == len(pack_earlier_png(image))
-    assert (read_png(Held(raw)) == image).all()
+    assert (read_png(BytesSource(raw)) == image).all()
     assert (np.asarray(Image.open(io.BytesIO(raw))) == image).all()
 
 
@@ -169,8 +157,8 @@ def test_a_stream_that_inflates_to_more_than_its_header_promises_is_not_inflated
     many = np.zeros((1500, 1500), np.uint8)
     for body in (with_stream(bomb, image), with_stream(bomb, many)):
         tracemalloc.start()
-        with pytest.raises(BadArtifact):
-            read_png(Held(body))
+        with pytest.raises(ArtifactFormatError):
+            read_png(BytesSource(body))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 50_000_000
@@ -185,23 +173,23 @@ def earlier(images: list[NDArray[np.uint8]]) -> bytes:
 
 def test_a_set_of_before_compression_is_read_where_it_is_kept_and_admitted_no_more() -> None:
     raw = earlier([PHOTOGRAPH, PHOTOGRAPH[::-1]])
-    assert check_kept_shard(Held(raw)).count == 2
-    assert (read_images(Held(raw))[0][1] == PHOTOGRAPH[::-1]).all()
-    assert (read_earlier_png(Held(pack_earlier_png(PHOTOGRAPH))) == PHOTOGRAPH).all()
-    with pytest.raises(BadArtifact):
-        check_shard(Held(raw))
-    with pytest.raises(BadArtifact):
-        check(Held(raw), "image-set", {})
+    assert check_kept_shard(BytesSource(raw)).count == 2
+    assert (read_images(BytesSource(raw))[0][1] == PHOTOGRAPH[::-1]).all()
+    assert (read_earlier_png(BytesSource(pack_earlier_png(PHOTOGRAPH))) == PHOTOGRAPH).all()
+    with pytest.raises(ArtifactFormatError):
+        check_shard(BytesSource(raw))
+    with pytest.raises(ArtifactFormatError):
+        check(BytesSource(raw), "image-set", {})
 
 
 def test_of_a_site_that_speaks_the_protocol_of_before_only_that_form_is_admitted() -> None:
     old, new = earlier([PHOTOGRAPH]), pack_shard([PHOTOGRAPH], [""], Png())
-    assert check(Held(old), "image-set", {"earlier": True})["count"] == 1
-    assert check_earlier_shard(Held(old)).count == 1
-    with pytest.raises(BadArtifact):
-        check(Held(new), "image-set", {"earlier": True})
-    with pytest.raises(BadArtifact):
-        check(Held(old), "image-set", {"earlier": "yes"})
+    assert check(BytesSource(old), "image-set", {"earlier": True})["count"] == 1
+    assert check_earlier_shard(BytesSource(old)).count == 1
+    with pytest.raises(ArtifactFormatError):
+        check(BytesSource(new), "image-set", {"earlier": True})
+    with pytest.raises(ArtifactFormatError):
+        check(BytesSource(old), "image-set", {"earlier": "yes"})
 
 
 # ---------------------------------------------------------------- how much a set may hold
@@ -209,21 +197,21 @@ def test_of_a_site_that_speaks_the_protocol_of_before_only_that_form_is_admitted
 
 @pytest.mark.parametrize("read", [check_shard, check_kept_shard, read_images])
 def test_a_set_is_bounded_by_what_it_holds_and_not_by_what_it_takes(
-    monkeypatch: pytest.MonkeyPatch, read: Callable[[Held], object]
+    monkeypatch: pytest.MonkeyPatch, read: Callable[[BytesSource], object]
 ) -> None:
     """A black picture takes an eighth of its pixels: else a set of 256 MiB would unpack to 2 GiB."""
-    assert room(1 << 40, (2048, 2048, 3), Png()) == 21, "of the largest pictures, within 256 MiB"
+    assert capacity(1 << 40, (2048, 2048, 3), Png()) == 21, "of the largest pictures, within 256 MiB"
     monkeypatch.setattr(shards, "MAX_SHARD", 1 << 20)
     black = np.zeros((128, 128, 3), np.uint8)
-    most = room(1 << 40, black.shape, Png())
+    most = capacity(1 << 40, black.shape, Png())
     body = pack_png(black)
-    with pytest.raises(BadArtifact, match="without compression"):
+    with pytest.raises(ArtifactFormatError, match="without compression"):
         pack_shard([black] * (most + 1), [""] * (most + 1), Png())
-    assert check_shard(Held(shard_of([body] * most))).count == most == 20
+    assert check_shard(BytesSource(shard_of([body] * most))).count == most == 20
     raw = shard_of([body] * (most + 1))
     assert len(raw) < (1 << 20) // 4
-    with pytest.raises(BadArtifact, match="without compression"):
-        read(Held(raw))
+    with pytest.raises(ArtifactFormatError, match="without compression"):
+        read(BytesSource(raw))
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (33, 9, 3), (64, 64)])
@@ -235,4 +223,4 @@ def test_the_bytes_that_are_told_beforehand_are_enough_for_anything_and_reached(
     noise = [np.random.default_rng(i).integers(0, 256, shape, np.uint8) for i in range(count)]
     assert len(pack_shard(noise, ["x" * 32] * count, Png())) == told
     assert len(pack_shard([image // 64 for image in noise], [""] * count, Png())) <= told
-    assert room(told, shape, Png()) >= count
+    assert capacity(told, shape, Png()) >= count

@@ -19,11 +19,22 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from pydicom.uid import UID, ExplicitVRLittleEndian
 
-from protos.blocks import BadArtifact, Held
-from protos.dicomset import pack_dicom
-from protos.niftiset import pack_nifti
-from protos.pngset import pack_png, read_png
-from protos.shards import MAX_SHARD, Contents, Dicom, Form, Nifti, Png, check_shard, pack_shard, plain, room
+from protos.artifacts.byte_source import ArtifactFormatError, BytesSource
+from protos.artifacts.dicom import pack_dicom
+from protos.artifacts.nifti import pack_nifti
+from protos.artifacts.png import pack_png, read_png
+from protos.artifacts.shards import (
+    MAX_SHARD,
+    Contents,
+    Dicom,
+    Form,
+    Nifti,
+    Png,
+    capacity,
+    check_shard,
+    pack_shard,
+    plain,
+)
 
 AFFINE = (0.0, -2.0, 0.0, -5.0, 1.5, 0.0, 0.0, 12.25, 0.0, 0.0, 0.5, 1.0)
 LABELS = ("grade 2", "", "0")
@@ -48,8 +59,8 @@ GOOD = pack_shard(CASES[0][1], LABELS, Png())
 
 
 def refused(raw: bytes, why: str | None = None) -> None:
-    with pytest.raises(BadArtifact, match=why):
-        check_shard(Held(raw))
+    with pytest.raises(ArtifactFormatError, match=why):
+        check_shard(BytesSource(raw))
 
 
 def members(raw: bytes) -> list[tuple[str, bytes]]:
@@ -77,7 +88,7 @@ def test_a_shard_reads_back_and_is_what_tarfile_writes(
     form: Form, samples: list[np.ndarray[Any, Any]], name: str
 ) -> None:
     raw = pack_shard(samples, LABELS, form)
-    assert check_shard(Held(raw)) == Contents(name, 3, samples[0].shape, LABELS)
+    assert check_shard(BytesSource(raw)) == Contents(name, 3, samples[0].shape, LABELS)
     assert archive_of(list(members(raw))) == raw
     assert pack_shard(samples, LABELS, form) == raw
 
@@ -100,8 +111,8 @@ def test_any_changed_byte_but_a_pixel_or_a_label_is_found(data: st.DataObject) -
     raw[place] ^= data.draw(st.integers(1, 255))
     if isinstance(form, Nifti) and 512 + 40 <= place < 512 + head:
         try:  # another affine is another volume; it must still be in its one form
-            found = check_shard(Held(bytes(raw)))
-        except BadArtifact:
+            found = check_shard(BytesSource(bytes(raw)))
+        except ArtifactFormatError:
             return
         assert found.shape == samples[0].shape
         assert 512 + 76 <= place < 512 + 328
@@ -199,7 +210,7 @@ def test_a_member_that_announces_ten_gigabytes_is_refused_before_it_is_read() ->
         def read(self, offset: int, count: int) -> bytes:
             raise AssertionError("read before the size was judged")
 
-    with pytest.raises(BadArtifact, match="256 MiB"):
+    with pytest.raises(ArtifactFormatError, match="256 MiB"):
         check_shard(Huge())
 
 
@@ -227,7 +238,7 @@ def test_as_many_samples_as_there_is_room_for_fit_whatever_they_show(
 ) -> None:
     if isinstance(form, Dicom) and len(shape) == 3:
         shape = shape[:2]
-    count = room(most, shape, form)
+    count = capacity(most, shape, form)
     samples = [RNG.integers(0, 256, shape, np.uint8) for _ in range(count + 1)]
     assert len(pack_shard(samples, ["x" * 32] * (count + 1), form)) > most, "and no more"
     if count:
@@ -235,10 +246,10 @@ def test_as_many_samples_as_there_is_room_for_fit_whatever_they_show(
 
 
 def test_there_is_room_for_what_the_largest_shard_takes_and_for_no_more() -> None:
-    assert room(1 << 40, (8, 8), Png()) == 100_000
-    assert room(1 << 40, (64, 64), Png()) == room(MAX_SHARD, (64, 64), Png()) == (MAX_SHARD - 10_240) // 6_144
-    with pytest.raises(BadArtifact):
-        room(1 << 40, (8, 8), Dicom("??", (1000, 1000)))
+    assert capacity(1 << 40, (8, 8), Png()) == 100_000
+    assert capacity(1 << 40, (64, 64), Png()) == capacity(MAX_SHARD, (64, 64), Png()) == (MAX_SHARD - 10_240) // 6_144
+    with pytest.raises(ArtifactFormatError):
+        capacity(1 << 40, (8, 8), Dicom("??", (1000, 1000)))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +260,7 @@ def test_a_label_is_plain_exactly_when_a_shard_takes_it(label: str, fine: bool) 
     if fine:
         assert pack_shard([np.zeros((8, 8), np.uint8)], [label], Png())
     else:
-        with pytest.raises(BadArtifact):
+        with pytest.raises(ArtifactFormatError):
             pack_shard([np.zeros((8, 8), np.uint8)], [label], Png())
 
 
@@ -274,7 +285,7 @@ def test_what_a_form_cannot_hold_is_not_packed() -> None:
         ([image], [""], Dicom("MR", (500,))),
         ([image], [""], Dicom("MR", (0, 500))),
     ):
-        with pytest.raises(BadArtifact):
+        with pytest.raises(ArtifactFormatError):
             pack_shard(samples, labels, form)
 
 
@@ -288,7 +299,7 @@ def test_pillow_reads_the_same_pixels(height: int, width: int, colour: bool, see
     image = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
     raw = pack_png(image)
     assert (np.asarray(Image.open(io.BytesIO(raw))) == image).all()
-    assert (read_png(Held(raw)) == image).all()
+    assert (read_png(BytesSource(raw)) == image).all()
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:

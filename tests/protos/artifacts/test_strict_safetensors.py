@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from protos.blocks import BadArtifact, Held, Opened
-from protos.weights import (
+from protos.artifacts.byte_source import ArtifactFormatError, BytesSource, FileSource
+from protos.artifacts.strict_safetensors import (
     WIDTHS,
     Architecture,
     check_ring,
@@ -56,8 +56,8 @@ def parts(raw: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def reason(raw: bytes, architecture: Architecture = ARCHITECTURE) -> str:
-    with pytest.raises(BadArtifact) as refusal:
-        check_weights(Held(raw), architecture)
+    with pytest.raises(ArtifactFormatError) as refusal:
+        check_weights(BytesSource(raw), architecture)
     return str(refusal.value)
 
 
@@ -76,7 +76,7 @@ def test_the_header_is_the_one_that_the_librarys_writer_makes(
     }
     raw = bytes(safetensors.serialize(entries, None))
     assert raw == architecture.header() + bytes(architecture.nbytes)
-    check_weights(Held(raw), architecture)
+    check_weights(BytesSource(raw), architecture)
     assert Architecture.parse(architecture.encode()) == architecture
 
 
@@ -105,7 +105,7 @@ def test_arrays_are_packed_as_the_library_packs_them_and_read_back(
 
 
 def test_a_model_of_its_architecture_passes() -> None:
-    check_weights(Held(save(TENSORS)), ARCHITECTURE)
+    check_weights(BytesSource(save(TENSORS)), ARCHITECTURE)
 
 
 def test_duplicate_keys_which_the_library_accepts_are_refused() -> None:
@@ -183,12 +183,12 @@ def test_a_value_that_is_not_finite_is_refused_in_every_type(dtype: str, bits: i
         values = [bytes(width)] * 3
         values[place] = bits.to_bytes(width, "little")
         assert reason(architecture.header() + b"".join(values), architecture) == "a value is not finite"
-    check_weights(Held(architecture.header() + bytes(3 * width)), architecture)
+    check_weights(BytesSource(architecture.header() + bytes(3 * width)), architecture)
 
 
 def test_a_truth_value_has_one_bit() -> None:
     architecture = Architecture.of({"w": ("BOOL", (3,))})
-    check_weights(Held(architecture.header() + b"\0\1\0"), architecture)
+    check_weights(BytesSource(architecture.header() + b"\0\1\0"), architecture)
     assert reason(architecture.header() + b"\0\2\0", architecture) == "a truth value is neither 0 nor 1"
 
 
@@ -197,20 +197,20 @@ def test_a_truth_value_has_one_bit() -> None:
 def test_any_changed_byte_of_a_header_is_found(data: st.DataObject) -> None:
     raw = bytearray(save(TENSORS))
     raw[data.draw(st.integers(0, len(ARCHITECTURE.header()) - 1))] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(BadArtifact):
-        check_weights(Held(bytes(raw)), ARCHITECTURE)
+    with pytest.raises(ArtifactFormatError):
+        check_weights(BytesSource(bytes(raw)), ARCHITECTURE)
 
 
 @given(st.binary(max_size=300))
 def test_noise_is_a_bad_artifact_and_nothing_else(noise: bytes) -> None:
     for raw in (noise, framed(noise, b"")):
-        with pytest.raises(BadArtifact):
-            check_weights(Held(raw), ARCHITECTURE)
-        with pytest.raises(BadArtifact):
-            check_vector(Held(raw))
-        with pytest.raises(BadArtifact):
-            check_ring(Held(raw))
-        with pytest.raises(BadArtifact):
+        with pytest.raises(ArtifactFormatError):
+            check_weights(BytesSource(raw), ARCHITECTURE)
+        with pytest.raises(ArtifactFormatError):
+            check_vector(BytesSource(raw))
+        with pytest.raises(ArtifactFormatError):
+            check_ring(BytesSource(raw))
+        with pytest.raises(ArtifactFormatError):
             Architecture.parse(noise)
 
 
@@ -231,7 +231,7 @@ def test_noise_is_a_bad_artifact_and_nothing_else(noise: bytes) -> None:
     ],
 )
 def test_an_architecture_out_of_bounds_cannot_be_built(tensors: dict[str, Any]) -> None:
-    with pytest.raises(BadArtifact):
+    with pytest.raises(ArtifactFormatError):
         Architecture.of(tensors)
 
 
@@ -240,16 +240,16 @@ def test_an_architecture_has_one_encoding() -> None:
     assert Architecture.parse(raw).digest() == ARCHITECTURE.digest()
     twice = raw.replace(b'"b":', b'"b":["F32",[3]],"b":')
     for other in (raw + b" ", twice, raw.replace(b"[3]", b"[03]"), b"{}", b"[]", b'{"tensors":{"a":["F32",[1.0]]}}'):
-        with pytest.raises(BadArtifact):
+        with pytest.raises(ArtifactFormatError):
             Architecture.parse(other)
 
 
 def test_a_vectors_length_is_read_and_compared() -> None:
     for size in (1, 9, 10, 99, 12_345):
         raw = save({"flat": np.ones(size, np.float32)})
-        assert check_vector(Held(raw)) == check_vector(Held(raw), size) == size
-        with pytest.raises(BadArtifact, match=f"must have {size + 1} values"):
-            check_vector(Held(raw), size + 1)
+        assert check_vector(BytesSource(raw)) == check_vector(BytesSource(raw), size) == size
+        with pytest.raises(ArtifactFormatError, match=f"must have {size + 1} values"):
+            check_vector(BytesSource(raw), size + 1)
 
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
@@ -260,9 +260,9 @@ def test_a_ring_vector_may_hold_every_value(dtype: Any) -> None:
     assert raw == save({"ring": vector})
     assert (unpack_ring(raw) == vector).all()
     for wrong in (raw[:-1], raw + b"\0", save({"flat": vector}), save({"ring": vector.astype(np.int64)})):
-        with pytest.raises(BadArtifact):
+        with pytest.raises(ArtifactFormatError):
             unpack_ring(wrong)
-    with pytest.raises(BadArtifact):
+    with pytest.raises(ArtifactFormatError):
         pack_ring(vector.reshape(10, 100))
 
 
@@ -275,7 +275,7 @@ def test_a_large_file_is_read_with_a_few_blocks_of_memory(tmp_path: Path) -> Non
         out.truncate(len(architecture.header()) + architecture.nbytes)
     with path.open("rb") as opened:
         tracemalloc.start()
-        check_weights(Opened.of(opened.fileno()), architecture)
+        check_weights(FileSource.of(opened.fileno()), architecture)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 32 << 20

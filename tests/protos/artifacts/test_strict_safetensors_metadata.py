@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from protos.blocks import BadArtifact, Held
-from protos.told import KEY, MOST, canonical, check_told
-from protos.weights import Architecture, check_weights
+from protos.artifacts.byte_source import ArtifactFormatError, BytesSource
+from protos.artifacts.strict_safetensors import KEY, MOST, Architecture, canonical, check_told, check_weights
 
 TENSORS: dict[str, np.ndarray[Any, Any]] = {"a.weight": np.ones((2, 3), np.float32), "steps": np.array(4, np.int64)}
 SHAPES = {"a.weight": ("F32", (2, 3)), "steps": ("I64", ())}
@@ -23,13 +22,13 @@ TEXT = canonical(TOLD)
 ARCHITECTURE = Architecture.of(SHAPES, TEXT)
 
 
-def file(metadata: dict[str, str] | None) -> Held:
+def file(metadata: dict[str, str] | None) -> BytesSource:
     """As the library writes it."""
-    return Held(save(TENSORS, metadata))
+    return BytesSource(save(TENSORS, metadata))
 
 
-def reason(source: Held, architecture: Architecture = ARCHITECTURE) -> str:
-    with pytest.raises(BadArtifact) as refusal:
+def reason(source: BytesSource, architecture: Architecture = ARCHITECTURE) -> str:
+    with pytest.raises(ArtifactFormatError) as refusal:
         check_weights(source, architecture)
     return str(refusal.value)
 
@@ -72,7 +71,7 @@ def test_a_text_written_in_another_way_is_refused_though_it_means_the_same() -> 
     head += b" " * (-len(head) % 8)
     same = len(head).to_bytes(8, "little") + head + raw[8 + length :]
     assert json.loads(head) == json.loads(raw[8 : 8 + length])
-    assert reason(Held(same)) == "the header is not written in its one form"
+    assert reason(BytesSource(same)) == "the header is not written in its one form"
 
 
 def test_the_architecture_is_another_one_when_the_file_says_something_else() -> None:
@@ -99,13 +98,13 @@ def test_the_architecture_is_another_one_when_the_file_says_something_else() -> 
     ],
 )
 def test_only_a_kind_and_a_configuration_are_told(told: Any, why: str) -> None:
-    with pytest.raises(BadArtifact, match=why):
+    with pytest.raises(ArtifactFormatError, match=why):
         check_told(canonical(told))
-    with pytest.raises(BadArtifact, match=why):
+    with pytest.raises(ArtifactFormatError, match=why):
         Architecture.of(SHAPES, canonical(told))
-    with pytest.raises(BadArtifact, match=why):
+    with pytest.raises(ArtifactFormatError, match=why):
         Architecture.shown_by(file({KEY: canonical(told)}))
-    with pytest.raises(BadArtifact):
+    with pytest.raises(ArtifactFormatError):
         Architecture.parse(canonical({"tensors": {"a": ["F32", [1]]}, "told": told}).encode())
 
 
@@ -115,7 +114,7 @@ def test_only_a_kind_and_a_configuration_are_told(told: Any, why: str) -> None:
      canonical(TOLD).replace("64", "NaN"), canonical(TOLD).replace("64", "1e999"), "[" * 9000, 7, None, b"{}"],
 )  # fmt: skip
 def test_a_text_in_another_form_is_refused(text: Any) -> None:
-    with pytest.raises(BadArtifact):
+    with pytest.raises(ArtifactFormatError):
         check_told(text)
 
 
@@ -129,11 +128,11 @@ def test_a_text_in_another_form_is_refused(text: Any) -> None:
      b'{"a":{"dtype":"F32","shape":[1]},"a":{"dtype":"F32","shape":[2]}}', b"[" * 9000],
 )  # fmt: skip
 def test_a_header_that_shows_no_architecture_is_refused(header: bytes) -> None:
-    with pytest.raises(BadArtifact):
-        Architecture.shown_by(Held(len(header).to_bytes(8, "little") + header + bytes(64)))
+    with pytest.raises(ArtifactFormatError):
+        Architecture.shown_by(BytesSource(len(header).to_bytes(8, "little") + header + bytes(64)))
 
 
 def test_a_number_that_is_none_has_no_text() -> None:
     for odd in (float("nan"), float("inf"), {1, 2}, b"x"):
-        with pytest.raises(BadArtifact, match="not JSON"):
+        with pytest.raises(ArtifactFormatError, match="not JSON"):
             canonical(odd)

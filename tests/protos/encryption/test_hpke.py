@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protos import hpke
-from protos.chunks import CHUNK
-from protos.hpke import (
-    BadReaderKey,
-    BadSealed,
+from protos.artifacts.chunks import CHUNK
+from protos.encryption import hpke
+from protos.encryption.hpke import (
+    ReaderKeyError,
+    SealedFileError,
     check_form,
     fingerprint,
     make_reader,
@@ -23,7 +23,7 @@ from protos.hpke import (
     seal_to,
     sealed_bytes,
 )
-from protos.identity import BadKeyFile
+from protos.identity.certificates import KeyFileError
 
 PRIVATE, PUBLIC = make_reader()
 HEAD = 8 + 32 + 2 + 1120 + 48 + 7  # ML-KEM-768 ciphertext and X25519 share; the wrapped key with its tag
@@ -38,7 +38,7 @@ def refused(raw: bytes, folder: Path, private: bytes = PRIVATE) -> str:
     """What is said about these bytes; and nothing of them is left."""
     sealed, out = folder / "sealed", folder / "plain"
     sealed.write_bytes(raw)
-    with pytest.raises(BadSealed) as caught:
+    with pytest.raises(SealedFileError) as caught:
         open_sealed_artifact(private, sealed, out)
     assert sorted(p.name for p in folder.iterdir()) == ["sealed"]
     return str(caught.value)
@@ -76,10 +76,10 @@ def test_nothing_of_the_artifact_can_be_seen_and_no_two_seals_are_alike(tmp_path
 def test_another_reader_cannot_open_it_whatever_the_header_says(tmp_path: Path) -> None:
     private, public = make_reader()
     raw = sealed(tmp_path, text(100))
-    assert "another reader" in refused(raw, tmp_path, private)
+    assert "another recipient" in refused(raw, tmp_path, private)
     pretended = raw[:8] + hashlib.sha256(public).digest() + raw[40:]
     assert "does not open" in refused(pretended, tmp_path, private)
-    assert "another reader" in refused(pretended, tmp_path)
+    assert "another recipient" in refused(pretended, tmp_path)
 
 
 def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_an_older_file_stays_as_it_was_when_a_new_one_does_not_open(tmp_path: Pa
     raw = bytearray(sealed(tmp_path, text(2 * CHUNK)))
     raw[-1] ^= 1
     bad.write_bytes(raw)
-    with pytest.raises(BadSealed):
+    with pytest.raises(SealedFileError):
         open_sealed_artifact(PRIVATE, bad, out)
     assert out.read_bytes() == b"before"
 
@@ -154,21 +154,21 @@ def test_key_files_read_back_and_only_their_owner_reads_the_private_one(tmp_path
     with pytest.raises(FileExistsError):
         hpke.write_reader(tmp_path, "lead")
     (tmp_path / "lead.key").chmod(0o640)
-    with pytest.raises(BadKeyFile):
+    with pytest.raises(KeyFileError):
         hpke.read_reader_private(tmp_path / "lead.key")
 
 
 def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
     hpke.write_reader(tmp_path, "lead")
-    with pytest.raises(BadReaderKey):
+    with pytest.raises(ReaderKeyError):
         hpke.read_reader_public(tmp_path / "lead.key")
     (tmp_path / "bad.pub").write_bytes(b"lazaret-reader-1 AAAA\n")
-    with pytest.raises(BadReaderKey):
+    with pytest.raises(ReaderKeyError):
         hpke.read_reader_public(tmp_path / "bad.pub")
     for public in (b"", PUBLIC[:-1], PUBLIC + b"x", b"\xff" * len(PUBLIC)):
-        with pytest.raises(BadReaderKey):
+        with pytest.raises(ReaderKeyError):
             seal_to(public, b"x", tmp_path / "out")
-    with pytest.raises(BadReaderKey):
+    with pytest.raises(ReaderKeyError):
         open_sealed_artifact(PRIVATE[:-1], tmp_path / "lead.pub", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -185,7 +185,7 @@ def test_what_has_not_the_form_is_told_from_its_head_and_its_length(tmp_path: Pa
     other = fingerprint(make_reader()[1])
     wrong = {
         "not a sealed artifact": [text(5000), b"", raw[:41], b"lzreader" + raw[8:]],
-        "another reader": [raw[:8] + bytes.fromhex(other) + raw[40:]],
+        "another recipient": [raw[:8] + bytes.fromhex(other) + raw[40:]],
         "its key is of another length": [raw[:40] + n.to_bytes(2, "big") + raw[42:] for n in (0, 1167, 1169, 65535)],
         "not whole pieces": [
             raw[:HEAD], raw[: HEAD - 1], raw[:42], raw[: HEAD + 15], raw[: HEAD + PIECE + 1], raw[: HEAD + PIECE + 16]
@@ -194,9 +194,9 @@ def test_what_has_not_the_form_is_told_from_its_head_and_its_length(tmp_path: Pa
     for words, bodies in wrong.items():
         for body in bodies:
             path.write_bytes(body)
-            with pytest.raises(BadSealed, match=words):
+            with pytest.raises(SealedFileError, match=words):
                 check_form(path, fingerprint(PUBLIC))
     path.write_bytes(raw)
     for reader in (other, fingerprint(PUBLIC).upper(), "", fingerprint(PUBLIC)[:-1]):
-        with pytest.raises(BadSealed, match="another reader"):
+        with pytest.raises(SealedFileError, match="another recipient"):
             check_form(path, reader)

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from protos.backup import BOX, LIST, MANIFEST, BadBackup, Manifest, Writer, read, take, tells_password
+from protos.operations.backup import (
+    BOX,
+    LIST,
+    MANIFEST,
+    BackupError,
+    BackupWriter,
+    Manifest,
+    copy_files,
+    read,
+    tells_password,
+)
 
 KEY = Ed25519PrivateKey.generate()
 PUBLIC = KEY.public_key().public_bytes_raw()
@@ -17,7 +27,7 @@ EMPTY = Manifest("lazaret/site-a", 1_760_000_000, "0.1.0", "", 2, {"sign.key": "
 
 
 def made(folder: Path) -> Path:
-    with Writer(folder) as writer:
+    with BackupWriter(folder) as writer:
         writer.add("site.toml", b'site = "site-a"\n')
         writer.add("watch/seen.json", b"{}")
         writer.add(BOX, b"sealed")
@@ -37,25 +47,25 @@ def test_a_backup_reads_back_and_is_taken_without_its_box(tmp_path: Path) -> Non
     assert set(manifest.files) == {"site.toml", "watch/seen.json", BOX, f"inbox/main/{'0' * 32}"}
     for path in [folder, *folder.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path.name
-    take(folder, manifest, tmp_path / "home", frozenset({"site.toml"}))
+    copy_files(folder, manifest, tmp_path / "home", frozenset({"site.toml"}))
     there = {p.relative_to(tmp_path / "home").as_posix() for p in (tmp_path / "home").rglob("*") if p.is_file()}
     assert there == {"watch/seen.json", f"inbox/main/{'0' * 32}"}
 
 
 def test_what_was_not_finished_is_no_backup(tmp_path: Path) -> None:
     (tmp_path / "dark").mkdir()
-    with pytest.raises(IsADirectoryError), Writer(tmp_path / "dark" / "backup") as writer:
+    with pytest.raises(IsADirectoryError), BackupWriter(tmp_path / "dark" / "backup") as writer:
         writer.took("")
     (tmp_path / "dark").rmdir()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "backup.part").mkdir()
     (tmp_path / "backup.part" / "left").write_bytes(b"by a crash")
-    with pytest.raises(BadBackup, match="no backup"):
+    with pytest.raises(BackupError, match="not a complete backup"):
         read(tmp_path / "backup.part", PUBLIC)
     made(tmp_path / "backup")
     assert not (tmp_path / "backup.part").exists()
-    with pytest.raises(BadBackup, match="new folder"):
-        Writer(tmp_path / "backup")
+    with pytest.raises(BackupError, match="new folder"):
+        BackupWriter(tmp_path / "backup")
 
 
 def swapped(folder: Path) -> None:
@@ -89,7 +99,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 def test_a_backup_that_was_changed_is_refused(tmp_path: Path, change: str) -> None:
     folder = made(tmp_path / "backup")
     CHANGES[change](folder)
-    with pytest.raises(BadBackup):
+    with pytest.raises(BackupError):
         read(folder, PUBLIC)
 
 
@@ -112,13 +122,13 @@ def test_a_password_in_settings_is_found_and_a_path_to_one_is_none(text: str, te
 
 def test_somebody_elses_backup_is_refused(tmp_path: Path) -> None:
     folder = made(tmp_path / "backup")
-    with pytest.raises(BadBackup, match="not signed by these keys"):
+    with pytest.raises(BackupError, match="not signed by these keys"):
         read(folder, Ed25519PrivateKey.generate().public_key().public_bytes_raw())
 
 
 @pytest.mark.parametrize("name", ["../evil", "/evil", "a/../../b", ".hidden", "a\nb", "a//b", ""])
 def test_no_name_leads_out_of_a_backup(tmp_path: Path, name: str) -> None:
-    with Writer(tmp_path / "backup") as writer, pytest.raises(BadBackup, match="name"):
+    with BackupWriter(tmp_path / "backup") as writer, pytest.raises(BackupError, match="name"):
         writer.add(name, b"x")
     listing = b'{"' + name.encode().replace(b"\n", b"\\n") + b'": ["00", 1]}'
     import hashlib
@@ -127,15 +137,15 @@ def test_no_name_leads_out_of_a_backup(tmp_path: Path, name: str) -> None:
 
     table = asdict(EMPTY) | {"listed": hashlib.sha256(listing).hexdigest()}
     del table["files"]
-    with pytest.raises(BadBackup, match="elsewhere"):
+    with pytest.raises(BackupError, match="outside the backup"):
         Manifest.of(json.dumps(table).encode(), listing)
 
 
 def test_a_backup_of_a_newer_form_is_refused(tmp_path: Path) -> None:
-    with Writer(tmp_path / "backup") as writer:
+    with BackupWriter(tmp_path / "backup") as writer:
         newer = Manifest(EMPTY.origin, 1, "9", "", 9, {}, form=2)
         writer.finish(newer, KEY)
-    with pytest.raises(BadBackup, match="form 2"):
+    with pytest.raises(BackupError, match="form 2"):
         read(tmp_path / "backup", PUBLIC)
 
 
@@ -143,7 +153,7 @@ def test_a_special_file_is_not_copied(tmp_path: Path) -> None:
     import os
 
     os.mkfifo(tmp_path / "pipe")
-    with Writer(tmp_path / "backup") as writer:
-        with pytest.raises(BadBackup, match="no plain file"):
+    with BackupWriter(tmp_path / "backup") as writer:
+        with pytest.raises(BackupError, match="not a regular file"):
             writer.copy("pipe", tmp_path / "pipe")
         assert not writer.copy("gone", tmp_path / "gone")

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.operations import confinement as c
+from protos.operations import confinement
 
 HEADERS = Path("/usr/include")
 GENERIC = HEADERS / "asm-generic" / "unistd.h"
@@ -28,17 +28,17 @@ ROOT = str(Path(__file__).resolve().parents[3])
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 X86 = 0xC000003E
 SETS = {
-    "arithmetic": c.ARITHMETIC,
-    "interpreter": c.INTERPRETER,
-    "conversing": c.CONVERSING,
-    "receiving": c.RECEIVING,
+    "arithmetic": confinement.ARITHMETIC,
+    "interpreter": confinement.INTERPRETER,
+    "conversing": confinement.CONVERSING,
+    "receiving": confinement.RECEIVING,
 }
 HEAD = f"""import ctypes, errno, json, os, socket, sys
 sys.path[0] = {ROOT!r}
 from protos.operations import confinement as c
 """
 
-needs_landlock = pytest.mark.skipif(not c.landlock_abi(), reason="this kernel has no Landlock")
+needs_landlock = pytest.mark.skipif(not confinement.landlock_abi(), reason="this kernel has no Landlock")
 on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of x86-64")
 
 
@@ -54,6 +54,38 @@ def told(text: str, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
+# ---------------------------------------------------------------- the parent's end
+
+
+def test_a_process_whose_parent_has_ended_already_is_not_confined_and_reads_nothing() -> None:
+    """The kernel tells of an end that comes; of one that came before, only the parent's number does."""
+    text = """
+found = []
+for parent in (os.getppid(), os.getppid() + 1):
+    try:
+        c.end_with(parent)
+        found.append("")
+    except c.ConfinementError as fault:
+        found.append(str(fault))
+print(json.dumps(found))
+"""
+    assert told(text) == ["", "the process that started this one has ended"]
+
+
+def test_the_end_of_the_parent_is_the_end_of_a_process_that_gave_up_its_rights() -> None:
+    """Dropping capabilities may take back what was asked of the kernel."""
+    signals = """
+value = ctypes.c_int()
+def told():
+    assert ctypes.CDLL(None).prctl(2, ctypes.byref(value), 0, 0, 0) == 0  # PR_GET_PDEATHSIG
+    return value.value
+c.end_with(os.getppid())
+c.drop_rights()
+print(json.dumps(told()))
+"""
+    assert told(signals) == signal.SIGKILL
+
+
 # ---------------------------------------------------------------- numbers
 
 
@@ -63,10 +95,16 @@ def test_the_numbers_of_calls_are_those_of_this_kernels_headers() -> None:
     if not header.exists():
         pytest.skip("linux-libc-dev is not installed")
     numbers = {m[1]: int(m[2]) for m in re.finditer(r"#define __NR_(\w+) (\d+)", header.read_text())}
-    assert {name: pair[0] for name, pair in c.CALLS.items()} == {name: numbers[name] for name in c.CALLS}
+    assert {name: pair[0] for name, pair in confinement.CALLS.items()} == {
+        name: numbers[name] for name in confinement.CALLS
+    }
     landlock = ("landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self")
-    assert [numbers[name] for name in landlock] == [c._LANDLOCK_CREATE, c._LANDLOCK_ADD, c._LANDLOCK_RESTRICT]
-    assert numbers["seccomp"] == c._MACHINES["x86_64"][2]
+    assert [numbers[name] for name in landlock] == [
+        confinement._LANDLOCK_CREATE,
+        confinement._LANDLOCK_ADD,
+        confinement._LANDLOCK_RESTRICT,
+    ]
+    assert numbers["seccomp"] == confinement._MACHINES["x86_64"][2]
 
 
 def test_the_numbers_for_aarch64_are_those_of_the_generic_table() -> None:
@@ -74,10 +112,12 @@ def test_the_numbers_for_aarch64_are_those_of_the_generic_table() -> None:
     if not GENERIC.exists():
         pytest.skip("linux-libc-dev is not installed")
     numbers = {m[1]: int(m[2]) for m in re.finditer(r"#define __NR(?:3264)?_(\w+) (\d+)", GENERIC.read_text())}
-    names = {name: "fstatat" if name == "newfstatat" else name for name in c.CALLS}  # of 64-bit machines
-    assert {n: pair[1] for n, pair in c.CALLS.items()} == {n: numbers.get(name) for n, name in names.items()}
-    assert numbers["landlock_create_ruleset"] == c._LANDLOCK_CREATE
-    assert numbers["seccomp"] == c._MACHINES["aarch64"][2]
+    names = {name: "fstatat" if name == "newfstatat" else name for name in confinement.CALLS}  # of 64-bit machines
+    assert {n: pair[1] for n, pair in confinement.CALLS.items()} == {
+        n: numbers.get(name) for n, name in names.items()
+    }
+    assert numbers["landlock_create_ruleset"] == confinement._LANDLOCK_CREATE
+    assert numbers["seccomp"] == confinement._MACHINES["aarch64"][2]
 
 
 # ---------------------------------------------------------------- the filter, interpreted
@@ -109,9 +149,9 @@ def decide(program: bytes, number: int, arguments: tuple[int, ...] = (), audit: 
 @pytest.mark.parametrize("which", SETS)
 def test_a_listed_call_is_allowed_and_every_other_fails(which: str) -> None:
     calls = SETS[which]
-    program = c.filter_program(0, X86, calls)
-    listed = {c.CALLS[name][0] for name in calls}
-    conditional = {c.CALLS[name][0] for name in c._conditions()}
+    program = confinement.filter_program(0, X86, calls)
+    listed = {confinement.CALLS[name][0] for name in calls}
+    conditional = {confinement.CALLS[name][0] for name in confinement._conditions()}
     for number in range(460):
         found = decide(program, number)
         if number in listed - conditional:
@@ -122,7 +162,7 @@ def test_a_listed_call_is_allowed_and_every_other_fails(which: str) -> None:
 
 
 def test_another_architecture_and_x32_kill() -> None:
-    program = c.filter_program(0, X86, c.RECEIVING)
+    program = confinement.filter_program(0, X86, confinement.RECEIVING)
     assert decide(program, 0, audit=0x40000003) == KILL  # i386
     assert decide(program, 0, audit=0xC00000B7) == KILL
     assert {decide(program, 0x40000000 + number) for number in range(600)} == {KILL}
@@ -131,11 +171,14 @@ def test_another_architecture_and_x32_kill() -> None:
 
 @given(st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 64) - 1))
 def test_arguments_decide_where_they_must(first: int, second: int) -> None:
-    reading, receiving = c.filter_program(0, X86, c.INTERPRETER), c.filter_program(0, X86, c.RECEIVING)
+    reading, receiving = (
+        confinement.filter_program(0, X86, confinement.INTERPRETER),
+        confinement.filter_program(0, X86, confinement.RECEIVING),
+    )
     low = first & 0xFFFFFFFF
 
     def allowed(program: bytes, name: str, *arguments: int) -> bool:
-        number = c.CALLS[name][0]
+        number = confinement.CALLS[name][0]
         assert number is not None
         return decide(program, number, arguments) == ALLOW
 
@@ -144,7 +187,7 @@ def test_arguments_decide_where_they_must(first: int, second: int) -> None:
     assert allowed(receiving, "openat", 0, 0, first)
     assert allowed(reading, "clone", first) is bool(low & 0x10000)
     assert allowed(reading, "prlimit64", first) is (low == 0)
-    assert allowed(reading, "ioctl", 0, first) is (low in c._IOCTLS)
+    assert allowed(reading, "ioctl", 0, first) is (low in confinement._IOCTLS)
     stream = low == socket.AF_UNIX and second & 0xF == socket.SOCK_STREAM
     assert allowed(receiving, "socketpair", first, second) is stream
     assert allowed(receiving, "sendto", 0, 0, 0, first, second) is (not low & 0x20000000 and second == 0)
@@ -154,7 +197,7 @@ def test_arguments_decide_where_they_must(first: int, second: int) -> None:
 @given(st.integers(0, 63), st.integers(0, 0xFFFFFFFF))
 def test_a_pair_of_sockets_is_of_streams_between_its_own_two_ends(family: int, kind: int) -> None:
     """One of datagrams sends to any path, with descriptors. Of ``kind`` SOCK_CLOEXEC and SOCK_NONBLOCK are free."""
-    program, (number, _) = c.filter_program(0, X86, c.RECEIVING), c.CALLS["socketpair"]
+    program, (number, _) = confinement.filter_program(0, X86, confinement.RECEIVING), confinement.CALLS["socketpair"]
     assert number is not None
     stream = family == socket.AF_UNIX and kind & 0xF == socket.SOCK_STREAM
     assert (decide(program, number, (family, kind)) == ALLOW) is stream
@@ -169,9 +212,14 @@ def test_no_set_has_a_way_out_in_it() -> None:
         *("process_vm_readv", "process_vm_writev", "pidfd_open", "pidfd_getfd", "io_uring_setup", "bpf", "unshare"),
         *("userfaultfd", "keyctl", "mount", "setns", "open", "creat", "openat2", "rename", "chmod", "sendmmsg"),
     )
-    assert c.CALLS.keys().isdisjoint(forbidden)
-    assert set(c.CALLS) == {"clone3", *c.RECEIVING}
-    assert set(c.ARITHMETIC) < set(c.INTERPRETER) < set(c.CONVERSING) < set(c.RECEIVING)
+    assert confinement.CALLS.keys().isdisjoint(forbidden)
+    assert set(confinement.CALLS) == {"clone3", *confinement.RECEIVING}
+    assert (
+        set(confinement.ARITHMETIC)
+        < set(confinement.INTERPRETER)
+        < set(confinement.CONVERSING)
+        < set(confinement.RECEIVING)
+    )
 
 
 # ---------------------------------------------------------------- in force
@@ -188,8 +236,8 @@ def test_a_call_of_x32_ends_the_process() -> None:
 @pytest.mark.parametrize("abi", range(1, 8))
 def test_every_version_of_landlock_closes_the_files(abi: int, tmp_path: Path) -> None:
     """The kernel takes the attributes of each older version; here those that it has itself."""
-    if abi > c.landlock_abi():
-        pytest.skip(f"this kernel's Landlock is of version {c.landlock_abi()}")
+    if abi > confinement.landlock_abi():
+        pytest.skip(f"this kernel's Landlock is of version {confinement.landlock_abi()}")
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "spool").mkdir()
     text = f"""
@@ -223,12 +271,12 @@ os._exit(0)
 
 
 def test_a_demand_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(c.ConfinementError, match="available, required"):
-        c.confine(c.Allowed(c.INTERPRETER), "none")
+    with pytest.raises(confinement.ConfinementError, match="available, required"):
+        confinement.confine(confinement.Allowed(confinement.INTERPRETER), "none")
 
 
 def test_what_lies_beside_the_packages_in_a_clone_is_not_the_interpreters() -> None:
-    given_ = {Path(path).resolve() for path in c.interpreter()}
+    given_ = {Path(path).resolve() for path in confinement.interpreter()}
     assert Path(ROOT) not in given_
     assert Path(ROOT) / "protos" in given_
     assert not any(Path(ROOT) / "tests" in (path, *path.parents) for path in given_)
@@ -255,10 +303,10 @@ except c.ConfinementError as error:
     print(json.dumps({"fault": str(error)}))
 """
 _DOCTOR = """
-from protos import machine
+from protos.operations import machine_checks as machine
 print(json.dumps([(f.state, f.said) for f in machine.confinement(sys.argv[3])]))
 """
-LANDLOCK, SECCOMP = "444", str(c._MACHINES.get(platform.machine(), (0, 0, 317))[2])
+LANDLOCK, SECCOMP = "444", str(confinement._MACHINES.get(platform.machine(), (0, 0, 317))[2])
 
 
 @needs_landlock
@@ -277,7 +325,7 @@ def test_a_kernel_without_a_layer_goes_on_with_the_other_unless_it_is_demanded(c
 @needs_landlock
 @pytest.mark.parametrize("call", [LANDLOCK, SECCOMP])
 def test_a_layer_that_a_filter_hides_is_a_refusal_that_says_where_to_allow_it(call: str) -> None:
-    for demand in c.DEMANDS:
+    for demand in confinement.DEMANDS:
         assert "systemd unit" in told(_ABOVE + _CONFINE, call, str(errno.EPERM), demand)["fault"]
         ((state, said),) = told(_ABOVE + _DOCTOR, call, str(errno.EPERM), demand)
         assert (state, "systemd unit" in said) == ("fail", True)
@@ -294,4 +342,4 @@ c._seccomp = lambda libc, calls: True
 c.main()
 """
     assert set(told(text)["reached"]) == {"network", "processes"}
-    assert ctypes.sizeof(c._Program) == 16
+    assert ctypes.sizeof(confinement._Program) == 16

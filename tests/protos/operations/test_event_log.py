@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from agent.edges import home as agent_home
-from agent.edges import log as agent_log
-from coordinator.edges import home as coordinator_home
-from coordinator.edges import log as coordinator_log
-from protos.journal import BadLog, LogSettings, UnlistedKey, open_journal, read_settings
-from protos.lossy import Lossy
-from protos.tally import OTHER, Heard, Tally
+from agent import errors as agent_errors
+from agent import event_log as agent_log
+from coordinator import errors as coordinator_errors
+from coordinator import event_log as coordinator_log
+from protos.operations.event_counters import OTHER, CountedEvent, EventCounters
+from protos.operations.event_log import LogConfigError, LogSettings, UnlistedKeyError, open_journal, read_settings
+from protos.operations.log_file import BestEffortFile
 
 KEYS = frozenset({"event", "level", "timestamp", "where", "state", "rule"})
 EVIL = (
@@ -32,7 +32,7 @@ EVIL = (
 
 @pytest.mark.parametrize("text", EVIL)
 def test_whatever_a_value_holds_a_line_stays_one_line_of_plain_ascii(tmp_path: Path, text: str) -> None:
-    open_journal(tmp_path / "x.log", "test", KEYS, Tally()).info("step", state=text)
+    open_journal(tmp_path / "x.log", "test", KEYS, EventCounters()).info("step", state=text)
     raw = (tmp_path / "x.log").read_bytes()
     assert raw.count(b"\n") == 1
     assert all(0x20 <= byte < 0x7F for byte in raw.rstrip(b"\n"))
@@ -42,22 +42,22 @@ def test_whatever_a_value_holds_a_line_stays_one_line_of_plain_ascii(tmp_path: P
 
 @pytest.mark.parametrize("value", [object(), {"a": 1}, None, b"bytes", "x" * 501, ["y" * 501]])
 def test_a_value_that_is_not_plain_and_short_is_not_logged(tmp_path: Path, value: object) -> None:
-    log = open_journal(tmp_path / "x.log", "test", KEYS, Tally())
-    with pytest.raises(UnlistedKey):
+    log = open_journal(tmp_path / "x.log", "test", KEYS, EventCounters())
+    with pytest.raises(UnlistedKeyError):
         log.info("step", state=value)
     assert (tmp_path / "x.log").read_bytes() == b""
 
 
 def test_both_sides_refuse_the_same_way_and_say_which_key(tmp_path: Path) -> None:
     for module in (agent_log, coordinator_log):
-        with pytest.raises(UnlistedKey, match="'patient' may not be logged"):
+        with pytest.raises(UnlistedKeyError, match="'patient' may not be logged"):
             module.open_log(tmp_path / "x.log").info("step", patient="Muster^Anna")
         assert {"patient", "path", "uid"}.isdisjoint(module.KEYS)
 
 
 def test_a_full_file_becomes_an_old_one_and_so_many_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
-    file = Lossy(path, most=100, keep=2)
+    file = BestEffortFile(path, most=100, keep=2)
     for number in range(40):
         file.write(f"{number:09d}\n")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.log", "x.log.1", "x.log.2"]
@@ -67,7 +67,7 @@ def test_a_full_file_becomes_an_old_one_and_so_many_are_kept(tmp_path: Path) -> 
 
 
 def _append(path: str, name: int) -> None:
-    file = Lossy(Path(path), most=4000, keep=1000)
+    file = BestEffortFile(Path(path), most=4000, keep=1000)
     for number in range(500):
         file.write(f"{name}-{number:06d}-{'x' * 20}\n")
 
@@ -89,7 +89,7 @@ def test_no_line_of_several_processes_is_lost_when_one_of_them_begins_a_fresh_fi
 
 def test_while_another_process_begins_a_fresh_file_this_one_writes_on(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
-    file = Lossy(path, most=10)
+    file = BestEffortFile(path, most=10)
     file.write("123456789\n")
     with path.open() as other:
         fcntl.flock(other, fcntl.LOCK_SH)
@@ -102,7 +102,7 @@ def test_while_another_process_begins_a_fresh_file_this_one_writes_on(tmp_path: 
 def test_a_log_that_somebody_moved_away_goes_on_in_a_fresh_file(tmp_path: Path) -> None:
     """As logrotate does without copytruncate; no signal is needed."""
     path = tmp_path / "x.log"
-    file = Lossy(path)
+    file = BestEffortFile(path)
     file.write("before\n")
     os.rename(path, tmp_path / "moved")
     file.write("after\n")
@@ -115,14 +115,14 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text("precious")
     (tmp_path / "x.log").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic links"):
-        Lossy(tmp_path / "x.log")
+        BestEffortFile(tmp_path / "x.log")
 
 
 def test_what_the_disk_did_not_take_is_counted(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full")
-    tally = Tally()
-    file = Lossy(Path("/dev/full"), lost=lambda lines: tally.lose("file", lines))
+    tally = EventCounters()
+    file = BestEffortFile(Path("/dev/full"), lost=lambda lines: tally.lose("file", lines))
     file.write("no room\n")
     file.write("no room\n")
     assert tally.lost("file") == 2
@@ -130,38 +130,39 @@ def test_what_the_disk_did_not_take_is_counted(tmp_path: Path) -> None:
 
 def test_events_are_counted_with_place_and_last_state_and_never_without_bound() -> None:
     now = [5.0]
-    tally = Tally(lambda: now[0])
-    tally.hear({"event": "pull_failed", "where": "main"}, "error")
-    tally.hear({"event": "pull_failed", "where": "main", "state": "tired"}, "error")
-    assert tally.counts() == {Heard("pull_failed", "error", "main"): 2}
+    tally = EventCounters(lambda: now[0])
+    tally.count({"event": "pull_failed", "where": "main"}, "error")
+    tally.count({"event": "pull_failed", "where": "main", "state": "tired"}, "error")
+    assert tally.counts() == {CountedEvent("pull_failed", "error", "main"): 2}
     assert tally.last("pull_failed", "main") == (5.0, "tired")
     assert tally.last("pull_failed", "other") is None
     for number in range(3000):
-        tally.hear({"event": f"e{number}"}, "info")
+        tally.count({"event": f"e{number}"}, "info")
     assert len(tally.counts()) <= 1002
-    assert tally.counts()[Heard(OTHER, "info", "")] == 2001
+    assert tally.counts()[CountedEvent(OTHER, "info", "")] == 2001
 
 
 def test_what_is_logged_is_counted_and_what_is_refused_is_not(tmp_path: Path) -> None:
-    tally = Tally()
+    tally = EventCounters()
     log = open_journal(tmp_path / "x.log", "test", KEYS, tally)
     log.warning("pull_failed", where="main")
-    with pytest.raises(UnlistedKey):
+    with pytest.raises(UnlistedKeyError):
         log.warning("pull_failed", patient="x")
-    assert tally.counts() == {Heard("pull_failed", "warning", "main"): 1}
+    assert tally.counts() == {CountedEvent("pull_failed", "warning", "main"): 1}
 
 
 def test_all_problems_of_log_toml_are_told_at_once_by_either_side(tmp_path: Path) -> None:
     assert read_settings(tmp_path) == LogSettings()
     (tmp_path / "log.toml").write_text('keep = "x"\nmore = 1\n[syslog]\nfacility = "13"\nwhere = "y"\n')
-    with pytest.raises(BadLog) as caught:
+    with pytest.raises(LogConfigError) as caught:
         read_settings(tmp_path)
-    told = ("unknown key: more", "keep: must be a whole", "syslog.where", "syslog.facility", "syslog.to: missing")
+    told = ("unknown keys: more", "keep must be a whole", "unknown keys: syslog.where", "syslog.facility must")
+    told += ("missing keys: syslog.to",)
     for part in told:
         assert part in str(caught.value)
-    with pytest.raises(agent_home.BadSite, match=r"log\.toml"):
+    with pytest.raises(agent_errors.SiteConfigError, match=r"log\.toml"):
         agent_log.open_log(tmp_path / "agent.log")
-    with pytest.raises(coordinator_home.BadCoordinator, match=r"log\.toml"):
+    with pytest.raises(coordinator_errors.CoordinatorConfigError, match=r"log\.toml"):
         coordinator_log.open_log(tmp_path / "coordinator.log")
 
 
@@ -172,5 +173,5 @@ def test_all_problems_of_log_toml_are_told_at_once_by_either_side(tmp_path: Path
 )  # fmt: skip
 def test_senseless_log_settings_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "log.toml").write_text(text)
-    with pytest.raises(BadLog):
+    with pytest.raises(LogConfigError):
         read_settings(tmp_path)

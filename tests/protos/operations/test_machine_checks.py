@@ -11,21 +11,22 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from protos import machine, quiet
-from protos.doctor import Finding, as_json, as_lines, examine, failed, healthy, noted, of_days, passed
+from protos.federation import flower_environment
+from protos.operations import machine_checks
+from protos.operations.checks import CheckResult, as_json, as_lines, examine, failed, healthy, note, of_days, passed
 from tests.support.peers import need
 
 
-def one(found: object) -> Finding:
+def one(found: object) -> CheckResult:
     (finding,) = found  # type: ignore[misc]
     return finding  # type: ignore[no-any-return]
 
 
 def test_no_check_keeps_another_from_being_made_and_a_foreign_text_is_not_repeated() -> None:
-    def broken() -> list[Finding]:
+    def broken() -> list[CheckResult]:
         raise RuntimeError("SECRET-7")
 
-    def sentence() -> list[Finding]:
+    def sentence() -> list[CheckResult]:
         raise ValueError("site.toml is missing: run init")
 
     found = examine([("a", broken), ("b", sentence), ("c", lambda: [passed("c")])], (ValueError,))
@@ -36,7 +37,7 @@ def test_no_check_keeps_another_from_being_made_and_a_foreign_text_is_not_repeat
 
 
 def test_a_line_for_each_and_what_to_do_below_a_failure() -> None:
-    found = [passed("a", "fine"), noted("b", "hm"), failed("c", "wrong", "mend it"), failed("d", "wrong: mend it")]
+    found = [passed("a", "fine"), note("b", "hm"), failed("c", "wrong", "mend it"), failed("d", "wrong: mend it")]
     assert list(as_lines(found)) == [
         "ok    a: fine",
         "note  b: hm",
@@ -49,21 +50,21 @@ def test_a_line_for_each_and_what_to_do_below_a_failure() -> None:
     assert json.loads(as_json(found)) == told, "what is noted is no pass"
     assert json.loads(as_json([failed("a", "wrong"), passed("a")])) == {"a": "wrong", "notes": {}}
     with pytest.raises(ValueError, match="has a name"):
-        Finding("notes", "pass")
+        CheckResult("notes", "pass")
     with pytest.raises(ValueError, match="says what is wrong"):
-        Finding("x", "fail")
+        CheckResult("x", "fail")
 
 
 def test_a_certificate_is_told_in_days_and_an_end_that_nobody_knows_is_none() -> None:
     assert of_days("x", 100, 30, "renew").state == "pass"
     assert "ends in 29.5 days" in of_days("x", 29.5, 30, "renew").said
-    assert of_days("x", -1, 30, "renew").said == "it has ended"
+    assert of_days("x", -1, 30, "renew").said == "it has expired"
     assert of_days("x", float("nan"), 30, "renew").state == "fail"
 
 
 def test_the_disk_fails_at_the_watermark_and_is_noted_before(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    states = [one(machine.disk(tmp_path, mark, "x")).state for mark in (free * 2, int(free / 1.5), free // 10)]
+    states = [one(machine_checks.disk(tmp_path, mark, "x")).state for mark in (free * 2, int(free / 1.5), free // 10)]
     assert states == ["fail", "note", "pass"]
 
 
@@ -74,35 +75,35 @@ def test_every_file_that_others_can_read_is_named_at_once(tmp_path: Path) -> Non
     for name in ("keys/a.key", "keys/b.pem", "keys/projects/main/c.key", "keys/root.crt", "agent.log"):
         (home / name).write_text("x")
         (home / name).chmod(0o600)
-    assert one(machine.private(home, ["agent.log", "missing"])).state == "pass"
+    assert one(machine_checks.private(home, ["agent.log", "missing"])).state == "pass"
     for name in ("keys/a.key", "keys/projects/main/c.key", "keys/root.crt", "agent.log"):
         (home / name).chmod(0o644)
-    said = one(machine.private(home, ["agent.log"])).said
+    said = one(machine_checks.private(home, ["agent.log"])).said
     assert said.endswith("a.key, agent.log, c.key")
     home.chmod(0o750)
-    assert "home directory" in one(machine.private(home)).said
+    assert "home directory" in one(machine_checks.private(home)).said
 
 
 def test_telemetry_that_the_environment_asks_for_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in quiet.SETTINGS.items():
+    for name, value in flower_environment.SETTINGS.items():
         monkeypatch.setenv(name, value)
-    assert one(machine.telemetry()).state == "pass"
+    assert one(machine_checks.telemetry()).state == "pass"
     monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
-    assert "FLWR_TELEMETRY_ENABLED" in one(machine.telemetry()).said
-    monkeypatch.setattr(machine, "_FLOWER", "1.40.0")
-    assert one(machine.telemetry()).state == "fail", "another version has other switches"
+    assert "FLWR_TELEMETRY_ENABLED" in one(machine_checks.telemetry()).said
+    monkeypatch.setattr(machine_checks, "_FLOWER", "1.40.0")
+    assert one(machine_checks.telemetry()).state == "fail", "another version has other switches"
 
 
 def test_the_version_of_sqlite_is_the_one_that_the_ledger_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert one(machine.sqlite()).state == "pass"
-    monkeypatch.setattr(machine, "_SQLITE", (99, 0, 0))
-    assert one(machine.sqlite()).state == "fail"
+    assert one(machine_checks.sqlite()).state == "pass"
+    monkeypatch.setattr(machine_checks, "_SQLITE", (99, 0, 0))
+    assert one(machine_checks.sqlite()).state == "fail"
 
 
 def test_open_files_and_the_clock_are_told() -> None:
-    assert one(machine.descriptors(1)).state == "pass"
-    assert one(machine.descriptors(10**9)).state in ("fail", "pass")
-    assert one(machine.clock()).state in ("pass", "note")
+    assert one(machine_checks.descriptors(1)).state == "pass"
+    assert one(machine_checks.descriptors(10**9)).state in ("fail", "pass")
+    assert one(machine_checks.clock()).state in ("pass", "note")
 
 
 _NVML = """
@@ -129,14 +130,14 @@ def library(folder: Path, **values: int) -> str:
 def test_graphics_processors_are_named_and_a_driver_that_does_not_answer_is_a_fault(tmp_path: Path) -> None:
     """Against a library of NVIDIA's interface that we compile: there is no GPU where this runs."""
     nowhere = tmp_path / "none"
-    assert one(machine.graphics("libnone-of-that-name.so", nowhere)).state == "note"
+    assert one(machine_checks.graphics("libnone-of-that-name.so", nowhere)).state == "note"
     nowhere.write_text("driver")
-    assert one(machine.graphics("libnone-of-that-name.so", nowhere)).state == "fail"
-    good = one(machine.graphics(library(tmp_path, init=0, count=2), nowhere))
+    assert one(machine_checks.graphics("libnone-of-that-name.so", nowhere)).state == "fail"
+    good = one(machine_checks.graphics(library(tmp_path, init=0, count=2), nowhere))
     assert "Test GPU, 16 GiB; Test GPU, 16 GiB" in good.said
     assert good.state in ("pass", "note")  # a note where torch has no CUDA
-    assert one(machine.graphics(library(tmp_path, init=18, count=0), nowhere)).state == "fail"
-    assert one(machine.graphics(library(tmp_path, init=0, count=0), nowhere)).state == "fail"
+    assert one(machine_checks.graphics(library(tmp_path, init=18, count=0), nowhere)).state == "fail"
+    assert one(machine_checks.graphics(library(tmp_path, init=0, count=0), nowhere)).state == "fail"
 
 
 def test_the_lines_stay_lines_on_a_narrow_terminal() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protos.metrics import Metric, NotInCatalogue, Page, Samples, capped
+from protos.operations.metrics import Metric, MetricError, MetricsPage, Samples, capped
 
 CATALOGUE = (
     Metric("lazaret_things", "Things.", ("kind",)),
@@ -13,7 +13,7 @@ CATALOGUE = (
 
 
 def page(**sources: object) -> str:
-    return Page("agent", "1.0", CATALOGUE, sources)().decode()  # type: ignore[arg-type]
+    return MetricsPage("agent", "1.0", CATALOGUE, sources)().decode()  # type: ignore[arg-type]
 
 
 def test_what_a_source_tells_is_on_the_page_with_help_and_type() -> None:
@@ -58,13 +58,13 @@ def test_a_source_that_fails_or_tells_what_it_must_not_is_missing_as_a_whole(bad
 
 
 def test_the_catalogue_itself_is_strict() -> None:
-    with pytest.raises(NotInCatalogue):
+    with pytest.raises(MetricError):
         Samples({}).put("lazaret_things", 1)
     for name, kind in (("things", "gauge"), ("lazaret_x_total", "gauge"), ("lazaret_x", "counter")):
         with pytest.raises(ValueError, match="is no name"):
             Metric(name, "x", (), kind)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="twice"):
-        Page("agent", "1", (*CATALOGUE, CATALOGUE[0]), {})
+        MetricsPage("agent", "1", (*CATALOGUE, CATALOGUE[0]), {})
 
 
 @pytest.mark.parametrize("value", ['"} 1\nlazaret_things{kind="forged', "\\", "\r\n", "\x1b[2J", "x" * 1000])

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from protos.doctor import Finding
-from protos.identity import COORDINATOR, issue, make_intermediate, make_root, pem, request
-from protos.passage import Way, is_open, resolves, seconds_of, skew, uninspected
+from protos.identity.certificates import COORDINATOR, issue, make_intermediate, make_root, pem, request
+from protos.operations.checks import CheckResult
+from protos.operations.network_checks import Endpoint, is_open, resolves, seconds_of, skew, tls_is_direct
 from tests.support.answering import answering
 from tests.support.connect_proxy import ConnectProxy
 from tests.support.pki import Authority
@@ -72,7 +72,7 @@ class Coordinator:
         self.key.write_bytes(pem(key))
 
 
-def one(found: Iterator[Finding]) -> Finding:
+def one(found: Iterator[CheckResult]) -> CheckResult:
     (finding,) = found
     return finding
 
@@ -81,9 +81,9 @@ def test_the_coordinators_own_chain_is_found_straight_and_through_a_proxy(tmp_pa
     hub = Coordinator(tmp_path / "hub")
     with tls(hub.certificate, hub.key) as port, ConnectProxy() as proxy:
         for by in ("", proxy.address):
-            way = Way(f"localhost:{port}", by, hub.root)
+            way = Endpoint(f"localhost:{port}", by, hub.root)
             assert one(is_open(way)).state == "pass"
-            assert one(uninspected(way)).state == "pass"
+            assert one(tls_is_direct(way)).state == "pass"
         assert proxy.tunnels == [f"localhost:{port}"] * 3
 
 
@@ -91,14 +91,14 @@ def test_who_reads_along_is_named(tmp_path: Path) -> None:
     """A hospital's inspecting proxy: TLS ends there, with a certificate of the hospital's own authority."""
     hub, inspector = Coordinator(tmp_path / "hub"), Authority(tmp_path / "proxy", "Hospital Inspection CA")
     with tls(*inspector.server()) as port:
-        found = one(uninspected(Way(f"localhost:{port}", "", hub.root)))
+        found = one(tls_is_direct(Endpoint(f"localhost:{port}", "", hub.root)))
         assert found.state == "fail"
         assert "Hospital Inspection CA" in found.said
         assert "exempt" in found.fix
-        before = one(uninspected(Way(f"localhost:{port}")))
+        before = one(tls_is_direct(Endpoint(f"localhost:{port}")))
         assert before.state == "fail", "before enrolment too: it does not even say that it is a coordinator"
     with tls(hub.certificate, hub.key) as port:
-        assert one(uninspected(Way(f"localhost:{port}"))).state == "note", "nothing is proved without a root"
+        assert one(tls_is_direct(Endpoint(f"localhost:{port}"))).state == "note", "nothing is proved without a root"
 
 
 def test_another_federation_another_name_and_a_wrong_clock_are_told_apart(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_another_federation_another_name_and_a_wrong_clock_are_told_apart(tmp_pa
     cases += [(early, early.root, "not valid yet"), (named, named.root, "another name")]
     for server, root, words in cases:
         with tls(server.certificate, server.key) as port:
-            found = one(uninspected(Way(f"localhost:{port}", "", root)))
+            found = one(tls_is_direct(Endpoint(f"localhost:{port}", "", root)))
         assert found.state == "fail"
         assert words in found.said
 
@@ -118,39 +118,39 @@ def test_another_federation_another_name_and_a_wrong_clock_are_told_apart(tmp_pa
 def test_what_strips_http_2_is_found(tmp_path: Path) -> None:
     hub = Coordinator(tmp_path / "hub")
     with tls(hub.certificate, hub.key, alpn="") as port:
-        found = one(uninspected(Way(f"localhost:{port}", "", hub.root)))
+        found = one(tls_is_direct(Endpoint(f"localhost:{port}", "", hub.root)))
     assert (found.state, "HTTP/2" in found.said) == ("fail", True)
 
 
 def test_something_that_speaks_no_tls_is_found(tmp_path: Path) -> None:
     hub = Coordinator(tmp_path / "hub")
     with answering(b"SSH-2.0-x\r\n") as address:
-        assert one(is_open(Way(address))).state == "pass"
+        assert one(is_open(Endpoint(address))).state == "pass"
         for root in (hub.root, None):
-            assert one(uninspected(Way(address, "", root))).state == "fail"
+            assert one(tls_is_direct(Endpoint(address, "", root))).state == "fail"
 
 
 def test_a_closed_way_is_told_once_and_nothing_is_claimed_of_what_lies_behind(tmp_path: Path) -> None:
-    way = Way(f"127.0.0.1:{free_port()}", "", Coordinator(tmp_path / "hub").root)
+    way = Endpoint(f"127.0.0.1:{free_port()}", "", Coordinator(tmp_path / "hub").root)
     assert "refused" in one(is_open(way)).said
-    assert one(uninspected(way)).state == "note"
+    assert one(tls_is_direct(way)).state == "note"
 
 
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", "wants a user name"),
+        (b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n", "needs a user name"),
         (b"HTTP/1.1 403 Forbidden\r\n\r\n", "forbids"),
         (b"HTTP/1.0 502 Bad Gateway\r\n\r\n", "cannot reach"),
         (b"HTTP/1.1 418 Teapot\r\n\r\n", "answers 418"),
-        (b"220 mail ready\r\n", "does not answer as one"),
-        (b"HTTP/1.1 " + b"9" * 50_000, "does not answer as one"),
-        (b"", "does not answer as one"),
+        (b"220 mail ready\r\n", "does not answer as a proxy"),
+        (b"HTTP/1.1 " + b"9" * 50_000, "does not answer as a proxy"),
+        (b"", "does not answer as a proxy"),
     ],
 )
 def test_what_a_proxy_says_becomes_what_to_ask_its_owner(said: bytes, words: str) -> None:
     with answering(said) as proxy:
-        found = one(is_open(Way("hub.example:443", proxy)))
+        found = one(is_open(Endpoint("hub.example:443", proxy)))
     assert found.state == "fail"
     assert words in found.said
     assert found.fix
@@ -158,14 +158,14 @@ def test_what_a_proxy_says_becomes_what_to_ask_its_owner(said: bytes, words: str
 
 def test_a_real_proxy_that_forbids_the_target_is_told() -> None:
     with ConnectProxy(frozenset({"elsewhere:443"})) as proxy:
-        assert "forbids" in one(is_open(Way("hub.example:443", proxy.address))).said
+        assert "forbids" in one(is_open(Endpoint("hub.example:443", proxy.address))).said
 
 
 def test_a_name_that_nobody_knows_is_a_fault_of_dns_and_behind_a_proxy_its_own_business() -> None:
     """RFC 6761, section 6.4: names in .invalid have no address."""
-    assert one(resolves(Way("hub.invalid:443"))).state == "fail"
-    assert "127.0.0.1" in one(resolves(Way("hub.invalid:443", "localhost:3128"))).said
-    assert one(resolves(Way("hub.example:443", "proxy.invalid:3128"))).state == "fail"
+    assert one(resolves(Endpoint("hub.invalid:443"))).state == "fail"
+    assert "127.0.0.1" in one(resolves(Endpoint("hub.invalid:443", "localhost:3128"))).said
+    assert one(resolves(Endpoint("hub.example:443", "proxy.invalid:3128"))).state == "fail"
 
 
 def test_clocks_are_compared_to_a_minute_and_what_is_no_number_fails() -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from protos.journal import open_journal
-from protos.syslog import Collector, Forwarder, framed, message
-from protos.tally import Tally
+from protos.operations.event_counters import EventCounters
+from protos.operations.event_log import open_journal
+from protos.operations.syslog_sender import Collector, Forwarder, framed, message
 from tests.support.collector import Syslogd
 from tests.support.pki import Authority
 from tests.support.ports import free_port
@@ -34,7 +34,7 @@ def settings(folder: Path, port: int, ca: Path, more: str = "") -> None:
 def test_a_logged_line_reaches_the_collector_in_the_form_of_the_standard(tmp_path: Path) -> None:
     with Syslogd(tmp_path / "pki") as collector:
         settings(tmp_path, collector.port, collector.authority.ca)
-        log = open_journal(tmp_path / "x.log", "lazaret-agent", KEYS, Tally())
+        log = open_journal(tmp_path / "x.log", "lazaret-agent", KEYS, EventCounters())
         log.warning("release_refused", state="ä\nforged\x7f")
         log.info("a name with spaces and much too long for a message id", state="x")
         first, second = collector.wait(2)
@@ -70,14 +70,14 @@ def test_a_collector_may_ask_for_our_certificate(tmp_path: Path) -> None:
     with Syslogd(tmp_path / "pki", asks=True) as collector:
         certificate, key = collector.authority.agent("site-a")
         settings(tmp_path, collector.port, collector.authority.ca, f'certificate = "{certificate}"\nkey = "{key}"\n')
-        open_journal(tmp_path / "x.log", "lazaret-agent", KEYS, Tally()).info("step")
+        open_journal(tmp_path / "x.log", "lazaret-agent", KEYS, EventCounters()).info("step")
         assert FORM.fullmatch(collector.wait(1)[0])
 
 
 def test_a_broken_connection_is_opened_again(tmp_path: Path) -> None:
     with Syslogd(tmp_path / "pki") as collector:
         settings(tmp_path, collector.port, collector.authority.ca)
-        log = open_journal(tmp_path / "x.log", "lazaret-agent", KEYS, Tally())
+        log = open_journal(tmp_path / "x.log", "lazaret-agent", KEYS, EventCounters())
         log.info("one")
         collector.wait(1)
         collector.hang_up()
@@ -115,7 +115,7 @@ def test_the_collector_hears_how_much_it_misses(tmp_path: Path) -> None:
 
 def test_a_command_that_logs_and_ends_sends_its_last_line(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from protos.journal import open_journal\n"
+        "import sys; from pathlib import Path; from protos.operations.event_log import open_journal\n"
         "log = open_journal(Path(sys.argv[1]), 'x', {'event', 'level', 'timestamp'})\n"
         "log.info('last_words')\n"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protos.notify import Systemd
+from protos.operations.systemd import Systemd
 
 
 def manager(address: str) -> socket.socket:

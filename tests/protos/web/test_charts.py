@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protos.web.charts import Bar, Frame, Part, Series, bars, interval, steps
-from tests.support.console import charts
+from tests.support.console_kit import charts
 
 NASTY = "</svg><script>alert(1)</script>\"'&"
 FRAME = Frame("Left", "epsilon per patient", 0.0, 86_400.0)

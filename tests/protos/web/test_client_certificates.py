@@ -14,11 +14,11 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.hazmat.primitives.serialization.pkcs12 import load_key_and_certificates
 
-from protos.web.certificates import own_certificate
-from protos.web.logins import BadLogin, Logins, make
+from protos.web.client_certificates import LoginConfigError, PinnedCertificates, make
 from protos.web.sessions import MOST_EACH, Sessions
-from protos.web.settings import BadConsole, ConsoleSettings
-from tests.support.console import Clock, Console, console
+from protos.web.settings import ConsoleConfigError, ConsoleSettings
+from protos.web.tls import own_certificate
+from tests.support.console_kit import Clock, Console, console
 from tests.support.pki import Authority
 
 NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
@@ -35,7 +35,7 @@ def der(crt: bytes) -> bytes:
 
 
 def test_a_pinned_certificate_is_its_persons_and_no_other_is_anybodys(tmp_path: Path) -> None:
-    logins = Logins(tmp_path / "logins")
+    logins = PinnedCertificates(tmp_path / "logins")
     _, crt, _ = make("anna", NOW, "a password")
     _, twin, _ = make("anna", NOW, "a password")  # the same name in it, another key
     logins.trust("anna", crt)
@@ -45,7 +45,7 @@ def test_a_pinned_certificate_is_its_persons_and_no_other_is_anybodys(tmp_path: 
 
 
 def test_what_is_forgotten_is_nobodys_at_once_also_in_another_process(tmp_path: Path) -> None:
-    serving, operator = Logins(tmp_path / "logins"), Logins(tmp_path / "logins")
+    serving, operator = PinnedCertificates(tmp_path / "logins"), PinnedCertificates(tmp_path / "logins")
     _, crt, _ = make("anna", NOW, "a password")
     operator.trust("anna", crt)
     assert serving.name_of(der(crt)) == "anna"
@@ -55,10 +55,10 @@ def test_what_is_forgotten_is_nobodys_at_once_also_in_another_process(tmp_path: 
 
 
 def test_two_persons_do_not_share_a_certificate(tmp_path: Path) -> None:
-    logins = Logins(tmp_path / "logins")
+    logins = PinnedCertificates(tmp_path / "logins")
     _, crt, _ = make("anna", NOW, "a password")
     logins.trust("anna", crt)
-    with pytest.raises(BadLogin, match="is anna's already"):
+    with pytest.raises(LoginConfigError, match="belongs to anna already"):
         logins.trust("bert", crt)
     (tmp_path / "logins" / "bert.crt").write_bytes(crt)  # by hand, past the check
     assert logins.name_of(der(crt)) is None
@@ -66,27 +66,27 @@ def test_two_persons_do_not_share_a_certificate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../anna", "Anna", "", "a/b", ".", "-x", "a" * 65])
 def test_a_name_never_leaves_the_folder(tmp_path: Path, name: str) -> None:
-    logins = Logins(tmp_path / "logins")
+    logins = PinnedCertificates(tmp_path / "logins")
     _, crt, _ = make("anna", NOW, "a password")
-    with pytest.raises(BadLogin):
+    with pytest.raises(LoginConfigError):
         logins.trust(name, crt)
     assert not logins.forget(name)
-    with pytest.raises(BadLogin):
+    with pytest.raises(LoginConfigError):
         make(name, NOW, "a password")
     assert not list(tmp_path.rglob("*.crt"))
 
 
 def test_a_key_or_rubbish_is_not_pinned(tmp_path: Path) -> None:
-    logins = Logins(tmp_path / "logins")
+    logins = PinnedCertificates(tmp_path / "logins")
     key, crt, _ = make("anna", NOW, "a password")
     for raw in (key, b"", b"rubbish", crt + crt, crt * 30):
-        with pytest.raises(BadLogin):
+        with pytest.raises(LoginConfigError):
             logins.trust("anna", raw)
     assert logins.names() == {}
 
 
 def test_a_link_in_the_folder_is_not_followed(tmp_path: Path) -> None:
-    logins = Logins(tmp_path / "logins")
+    logins = PinnedCertificates(tmp_path / "logins")
     _, crt, _ = make("anna", NOW, "a password")
     (tmp_path / "logins").mkdir(mode=0o700)
     (tmp_path / "elsewhere.crt").write_bytes(crt)
@@ -165,5 +165,5 @@ def test_the_consoles_own_certificate_is_made_once_and_again_when_it_ends(tmp_pa
 def test_a_key_that_others_can_read_opens_no_console(tmp_path: Path) -> None:
     own_certificate(tmp_path / "keys", ConsoleSettings(), NOW)
     (tmp_path / "keys" / "console.key").chmod(0o644)
-    with pytest.raises(BadConsole, match="open to others"):
+    with pytest.raises(ConsoleConfigError, match="can be read by others"):
         own_certificate(tmp_path / "keys", ConsoleSettings(), NOW)

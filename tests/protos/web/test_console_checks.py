@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from protos.doctor import Finding
-from protos.keyfile import write_private
-from protos.web.certificates import own_certificate
-from protos.web.examined import CERTIFICATE, KEY, SECRET, console
-from protos.web.logins import make
+from protos.identity.key_files import write_private
+from protos.operations.checks import CheckResult
+from protos.web.client_certificates import make
+from protos.web.console_checks import CERTIFICATE, KEY, SECRET, console
 from protos.web.oidc import Provider
-from protos.web.settings import BadConsole, read
+from protos.web.settings import ConsoleConfigError, read
+from protos.web.tls import own_certificate
 
 NOW = dt.datetime(2026, 6, 1, tzinfo=dt.UTC)
 DAY = dt.timedelta(days=1)
@@ -35,7 +35,7 @@ def named(home: Path, begun: dt.datetime) -> None:
     (home / "console.toml").write_text('certificate = "h.crt"\nkey = "secret/h.key"\n')
 
 
-def found(home: Path, now: dt.datetime = NOW) -> dict[str, Finding]:
+def found(home: Path, now: dt.datetime = NOW) -> dict[str, CheckResult]:
     return {finding.name: finding for finding in console(home, home / "keys", now)}
 
 
@@ -70,7 +70,7 @@ def test_a_named_certificate_is_to_be_there_to_fit_and_to_have_time_left(home: P
     ends = own_certificate(home / "keys", settings, NOW).ends
     assert wrong(home) == {}
     assert "it ends in 20.0 days" in wrong(home, ends - 20 * DAY)[CERTIFICATE]
-    assert wrong(home, ends + DAY)[CERTIFICATE] == "it has ended"
+    assert wrong(home, ends + DAY)[CERTIFICATE] == "it has expired"
     assert "it begins at" in wrong(home, NOW - 30 * DAY)[CERTIFICATE]
     other, _, _ = make("y", NOW, "pw")
     key = home / "secret" / "h.key"
@@ -79,7 +79,7 @@ def test_a_named_certificate_is_to_be_there_to_fit_and_to_have_time_left(home: P
     key.unlink()
     assert "cannot be read" in wrong(home)[KEY]
     (home / "h.crt").write_text("no certificate")
-    assert "no certificate in PEM" in wrong(home)[CERTIFICATE]
+    assert "not a certificate in PEM" in wrong(home)[CERTIFICATE]
     (home / "h.crt").unlink()
     assert "cannot be read" in wrong(home)[CERTIFICATE]
 
@@ -104,17 +104,17 @@ def test_the_secret_of_a_login_is_to_be_there_and_its_owners_alone(home: Path) -
     assert settings is not None
     assert settings.oidc is not None
     assert "missing" in wrong(home)[SECRET]
-    with pytest.raises(BadConsole):
+    with pytest.raises(ConsoleConfigError):
         Provider(settings.oidc, lambda: 0.0, lambda: 0.0)
     write_private(secret, b"hush\n")
     assert found(home)[SECRET].state == "pass"
     Provider(settings.oidc, lambda: 0.0, lambda: 0.0)
-    for body, why in ((b"\n", "is empty"), (b"\xff\xfe", "is no text")):
+    for body, why in ((b"\n", "is empty"), (b"\xff\xfe", "is not text")):
         secret.write_bytes(body)
         assert why in wrong(home)[SECRET]
     secret.write_bytes(b"hush")
     secret.chmod(0o640)
-    assert "open to others" in wrong(home)[SECRET]
+    assert "can be read by others" in wrong(home)[SECRET]
     secret.chmod(0o600)
     (home / "console.toml").write_text(OIDC + 'ca = "nowhere.pem"\n')
     assert "oidc.ca" in wrong(home)[SECRET]

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from protos.metrics import CONTENT_TYPE, Page
-from protos.watching import watched_over
+from protos.operations.metrics import CONTENT_TYPE, MetricsPage
+from protos.web.health import watched_over
 from protos.web.settings import ConsoleSettings
 
 SETTINGS = ConsoleSettings(metrics="127.0.0.1:0")
@@ -17,7 +17,7 @@ SETTINGS = ConsoleSettings(metrics="127.0.0.1:0")
 
 def test_the_page_and_both_answers_change_with_what_is_wrong() -> None:
     wrong: list[str | None] = [None, None]
-    page = Page("agent", "1", (), {})
+    page = MetricsPage("agent", "1", (), {})
     with watched_over(SETTINGS, page, lambda: wrong[0], lambda: wrong[1]) as port:
         there = f"http://127.0.0.1:{port}"
         found = httpx.get(f"{there}/metrics")
@@ -38,7 +38,7 @@ def test_a_fault_of_the_question_itself_is_not_healthy_and_says_nothing() -> Non
     def broken() -> str | None:
         raise RuntimeError("SECRET-7")
 
-    with watched_over(SETTINGS, Page("agent", "1", (), {}), broken, broken) as port:
+    with watched_over(SETTINGS, MetricsPage("agent", "1", (), {}), broken, broken) as port:
         found = httpx.get(f"http://127.0.0.1:{port}/healthz")
     assert found.status_code == 500
     assert "SECRET" not in found.text

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from protos.web.login_command import FOLDER, add_commands
-from protos.web.logins import Logins
+from protos.operations.command_line import add_login_commands
+from protos.web.client_certificates import PinnedCertificates
+from protos.web.login_cli import FOLDER, run
 
 
 class Terminal:
@@ -19,19 +19,12 @@ class Terminal:
         self.said: list[str] = []
         self.parser = argparse.ArgumentParser()
         self.parser.set_defaults(home=home)
-        commands = self.parser.add_subparsers(required=True)
-
-        def add(group: Any, name: str, act: Any, text: str) -> argparse.ArgumentParser:
-            command: argparse.ArgumentParser = group.add_parser(name, help=text)
-            command.set_defaults(act=act)
-            return command
-
-        add_commands(commands, add, self.said.append)
+        add_login_commands(self.parser.add_subparsers(required=True))
 
     def __call__(self, *words: str) -> int:
         self.said.clear()
         arguments = self.parser.parse_args(["login", *words])
-        return int(arguments.act(arguments))
+        return run(arguments, self.said.append)
 
 
 @pytest.fixture
@@ -52,7 +45,7 @@ def test_a_person_makes_what_the_operator_pins_and_both_read_the_same_digits(
     assert read_out in terminal.said[0]
     assert terminal("forget", "anna") == 0
     assert terminal("forget", "anna") == 1
-    assert Logins(tmp_path / "home" / FOLDER).names() == {}
+    assert PinnedCertificates(tmp_path / "home" / FOLDER).names() == {}
 
 
 def test_folders_above_that_are_missing_are_made_and_nobody_else_can_look_in(

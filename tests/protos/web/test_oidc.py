@@ -22,12 +22,12 @@ import pytest
 from joserfc import jwt
 from joserfc.jwk import KeySet, RSAKey
 
-from protos.keyfile import write_private
-from protos.web.oidc import NoLogin, Provider
+from protos.identity.key_files import write_private
+from protos.web.oidc import LoginError, Provider
 from protos.web.sessions import COOKIE
-from protos.web.settings import BadConsole, Oidc
+from protos.web.settings import ConsoleConfigError, Oidc
 from tests.support.browser import chromium
-from tests.support.console import Clock, Console, console, words_of
+from tests.support.console_kit import Clock, Console, console, words_of
 
 CALLBACK = "https://localhost/oidc/back"
 KEY = RSAKey.generate_key(2048, {"kid": "one"})
@@ -258,7 +258,7 @@ LIES: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_token_that_is_wrong_in_one_claim_logs_nobody_in(liar: Liar, tmp_path: Path, lie: str) -> None:
     change, rule = LIES[lie]
-    with pytest.raises(NoLogin) as refused:
+    with pytest.raises(LoginError) as refused:
         come_back(liar, tmp_path, change)
     assert refused.value.rule == rule
 
@@ -271,7 +271,7 @@ def test_a_token_of_another_key_or_of_none_logs_nobody_in(liar: Liar, tmp_path: 
     def signature(**change: Any) -> str:
         for name, value in change.items():
             setattr(liar, name, value)
-        with pytest.raises(NoLogin) as refused:
+        with pytest.raises(LoginError) as refused:
             come_back(liar, tmp_path, lambda _: None)
         return refused.value.rule
 
@@ -287,7 +287,7 @@ def test_a_token_of_another_key_or_of_none_logs_nobody_in(liar: Liar, tmp_path: 
 
 
 def test_a_login_that_took_too_long_is_over(liar: Liar, tmp_path: Path) -> None:
-    with pytest.raises(NoLogin) as refused:
+    with pytest.raises(LoginError) as refused:
         come_back(liar, tmp_path, lambda _: None, wait=601)
     assert refused.value.rule == "state"
 
@@ -315,21 +315,21 @@ def test_a_provider_that_describes_itself_wrongly_is_not_asked(
     liar: Liar, tmp_path: Path, metadata: dict[str, Any]
 ) -> None:
     liar.metadata = metadata
-    with pytest.raises(NoLogin) as refused:
+    with pytest.raises(LoginError) as refused:
         Provider(settings(tmp_path, liar.issuer), Clock(), time.time).start(CALLBACK, "/")
     assert refused.value.rule == "provider"
 
 
 def test_a_provider_that_talks_without_an_end_is_cut_off(liar: Liar, tmp_path: Path) -> None:
     liar.padding = b" " * 400_000
-    with pytest.raises(NoLogin, match="too much"):
+    with pytest.raises(LoginError, match="too large"):
         Provider(settings(tmp_path, liar.issuer), Clock(), time.time).start(CALLBACK, "/")
 
 
 def test_a_provider_that_does_not_answer_is_said_to(tmp_path: Path) -> None:
     with lying() as liar:
         issuer = liar.issuer
-    with pytest.raises(NoLogin, match="does not answer"):
+    with pytest.raises(LoginError, match="does not answer"):
         Provider(settings(tmp_path, issuer), Clock(), time.time).start(CALLBACK, "/")
 
 
@@ -337,7 +337,7 @@ def test_an_answer_of_another_provider_is_refused(liar: Liar, tmp_path: Path) ->
     provider = Provider(settings(tmp_path, liar.issuer), Clock(), time.time)
     begun = provider.start(CALLBACK, "/")
     state = parse_qs(urlsplit(begun.url).query)["state"][0]
-    with pytest.raises(NoLogin) as refused:
+    with pytest.raises(LoginError) as refused:
         provider.finish({"state": state, "code": "x", "iss": "https://evil.example"}, begun.binding, CALLBACK)
     assert refused.value.rule == "issuer"
     assert liar.asked == []
@@ -350,13 +350,13 @@ def test_an_address_counts_when_the_institution_has_verified_it(liar: Liar, tmp_
     claims["email"] = "ada@hospital.example"
     assert provider._person(claims | {"email_verified": True}, "n") == "ada"
     for unverified in ({}, {"email_verified": False}, {"email_verified": "true"}):
-        with pytest.raises(NoLogin, match="not verified"):
+        with pytest.raises(LoginError, match="not verified"):
             provider._person(claims | unverified, "n")
 
 
 def test_the_secret_is_a_private_file(tmp_path: Path, liar: Liar) -> None:
     given = settings(tmp_path, liar.issuer)
     given.client_secret_file.chmod(0o644)
-    with pytest.raises(BadConsole, match="open to others"):
+    with pytest.raises(ConsoleConfigError, match="can be read by others"):
         Provider(given, Clock(), time.time)
     assert "secret" not in urlencode({"x": str(given.issuer)})

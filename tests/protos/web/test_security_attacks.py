@@ -15,14 +15,15 @@ import pytest
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from protos.web import guard, serving
-from protos.web.asked import Asked, Form, Person, Refusal, is_local
-from protos.web.guard import BODY_BYTES, CSP
-from protos.web.pages import Pages, Unchecked
-from protos.web.serving import Answer, PlainServing
+from protos.web import security
+from protos.web import server as serving
+from protos.web.request import Form, LoggedInPerson, PageError, RequestContext, is_local
+from protos.web.router import Router, UnprotectedRouteError
+from protos.web.security import BODY_BYTES, CSP
+from protos.web.server import Answer, PlainServing
 from protos.web.sessions import COOKIE
-from protos.web.settings import BadConsole
-from tests.support.console import Console, console, words_of
+from protos.web.settings import ConsoleConfigError
+from tests.support.console_kit import Console, console, words_of
 
 XSS = [
     "<script>fetch('https://evil.example')</script>",
@@ -107,7 +108,7 @@ def test_a_certificate_that_is_forgotten_logs_out_who_is_logged_in(served: Conso
         served.logins.forget("ada")
         try:
             assert client.get("/").status_code == 303
-            assert "not known here any more" in client.get("/login").text
+            assert "no longer known here" in client.get("/login").text
         finally:
             served.logins.trust("ada", served.login("ada")[0].read_bytes())
 
@@ -277,7 +278,7 @@ def test_headers_without_an_end_are_cut_off(served: Console) -> None:
 
 def test_who_says_nothing_or_speaks_slowly_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "_HEADER_S", 0.2)
-    monkeypatch.setattr(guard, "BODY_S", 0.2)
+    monkeypatch.setattr(security, "BODY_S", 0.2)
     head = b"POST /login HTTP/1.1\r\nHost: localhost\r\nSec-Fetch-Site: same-origin\r\nContent-Length: 9\r\n\r\n"
     with console(tmp_path / "home") as made:
         assert raw(made, b"GET /login HTTP/1.1\r\nHost: local") == b""  # it returns: the connection has ended
@@ -302,7 +303,7 @@ def test_a_console_closes_while_somebody_is_connected(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_said_to_be(served: Console) -> None:
-    with pytest.raises(BadConsole, match="does another program"), PlainServing(served.base[8:], {}):
+    with pytest.raises(ConsoleConfigError, match="does another program"), PlainServing(served.base[8:], {}):
         raise AssertionError
 
 
@@ -413,7 +414,7 @@ def test_control_characters_and_turned_writing_are_refused_in_forms(served: Cons
 def test_a_field_that_is_missing_or_given_twice_is_named(served: Console) -> None:
     with served.client("ada") as client:
         assert "“reason” is missing" in served.post(client, "/told").text
-    with pytest.raises(Refusal, match="given twice"):
+    with pytest.raises(PageError, match="given twice"):
         Form((("a", "1"), ("a", "2")))["a"]
 
 
@@ -443,12 +444,12 @@ def test_a_field_or_a_file_with_a_name_without_an_end_is_malformed(served: Conso
 
 
 def test_a_page_leads_to_its_own_console_and_shows_pngs(served: Console) -> None:
-    asked = Asked(None, "/", Form(()), {}, lambda *_: "")
+    asked = RequestContext(None, "/", Form(()), {}, lambda *_: "")
     for path in ("https://evil.example", "//evil.example", "evil"):
         with pytest.raises(ValueError, match="own pages"):
             asked.go(path)
     with pytest.raises(ValueError, match="PNG"):
-        asked.picture(b"<svg onload=alert(1)>")
+        asked.png_response(b"<svg onload=alert(1)>")
 
 
 # ------------------------------------------------------------------ what the kit itself refuses
@@ -459,20 +460,20 @@ def test_a_route_that_was_not_made_through_the_kit_keeps_the_console_from_starti
     pages.build()
     app: FastAPI = pages.app
     app.add_api_route("/open", lambda: Response("open"), methods=["GET"])
-    with pytest.raises(Unchecked, match="/open"):
+    with pytest.raises(UnprotectedRouteError, match="/open"):
         pages.guarded()
 
 
 def test_a_page_for_nobody_is_a_mistake(served: Console) -> None:
-    with pytest.raises(Unchecked, match="roles"):
+    with pytest.raises(UnprotectedRouteError, match="roles"):
         fresh(served).get("/x", set())
 
 
-def fresh(served: Console) -> Pages:
-    return Pages(
+def fresh(served: Console) -> Router:
+    return Router(
         title="t",
         side="site",
-        who=lambda name: Person(name, "operator"),
+        who=lambda name: LoggedInPerson(name, "operator"),
         templates=served.home / "templates",
         settings=served.settings,
         log=served.log,

@@ -16,11 +16,12 @@ import httpx
 import pytest
 from starlette.formparsers import FormParser
 
-from protos.web import pages, serving
-from protos.web.guard import BODY_BYTES, STRANGER_BYTES
-from protos.web.serving import Answer, PlainServing
+from protos.web import router
+from protos.web import server as serving
+from protos.web.security import BODY_BYTES, STRANGER_BYTES
+from protos.web.server import Answer, PlainServing
 from protos.web.sessions import COOKIE
-from tests.support.console import Console, console, wait_for
+from tests.support.console_kit import Console, console, wait_for
 
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
 
@@ -171,8 +172,8 @@ def test_tries_are_counted_before_a_body_is_taken_apart(served: Console, monkeyp
 def test_a_person_has_so_many_requests_open_and_others_have_their_own(
     served: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert pages._OPEN == 20
-    monkeypatch.setattr(pages, "_OPEN", 3)
+    assert router._OPEN == 20
+    monkeypatch.setattr(router, "_OPEN", 3)
     with served.client("ada") as client, served.client("otto") as other, ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(client.get, "/wait") for _ in range(3)]
         try:

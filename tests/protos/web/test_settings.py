@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from protos.web.settings import BadConsole, ConsoleSettings, parse, read
+from protos.web.settings import ConsoleConfigError, ConsoleSettings, parse, read
 
 HOME = Path("home")
 GOOD = """
@@ -48,14 +48,14 @@ def test_no_file_means_no_console(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read_is_no_missing_one(tmp_path: Path) -> None:
     (tmp_path / "console.toml").write_bytes(b"\xff")
-    with pytest.raises(BadConsole, match="cannot be read"):
+    with pytest.raises(ConsoleConfigError, match="cannot be read"):
         read(tmp_path)
 
 
 def test_every_problem_is_named_at_once() -> None:
     text = 'listen = "here"\nnames = ["UPPER", "a b"]\nkey = "k"\nidle_minutes = 0\nhours = true\nlisten_to = 1\n'
     text += '[oidc]\nissuer = "http://id.example"\nclient_id = ""\nclient_secret_file = 3\nclaim = "a b"\n'
-    with pytest.raises(BadConsole) as refused:
+    with pytest.raises(ConsoleConfigError) as refused:
         parse(text, HOME)
     words = str(refused.value)
     for problem in ("unknown keys: listen_to", "hours must be", "oidc.client_secret_file must be", "missing keys"):
@@ -78,22 +78,22 @@ def test_every_problem_is_named_at_once() -> None:
 def test_an_unsafe_provider_is_refused(key: str, value: str) -> None:
     lines = [line for line in GOOD.splitlines() if not line.startswith(f"{key} =")]
     at = lines.index("[oidc]") + 1
-    with pytest.raises(BadConsole, match=f"oidc.{key}"):
+    with pytest.raises(ConsoleConfigError, match=f"oidc.{key}"):
         parse("\n".join([*lines[:at], f"{key} = {value}", *lines[at:]]), HOME)
 
 
 @pytest.mark.parametrize("person", ["Anna", "../anna", "", "anna bell"])
 def test_a_claim_leads_to_a_name_as_the_ledger_writes_it(person: str) -> None:
-    with pytest.raises(BadConsole, match=r"oidc\.persons"):
+    with pytest.raises(ConsoleConfigError, match=r"oidc\.persons"):
         parse(GOOD.replace('= "anna"', f'= "{person}"'), HOME)
 
 
 def test_two_claims_are_not_one_person() -> None:
-    with pytest.raises(BadConsole, match="two claims lead to one person"):
+    with pytest.raises(ConsoleConfigError, match="two claims lead to one person"):
         parse(GOOD + '"other@hospital.example" = "anna"\n', HOME)
 
 
 @pytest.mark.parametrize("listen", ["8743", "::1:8743", "localhost:70000", "localhost:"])
 def test_an_address_is_host_and_port(listen: str) -> None:
-    with pytest.raises(BadConsole, match="listen must be host:port"):
+    with pytest.raises(ConsoleConfigError, match="listen must be host:port"):
         ConsoleSettings(listen=listen)

@@ -21,19 +21,19 @@ import time
 from hashlib import sha256
 from pathlib import Path
 
-from protos.quiet import hush
+from protos.federation.flower_environment import configure_environment
 from tests.support.flower.loopback import guard
 
 SETTINGS = json.loads(Path(sys.argv[1]).read_text())
 HOME = Path(SETTINGS["home"])
-hush(HOME / "flwr")
+configure_environment(HOME / "flwr")
 guard(HOME / "network.txt")
 
 import numpy as np
 
-from agent.edges import link
-from agent.edges.link import Link, LinkConfig, LinkFailed
-from agent.edges.tasks import Answer, Declined, Task
+from agent.federation import supernode_process
+from agent.federation.supernode_process import Link, LinkConfig, LinkError
+from agent.federation.tasks import Answer, Task, TaskDeclinedError
 
 SITE = SETTINGS["site"]
 LINK = Link(
@@ -52,7 +52,7 @@ def handle(task: Task) -> Answer:
     config = json.loads(task.config)
     if task.kind == "price":
         if SITE in config.get("decline", {}):
-            raise Declined(config["decline"][SITE])
+            raise TaskDeclinedError(config["decline"][SITE])
         return Answer(f"grant {task.run} {SITE}".encode())
     if task.kind == "secure":
         return Answer(payload=task.step.encode() + task.payload[::-1])
@@ -82,13 +82,13 @@ def listen() -> None:
 
 if __name__ == "__main__":
     os.environ.update(LAZARET_TEST_HOME=str(HOME), LAZARET_TEST_SITE=SITE)
-    vars(link)["MODULE"] = "tests.support.flower.linked"
-    link.KEPT.extend(("LAZARET_TEST_HOME", "LAZARET_TEST_SITE"))
+    vars(supernode_process)["MODULE"] = "tests.support.flower.linked"
+    supernode_process.KEPT.extend(("LAZARET_TEST_HOME", "LAZARET_TEST_SITE"))
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     threading.Thread(target=listen, daemon=True).start()
     try:
         LINK.run(handle, stop, say)
-    except LinkFailed as fault:
+    except LinkError as fault:
         say(f"failed {fault}")
     assert "flwr" not in sys.modules, "Flower is the link's alone"

@@ -23,34 +23,27 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from protos.quiet import hush
+from protos.federation.flower_environment import configure_environment
 from tests.support.flower.loopback import guard
 
 SETTINGS = json.loads(Path(sys.argv[1]).read_text())
 HOME = Path(SETTINGS["home"])
-hush(HOME / "flwr")
+configure_environment(HOME / "flwr")
 guard(HOME / "network.txt")
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
-from coordinator.edges import conducting, federation
-from coordinator.edges.federation import (
-    FlowerHost,
-    HostConfig,
-    PublicConfig,
-    RoundFailed,
-    RoundPlan,
-    RunInProgress,
-    RunLost,
-    conduct,
-)
-from coordinator.edges.fleet import Fleet
-from coordinator.edges.grid import PromptGrid
-from coordinator.edges.strategy import Model
-from protos import rounds as wire
-from protos.artifact import unpack_vector
-from protos.rounds import STUB_FILES, bundle
+from coordinator.federation import run_process, superlink
+from coordinator.federation.fleet_proxy import Fleet
+from coordinator.federation.grid import BoundedGrid
+from coordinator.federation.run_process import RunLostError
+from coordinator.federation.strategy import Model, Progress, RoundFailedError, RoundPlan
+from coordinator.federation.superlink import FlowerHost, conduct
+from coordinator.federation.superlink_listeners import HostConfig
+from protos.artifacts.arrays import unpack_vector
+from protos.federation import messages
+from protos.federation.messages import STUB_FILES, bundle
 from tests.support.flower.port import Port, serve
 
 
@@ -62,11 +55,19 @@ class Gate:
     config: dict[str, Any]
     reviewed: list[str] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    granted: dict[str, str] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # of the events, after the beginning
+    began: float = field(default_factory=time.monotonic)
+    vector: Any = None  # after the last round that was closed
 
     def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
         """Every reservation that names run and site is good."""
         wrong = {site for site, envelope in sealed.items() if envelope != f"grant {self.run} {site}".encode()}
-        return dict.fromkeys(wrong, "envelope") if len(sealed) - len(wrong) >= least else dict.fromkeys(sealed, "few")
+        if not len(sealed) - len(wrong) >= least:
+            return dict.fromkeys(sealed, "few")
+        self.granted = {site: envelope.decode() for site, envelope in sealed.items() if site not in wrong}
+        return dict.fromkeys(wrong, "envelope")
 
     def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
         """None only for an envelope over run, round, site and vector."""
@@ -86,6 +87,12 @@ class Gate:
         self.checkpoints.append(
             {"round": round_index, "first": float(model.vector[0]), "used": used, "refused": dict(refused)}
         )
+        self.vector = model.vector
+
+    def progress(self, event: Progress) -> None:
+        """Keep it, with its time."""
+        self.events.append(asdict(event))
+        self.times.append(time.monotonic() - self.began)
 
 
 def run(host: FlowerHost, command: dict[str, Any]) -> dict[str, Any]:
@@ -105,42 +112,29 @@ def run(host: FlowerHost, command: dict[str, Any]) -> dict[str, Any]:
         round_timeout_s=command.get("round_timeout_s", 120.0),
         node_wait_s=command.get("node_wait_s", 100.0),
     )
-    gate, events, times = Gate(plan.run, config), [], []
-    nested: list[str] = []
-    began = time.monotonic()
-
-    def progress(event: federation.Progress) -> None:
-        events.append(asdict(event))
-        times.append(time.monotonic() - began)
-        if command.get("nested"):
-            try:
-                conduct(host, plan, gate, progress)
-            except RunInProgress as error:
-                nested.append(str(error))
-
+    gate = Gate(plan.run, config)
     report: dict[str, Any] = {}
     try:
-        result = conduct(host, plan, gate, progress)
+        conduct(host, plan, gate)
         report = {
-            "shift": [float(x) for x in np.unique(result.model.vector - start)],
-            "rounds_done": result.rounds_done,
-            "granted": {site: envelope.decode() for site, envelope in result.granted.items()},
-            "declined": dict(result.declined),
-            "used": result.used,
-            "refused": result.refused,
+            "shift": [float(x) for x in np.unique(gate.vector - start)],
+            "rounds_done": gate.checkpoints[-1]["round"] + 1,
+            "granted": gate.granted,
+            "declined": gate.events[0]["refused"],
+            "used": [closed["used"] for closed in gate.checkpoints],
+            "refused": [closed["refused"] for closed in gate.checkpoints],
         }
-    except RoundFailed as failure:
+    except RoundFailedError as failure:
         report = {"failed": failure.reason, "text": str(failure), "refused": failure.refused}
-    except (RunLost, OSError) as fault:
+    except (RunLostError, OSError) as fault:
         report = {"lost": str(fault)}
     return {
         **report,
-        "span": [began, time.monotonic()],
-        "nested": nested,
+        "span": [gate.began, time.monotonic()],
         "reviewed": gate.reviewed,
         "checkpoints": gate.checkpoints,
-        "events": events,
-        "times": times,
+        "events": gate.events,
+        "times": gate.times,
     }
 
 
@@ -165,21 +159,18 @@ def main() -> None:
     if "canary" in SETTINGS:
         code = f"open({SETTINGS['canary']!r}, 'w').close()\nnothing = None\n"
         carried = bundle({**STUB_FILES, "stub.py": code})
-        vars(federation).update(STUB_BUNDLE=carried, STUB_DIGEST=sha256(carried).hexdigest())
-    vars(conducting)["MODULE"] = "tests.support.flower.running"
+        vars(superlink).update(STUB_BUNDLE=carried, STUB_DIGEST=sha256(carried).hexdigest())
+    vars(run_process)["MODULE"] = "tests.support.flower.running"
     ca, cert, key = (Path(SETTINGS[name]) for name in ("ca", "cert", "key"))
-    public = PublicConfig(("127.0.0.1", SETTINGS.get("public", 0)), ca, cert, key)
-    listener = public if SETTINGS.get("listener", True) else None
     keys = {site: Path(path).read_text() for site, path in SETTINGS["nodes"].items()}
     reports: list[tuple[str, str]] = []
-    config = HostConfig(Path(SETTINGS["state"]), ("127.0.0.1", SETTINGS.get("private", 0)), listener)
+    config = HostConfig(Path(SETTINGS["state"]), ("127.0.0.1", SETTINGS.get("private", 0)))
     with FlowerHost(config) as host:
         fleet = Fleet(host, keys, lambda site, what: reports.append((site, what)))
         for site, node_key in keys.items():
             host.register(site, node_key.encode())
         with serve(fleet, ca, cert, key, SETTINGS.get("port", 0)) as (bound, port):
-            ready = {"port": bound, "private": host.private[1], "digest": federation.STUB_DIGEST}
-            ready["public"] = host.public[1] if host.public else 0
+            ready = {"port": bound, "private": host.private[1], "digest": superlink.STUB_DIGEST}
             print(json.dumps(ready), flush=True)
             for line in sys.stdin:
                 print(json.dumps(obey(json.loads(line), host, port, keys, reports)), flush=True)
@@ -205,25 +196,27 @@ def obey(
             mail = vars(port.fleet)["_mail"][command["site"]][-1]
             return {"message": mail.message, "run": str(mail.run), "object": min(mail.objects)}
         case "nodes":
-            return {site: str(host.node_id(federation.flower_key(key.encode()))) for site, key in keys.items()}
+            return {site: str(host.node_id(superlink.flower_key(key.encode()))) for site, key in keys.items()}
     return sorted(host.online())
 
 
 def secure(host: FlowerHost, command: dict[str, Any]) -> str:
     """One message of secure aggregation to one site, and the payload of its reply."""
     with host.task() as (way, token):
-        grid = PromptGrid(way, token, host.stopping).begin()
+        grid = BoundedGrid(way, token, host.stopping).begin()
         node = next(node.node_id for node in grid.get_nodes() if node.name == command["site"])
-        order = {wire.RUN: "masked", wire.ROUND: 0, wire.CONFIG: b"{}", wire.STEP: command["step"]}
+        order = {messages.RUN: "masked", messages.ROUND: 0, messages.CONFIG: b"{}", messages.STEP: command["step"]}
         payload = Array(np.frombuffer(bytes.fromhex(command["payload"]), np.uint8))
-        content = RecordDict({wire.ORDER: ConfigRecord(order), wire.PAYLOAD: ArrayRecord({wire.DATA: payload})})
-        (reply,) = grid.send_and_receive([Message(content, node, wire.SECURE)], timeout=120.0)
+        content = RecordDict(
+            {messages.ORDER: ConfigRecord(order), messages.PAYLOAD: ArrayRecord({messages.DATA: payload})}
+        )
+        (reply,) = grid.send_and_receive([Message(content, node, messages.SECURE)], timeout=120.0)
         grid.end("completed")
         if reply.has_error():
             return f"code {reply.error.code}"
-        record = reply.content[wire.PAYLOAD]
+        record = reply.content[messages.PAYLOAD]
         assert isinstance(record, ArrayRecord)
-        return record[wire.DATA].numpy().tobytes().hex()
+        return record[messages.DATA].numpy().tobytes().hex()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The agent's link process as the contract test starts it: under the guard, and rogue where the run's config says so.
 
-python -m tests.support.flower.linked FD RELAY SETUP        (in place of agent.edges.linked)
+python -m tests.support.flower.linked FD RELAY SETUP        (in place of agent.federation.supernode_main)
 """
 
 # ruff: noqa: E402 - Flower is imported under the guard
@@ -20,22 +20,22 @@ guard(HOME / "network.txt")
 import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 
-from agent.edges import federation, linked, records
-from agent.edges.tasks import Reply, Task
+from agent.federation import flower_records, supernode, supernode_main
+from agent.federation.tasks import Reply, Task
 
 FAULT: dict[str, str | None] = {"now": None}
 
 
 def _read_task(kind: str, content: RecordDict) -> Task:
     """Note what to do wrong."""
-    task = records.read_task(kind, content)
+    task = flower_records.read_task(kind, content)
     FAULT["now"] = json.loads(task.config).get("rogue", {}).get(SITE) if task.kind == "train" else None
     return task
 
 
 def _records_of(reply: Reply) -> RecordDict:
     """What a site would send that does not run our code."""
-    made, fault = records.records_of(reply), FAULT["now"]
+    made, fault = flower_records.records_of(reply), FAULT["now"]
     if fault == "extra":
         made["metrics"] = MetricRecord({"num-examples": 10**9})
     elif fault is not None:
@@ -52,7 +52,7 @@ def _records_of(reply: Reply) -> RecordDict:
 
 
 if __name__ == "__main__":
-    heavy = {"torch", "agent.edges.vault", "policies.store"} & sys.modules.keys()
+    heavy = {"torch", "agent.storage.vault", "policies.ledger.store"} & sys.modules.keys()
     (HOME / "link.txt").write_text(f"{os.getpid()} {' '.join(sorted(heavy))}")
-    vars(federation).update(read_task=_read_task, records_of=_records_of)
-    sys.exit(linked.main(*sys.argv[1:]))
+    vars(supernode).update(read_task=_read_task, records_of=_records_of)
+    sys.exit(supernode_main.main(*sys.argv[1:]))

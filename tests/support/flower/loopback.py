@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,11 @@ def _local(host: object) -> bool:
         return False
 
 
-def guard(notes: Path) -> None:
-    """Install an audit hook below every library, Python's own sockets included; append hosts to ``notes``."""
+def guard(notes: Path, on: Callable[[], bool] = lambda: True) -> None:
+    """Install an audit hook below every library, Python's own sockets included; append hosts to ``notes``.
+
+    It cannot be taken out again: it looks only while it is ``on``.
+    """
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event in ("socket.getaddrinfo", "socket.gethostbyname"):
@@ -35,9 +40,20 @@ def guard(notes: Path) -> None:
             host = address[0]
         else:
             return
-        if not _local(host):
+        if on() and not _local(host):
             with notes.open("a") as out:
                 out.write(f"{event} {host!r}\n")
             raise LeftLoopback(event)
 
     sys.addaudithook(hook)
+
+
+@contextlib.contextmanager
+def guarded(notes: Path) -> Iterator[None]:
+    """The same for a while, in a process that goes on."""
+    inside = [True]
+    guard(notes, lambda: bool(inside))
+    try:
+        yield
+    finally:
+        inside.clear()

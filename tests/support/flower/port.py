@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from cryptography import x509
 
-from coordinator.edges.fleet import Fleet
+from coordinator.federation.fleet_proxy import Fleet
 from protos.v1.gateway_pb2_grpc import GatewayServicer, add_GatewayServicer_to_server
 
 

@@ -1,4 +1,6 @@
-"""A process in the place of coordinator.edges.running that was taken over; the order's config says what it does."""
+"""A process in the place of coordinator.federation.run_main that was taken over; the order's config says what it
+does.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,15 @@ import struct
 import sys
 import time
 
-from coordinator.edges.runframes import TO_RUN, Order, Pipe
-from protos.artifact import pack_vector
+from coordinator.federation.run_messages import TO_RUN, Pipe, RunSpec
+from protos.artifacts.arrays import pack_vector
 
 
 def main(descriptor: int) -> None:
     """Read the order, then misbehave."""
     end = socket.socket(fileno=descriptor)
     pipe = Pipe(end, TO_RUN)
-    order = Order.of(pipe.receive())
+    order = RunSpec.of(pipe.receive())
     vector, moments = pack_vector(order.plan.model.vector), order.plan.model.moments.to_bytes()
     match order.plan.config:
         case b"noise":

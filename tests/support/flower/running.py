@@ -12,7 +12,7 @@ from tests.support.flower.loopback import guard
 
 guard(Path(os.environ["FLWR_HOME"]).parent / "network.txt")
 
-from coordinator.edges.running import main
+from coordinator.federation.run_main import main
 
 if __name__ == "__main__":
     sys.exit(main(*map(int, sys.argv[1:])))

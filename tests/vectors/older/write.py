@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from agent.deidentify.record import Record
-from agent.desk import open_desk
-from agent.edges.home import Home as AgentHome
-from agent.edges.home import origin
-from coordinator.edges.home import ORIGIN
-from coordinator.edges.home import Home as CoordinatorHome
-from policies.sqlite import export_file
-from tests.support.books import DP, K5
-from tests.support.federation import Federation, pictures
+from agent.runtime import open_runtime
+from agent.storage.site_directory import SiteDirectory as AgentHome
+from agent.storage.site_directory import origin
+from coordinator.storage.directory import ORIGIN, CoordinatorDirectory
+from policies.ledger.backends.sqlite import export_file
+from tests.support.federation_world import Federation, pictures
+from tests.support.ledger_world import DP, K5
 
 
 def main(out: Path) -> None:
@@ -27,7 +26,7 @@ def main(out: Path) -> None:
         fed.join("site-b")
         toml = site.home.root / "site.toml"
         toml.write_text(toml.read_text().replace('127.0.0.1:1"', f'127.0.0.1:{fed.port}"'))
-        with open_desk(site.home.root, lambda *_: None) as desk:
+        with open_runtime(site.home.root, lambda *_: None) as desk:
             rng = np.random.default_rng(4)
             for n in range(12):
                 pixels = rng.random((8, 8)).astype(np.float32)
@@ -69,7 +68,7 @@ def main(out: Path) -> None:
             if path.suffix in {".log", ".part"} or path.name.endswith(("-wal", "-shm")):
                 path.unlink()
     shutil.rmtree(out / "coordinator" / "offline")
-    coordinator, site_a = CoordinatorHome(out / "coordinator"), AgentHome(out / "site-a")
+    coordinator, site_a = CoordinatorDirectory(out / "coordinator"), AgentHome(out / "site-a")
     exported = export_file(coordinator.ledger, ORIGIN, coordinator.ledger_key())
     (out / "coordinator.export").write_bytes(exported)
     exported = export_file(site_a.root / "ledger.db", origin("site-a"), site_a.sign_key())

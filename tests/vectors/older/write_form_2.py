@@ -15,11 +15,11 @@ import numpy as np
 from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
 
-from agent.__main__ import main as agent
-from agent.edges import projects
-from agent.edges.home import Home
-from agent.edges.room import Arrival
-from agent.edges.way import open_way
+from agent.cli.main import main as agent
+from agent.ingest.context import open_ingest
+from agent.storage import projects
+from agent.storage.site_directory import SiteDirectory
+from agent.storage.spool import ReceivedFile
 
 ROOT = "1.2.826.0.1.3680043.8.498"
 
@@ -50,13 +50,13 @@ def main(out: Path) -> None:
     site = out / "site"
     words = ["init", "--site", "site-a", "--policy", "internal", "--input", "../input", "--modality", "CT"]
     assert agent(["--home", str(site), *words]) == 0
-    home = Home(site)
+    home = SiteDirectory(site)
     files = [(p, p, p, 2 * p + i, 12 + i if p == 7 else 2 * p + i) for p in range(8) for i in range(2)]
     files += [(8, 8, 0, 90, 90), (8, 8, 8, 2, 91)]
-    with open_way(home, "main") as way:
+    with open_ingest(home, "main") as way:
         for one in files:
             uid, data = picture(*one)
-            way.inbox.put(Arrival("dimse", "PACS", data, label=str(one[0] % 2), instance=uid))
+            way.inbox.put(ReceivedFile("dimse", "PACS", data, label=str(one[0] % 2), instance=uid))
         with way.intake() as intake:
             report = intake.run(way.waiting())
         assert (report.kept, dict(report.quarantined)) == (16, {"conflicting_instance": 1, "inconsistent_series": 1})

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,28 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from agent.heads.average import whole
-from agent.heads.gamma import Coarse, Gamma, population_of, scaled, transform
-from agent.heads.grid import Cube
-from agent.heads.head import Head
-from agent.heads.reasons import NotDefaced
-from agent.nets.folds import fold_of
-from agent.nets.volume_blocks import pooled, pyramid
-from agent.nets.volume_gan import PRESETS, VolumeGanConfig, drawn, remodeller_from
-from agent.training import remodelling
-from agent.training.loop import CHECKPOINT, Diverged, OtherRun, Progress, own_generator, restored, saved
-from agent.training.remodelling import (
-    Folds,
-    TooFewHeads,
-    cross_fitted,
-    examples,
-    population_from,
-    train_remodeller,
-)
-from agent.training.volume_gan import (
+from agent.defacing.deid_gan.layers import pooled, pyramid
+from agent.defacing.deid_gan.network import VolumeGanConfig, drawn, remodeller_from
+from agent.defacing.deid_gan.remodeller_training import TooFewHeadsError, examples, population_from, train_remodeller
+from agent.defacing.deid_gan.training import (
     Example,
     VolumeGanTrainer,
-    VolumeGanTraining,
     cuts,
     discriminator_loss,
     embedded,
@@ -46,32 +29,13 @@ from agent.training.volume_gan import (
     moved,
     train_volume_gan,
 )
+from agent.defacing.head import HeadScan
+from agent.defacing.privacy_transform import Coarse, population_of, scaled, transform, whole_head
+from agent.errors import DivergedError, OtherRunError
+from agent.models.training_loop import CHECKPOINT, Progress, load_state, save_state, torch_generator
 from deploy.demo.heads import heads
 from deploy.demo.train_networks import kept_network
-
-TINY = PRESETS["tiny16"]
-KEY = b"k" * 32
-
-
-def config(**changes: Any) -> VolumeGanTraining:
-    told: dict[str, Any] = {"steps": 6, "checkpoint_every": 2, "say_every": 1}
-    return VolumeGanTraining(TINY, **(told | changes))
-
-
-def example(number: int, side: int = 16) -> Example:
-    """A ball of a head with a brain in it and a nose of its own."""
-    rng = np.random.Generator(np.random.Philox(number))
-    at = ((np.indices((side,) * 3).transpose(1, 2, 3, 0) + 0.5) / side - 0.5) / rng.uniform(0.9, 1.1, 3)
-    away = np.linalg.norm(at, axis=-1)
-    nose = np.linalg.norm(at - (0.0, 0.4, rng.uniform(-0.1, 0.1)), axis=-1) < 0.1
-    head, brain = (away < 0.38) | nose, away < 0.25
-    volume = (0.4 * head + 0.3 * brain + 0.05 * rng.uniform(size=head.shape)).astype(np.float32)
-    cube = Cube(side, np.diag([256.0 / side] * 3 + [1.0]))
-    return Example(volume, Gamma(away < 0.47, brain, np.where(brain, volume, np.float32(0.0)), cube), f"p{number}")
-
-
-def some(count: int = 4) -> list[Example]:
-    return [example(i) for i in range(count)]
+from tests.support.volume_gans import TINY, config, example, some
 
 
 def trainer(**changes: Any) -> VolumeGanTrainer:
@@ -79,7 +43,7 @@ def trainer(**changes: Any) -> VolumeGanTrainer:
 
 
 def test_the_losses_are_as_printed() -> None:
-    real, made = torch.randn(2, 7, generator=own_generator(0)).double()
+    real, made = torch.randn(2, 7, generator=torch_generator(0)).double()
     of_g = sum(2.0 * (float(r) - float(f) + 1.0) ** 2 for r, f in zip(real, made, strict=True)) / 7
     of_d = sum(2.0 * (float(f) - float(r) + 1.0) ** 2 for r, f in zip(real, made, strict=True)) / 7
     assert float(generator_loss(real, made)) == pytest.approx(of_g)
@@ -93,32 +57,32 @@ def test_the_losses_are_as_printed() -> None:
 
 def test_the_brain_is_embedded_at_every_scale() -> None:
     e = example(0)
-    gammas = pyramid(torch.from_numpy(e.gamma.stack())[None], TINY.sides, own_generator(0))
+    gammas = pyramid(torch.from_numpy(e.gamma.stack())[None], TINY.sides, torch_generator(0))
     real = [pooled(torch.from_numpy(e.volume)[None, None], side) for side in TINY.sides]
-    made = [torch.rand(part.shape, generator=own_generator(i)) for i, part in enumerate(real)]
+    made = [torch.rand(part.shape, generator=torch_generator(i)) for i, part in enumerate(real)]
     for x, g, gamma, seen in zip(real, made, gammas, embedded(real, made, gammas), strict=True):
         b = gamma[:, 1:2]
         assert torch.equal(seen, b * x + (1 - b) * g)
         assert torch.equal(seen[b == 1], x[b == 1])
         assert torch.equal(seen[b == 0], g[b == 0])
         assert 0 < float(b.mean()) < 1
-    assert torch.equal(made[-1], torch.rand(made[-1].shape, generator=own_generator(2)))  # G's own is left alone
+    assert torch.equal(made[-1], torch.rand(made[-1].shape, generator=torch_generator(2)))  # G's own is left alone
 
 
 def test_a_step_moves_each_network_by_its_own_loss_alone() -> None:
     own = trainer()
     x = torch.from_numpy(np.stack([e.volume for e in own.examples[:2]]))[:, None]
     gamma = torch.from_numpy(np.stack([e.gamma.stack() for e in own.examples[:2]]))
-    before = {name: {n: t.clone() for n, t in getattr(own, name).state_dict().items()} for name in own.optimizers}
+    before = {name: {n: t.clone() for n, t in getattr(own, name).state_dict().items()} for name in own.networks}
 
     def same(name: str) -> bool:
         return all(torch.equal(t, before[name][n]) for n, t in getattr(own, name).state_dict().items())
 
-    own._judge(x, gamma, own_generator(0))
+    own._judge(x, gamma, torch_generator(0))
     assert same("generator")
     assert not same("discriminator")
     before["discriminator"] = {n: t.clone() for n, t in own.discriminator.state_dict().items()}
-    own._learn(x, gamma, own_generator(0))
+    own._learn(x, gamma, torch_generator(0))
     assert same("discriminator")
     assert not same("generator")
     assert all(p.requires_grad for p in own.discriminator.parameters())
@@ -130,12 +94,13 @@ def test_the_optimiser_is_adamp_as_published() -> None:
     for optimizer in own.optimizers.values():
         assert type(optimizer).__name__ == "AdamP"
         (group,) = optimizer.param_groups
-        assert (group["lr"], group["betas"], group["weight_decay"]) == (2e-3, (0.0, 0.99), 0.0)
+        assert (group["lr"], group["betas"]) == (2e-3, (0.0, 0.99))
+        assert "weight_decay" not in group
     weight = own.generator.scales[0].stem.weight
     before = weight.detach().clone().double()
     told: list[Tensor] = []
     handle = weight.register_hook(lambda grad: told.append(grad.detach().clone().double()))
-    own.step(own_generator(0))
+    own.step(torch_generator(0))
     handle.remove()
     grad = told[-1]
     update = grad / (
@@ -158,20 +123,20 @@ def test_mirrored_and_turned_heads_keep_their_own_gamma() -> None:
     es = some(3)
     x = torch.from_numpy(np.stack([e.volume for e in es]))[:, None]
     masks = torch.from_numpy(np.stack([e.gamma.stack()[:2] for e in es]))
-    new, gamma = moved(x, masks, config(turn=0.3), own_generator(0))
+    new, gamma = moved(x, masks, config(turn=0.3), torch_generator(0))
     assert set(gamma[:, :2].unique().tolist()) == {0.0, 1.0}
     assert torch.equal(gamma[:, 2:], gamma[:, 1:2] * new)  # b o x of what it has become
     assert torch.allclose(gamma[:, :2].sum((2, 3, 4)), masks.sum((2, 3, 4)), rtol=0.1)
     assert not torch.equal(new, x)
-    still, gamma = moved(x, masks, config(turn=0.0, mirror=False), own_generator(0))
+    still, gamma = moved(x, masks, config(turn=0.0, mirror=False), torch_generator(0))
     assert torch.equal(still, x)
     assert torch.equal(gamma, torch.from_numpy(np.stack([e.gamma.stack() for e in es])))
     flipped = {
-        bool(torch.equal(moved(x[:1], masks[:1], config(turn=0.0), own_generator(s))[0], x[:1].flip(2)))
+        bool(torch.equal(moved(x[:1], masks[:1], config(turn=0.0), torch_generator(s))[0], x[:1].flip(2)))
         for s in range(8)
     }
     assert flipped == {True, False}
-    almost, _ = moved(x, masks, config(turn=1e-6, mirror=False), own_generator(0))
+    almost, _ = moved(x, masks, config(turn=1e-6, mirror=False), torch_generator(0))
     assert torch.allclose(almost, x, atol=1e-4)  # turned about the cube's centre
 
 
@@ -198,26 +163,26 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(tmp_path: Path) -> Non
         assert (folder / CHECKPOINT).read_bytes() == (tmp_path / "whole" / CHECKPOINT).read_bytes()
     assert (tmp_path / "whole" / "samples-0000006.png").exists()
     for other in (config(seed=1), config(absolute=1.0), config(lr=1e-3), config(turn=0.0)):
-        with pytest.raises(OtherRun):
+        with pytest.raises(OtherRunError):
             train_volume_gan(some(), other, tmp_path / "whole")
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         train_volume_gan(some(5), config(), tmp_path / "whole")
-    with pytest.raises(OtherRun, match="longer"):
+    with pytest.raises(OtherRunError, match="longer"):
         train_volume_gan(some(), config(steps=2), tmp_path / "whole")
 
 
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from tests.agent.test_training_volume_gan import config, some
-from agent.training.volume_gan import train_volume_gan
+from tests.support.volume_gans import config, some
+from agent.defacing.deid_gan.training import train_volume_gan
 train_volume_gan(some(), config(), Path(sys.argv[1]), lambda p: p.step == 5 and os.kill(os.getpid(), signal.SIGKILL))
 """
 
 
 @pytest.mark.slow
 def test_a_process_that_was_killed_with_signal_9_goes_on_to_the_same_checkpoint(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
     done = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path / "killed")], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
     for name in ("killed", "whole"):
@@ -228,7 +193,7 @@ def test_a_process_that_was_killed_with_signal_9_goes_on_to_the_same_checkpoint(
 def test_forgetting_the_optimisers_count_would_be_seen(tmp_path: Path) -> None:
     """AdamP's step count is in no tensor of its state; without it the second moment is corrected wrongly."""
     train_volume_gan(some(), config(steps=2), tmp_path)
-    step, state = restored((tmp_path / CHECKPOINT).read_bytes(), config().run(some()))
+    step, state = load_state((tmp_path / CHECKPOINT).read_bytes(), config().run(some()))
     assert step == 2
     draw = state.pop("loop.generator")
     after = []
@@ -248,7 +213,7 @@ def test_forgetting_the_optimisers_count_would_be_seen(tmp_path: Path) -> None:
 def test_what_saves_memory_and_where_it_runs_changes_no_weight() -> None:
     made = []
     for changes in ({}, {"sparing": True}, {"devices": ("cpu", "cpu:0")}):
-        own, draw = trainer(**changes), own_generator(0)
+        own, draw = trainer(**changes), torch_generator(0)
         for _ in range(2):
             own.step(draw)
         made.append(own.averaged().state_dict())
@@ -262,7 +227,7 @@ def test_half_precision_learns_much_the_same() -> None:
     made = []
     for precision in ("float32", "bfloat16"):
         own = trainer(precision=precision)
-        made.append(own.step(own_generator(0)))
+        made.append(own.step(torch_generator(0)))
         assert all(p.dtype == torch.float32 for p in own.generator.parameters())
     assert made[1]["absolute"] == pytest.approx(made[0]["absolute"], rel=0.05)
     assert made[1] != made[0]
@@ -272,7 +237,7 @@ def test_half_precision_learns_much_the_same() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
 def test_networks_on_accelerators_learn_as_on_a_processor(devices: tuple[str, str], tmp_path: Path) -> None:
-    told = [trainer(devices=where).step(own_generator(0)) for where in (("cpu", "cpu"), devices)]
+    told = [trainer(devices=where).step(torch_generator(0)) for where in (("cpu", "cpu"), devices)]
     assert all(told[1][name] == pytest.approx(value, rel=1e-2) for name, value in told[0].items())
     how = config(steps=4, devices=devices, precision="bfloat16", sparing=True)
     net = train_volume_gan(some(), how, tmp_path)
@@ -285,7 +250,7 @@ def test_everything_that_the_discriminator_reads_is_brought_to_its_device() -> N
     own.place("cpu", "meta")
     e = own.examples[0]
     x, gamma = torch.from_numpy(e.volume)[None, None], torch.from_numpy(e.gamma.stack())[None]
-    real, made, gammas = own._both(x, gamma, own_generator(0))
+    real, made, gammas = own._both(x, gamma, torch_generator(0))
     assert {t.device.type for t in (*real, *made, *gammas)} == {"meta"}
     assert own.discriminator(made, gammas).device.type == "meta"
     assert next(own.generator.parameters()).device.type == "cpu"
@@ -301,18 +266,18 @@ def test_it_learns_to_draw_the_head_around_a_brain_that_it_never_saw(tmp_path: P
     outside = ~unseen.gamma.brain
     errors = []
     for one in (net, VolumeGanTrainer(es, how).averaged()):
-        made = drawn(one, torch.from_numpy(unseen.gamma.stack())[None], own_generator(0))[0, 0].numpy()
+        made = drawn(one, torch.from_numpy(unseen.gamma.stack())[None], torch_generator(0))[0, 0].numpy()
         errors.append(float(np.abs(made - unseen.volume)[outside].mean()))
     assert errors[0] < 0.6 * errors[1]
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     train_volume_gan(some(), config(steps=2), tmp_path)
-    _, state = restored((tmp_path / CHECKPOINT).read_bytes(), config().run(some()))
+    _, state = load_state((tmp_path / CHECKPOINT).read_bytes(), config().run(some()))
     state["generator.scales.0.stem.bias"][0] = math.inf
-    spoilt = saved(config().run(some()), 2, state)
+    spoilt = save_state(config().run(some()), 2, state)
     (tmp_path / CHECKPOINT).write_bytes(spoilt)
-    with pytest.raises(Diverged):
+    with pytest.raises(DivergedError):
         train_volume_gan(some(), config(), tmp_path)
     assert (tmp_path / CHECKPOINT).read_bytes() == spoilt
 
@@ -351,7 +316,7 @@ def test_cuts_show_the_middle_planes_with_the_top_upwards() -> None:
     assert coronal.sum() == axial.sum() == 0
 
 
-def known(count: int) -> list[tuple[str, Head]]:
+def known(count: int) -> list[tuple[str, HeadScan]]:
     return list(heads(count))
 
 
@@ -366,9 +331,9 @@ def test_the_population_and_the_examples_are_those_of_the_heads() -> None:
         gamma = transform(head, 16, population, coarse)
         assert made.person == person
         assert np.array_equal(made.gamma.stack(), gamma.stack())
-        assert np.array_equal(made.volume[~gamma.brain], whole(head, 16)[~gamma.brain])
+        assert np.array_equal(made.volume[~gamma.brain], whole_head(head, 16)[~gamma.brain])
         assert np.array_equal(made.volume[gamma.brain], gamma.intensities[gamma.brain])
-    with pytest.raises(TooFewHeads):
+    with pytest.raises(TooFewHeadsError):
         population_from([], 16, coarse)
 
 
@@ -379,54 +344,11 @@ def test_a_remodeller_of_public_heads_draws_for_everybody(tmp_path: Path) -> Non
     read = remodeller_from(raw, "public")
     gamma = transform(some_heads[0][1], 16, read.population, read.coarse)
     assert read.draw(gamma, np.random.Generator(np.random.Philox(0))).shape == (16, 16, 16)
-    with pytest.raises(TooFewHeads):
+    with pytest.raises(TooFewHeadsError):
         train_remodeller([("one", head) for _, head in some_heads], config(steps=2), tmp_path / "one")
     wide = replace(config(), gan=VolumeGanConfig(16, (8, 8, 8), extent_mm=300.0))
     with pytest.raises(ValueError, match="256 mm"):
         train_remodeller(some_heads, wide, tmp_path / "wide")
-
-
-def test_patients_of_a_private_network_are_refused(tmp_path: Path) -> None:
-    some_heads = known(2)
-    read = remodeller_from(train_remodeller(some_heads, config(steps=1), tmp_path, key=KEY), "private")
-    for person, _ in some_heads:
-        with pytest.raises(NotDefaced, match="seen_in_training"):
-            read.for_person(person, KEY)
-    assert read.for_person("somebody else", KEY).population.count == 2
-
-
-def test_nobody_is_in_the_training_of_their_own_fold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head, shown = known(1)[0][1], list[set[str]]()
-    people = [f"person-{i}" for i in range(9)]
-    real = remodelling.train_volume_gan
-
-    def spied(taught: Sequence[Example], *rest: Any) -> Any:
-        shown.append({e.person for e in taught})
-        return real(taught, *rest)
-
-    monkeypatch.setattr(remodelling, "train_volume_gan", spied)
-    told: list[int] = []
-    raw = cross_fitted(
-        [(person, head) for person in people for _ in range(2)],
-        config(steps=1),
-        Folds(3, KEY),
-        lambda fold: tmp_path / str(fold),
-        lambda fold, _: told.append(fold),
-    )
-    read = remodeller_from(raw, "private")
-    assert told == [0, 1, 2]
-    assert set.union(*shown) == set(people)
-    for person in people:
-        fold = fold_of(person, KEY, 3)
-        assert person not in shown[fold]
-        assert all(person in shown[other] for other in range(3) if other != fold)
-        own = read.for_person(person, KEY)
-        assert own.parts == (read.parts[fold],)
-        assert own.population.count == 2 * len(shown[fold])
-    with pytest.raises(ValueError, match="folds"):
-        Folds(1, KEY)
-    with pytest.raises(TooFewHeads):
-        cross_fitted([("anna", head)], config(steps=1), Folds(2, KEY), lambda fold: tmp_path / f"few-{fold}")
 
 
 def test_the_kept_network_draws_a_head_whose_size_follows_gamma() -> None:

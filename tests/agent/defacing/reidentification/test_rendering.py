@@ -8,20 +8,19 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
-from agent.measures.rendering import (
+from agent.defacing.reidentification.rendering import (
     VIEWS,
     Camera,
     Surface,
     axes_of,
     before_after,
-    blurred,
     camera_at,
     png,
     render,
     renderings,
     surface,
 )
-from agent.nouns import Volume
+from agent.domain import Volume
 from tests.support.heads import real_head
 
 RADIUS = 60.0
@@ -145,10 +144,3 @@ def test_pictures_are_png_of_the_size_that_was_asked_for() -> None:
     shade = render(seen, camera_at(np.eye(4), 48)).shade
     back = np.asarray(Pillow.open(io.BytesIO(png(shade))))
     assert float(np.abs(back / 255.0 - shade).max()) <= 0.5 / 255 + 1e-6
-
-
-def test_blur_takes_detail_and_keeps_light() -> None:
-    shade = render(Surface(ball().values, ball().affine, 0.5), camera()).shade
-    soft = blurred(shade, 3.0, 12.0)
-    assert float(np.abs(np.diff(soft, axis=1)).max()) < 0.3 * float(np.abs(np.diff(shade, axis=1)).max())
-    assert float(soft.mean()) == pytest.approx(float(shade.mean()), rel=0.02)

@@ -15,8 +15,8 @@ from pydicom.data import get_testdata_file
 from pydicom.pixels.utils import pixel_array
 from sklearn.datasets import load_digits
 
-from agent.deidentify.glyphs import Found, shows_text, text_lines
-from agent.phantoms.digits import upsample
+from agent.deidentify.pixels.burned_in_text import TextFindings, has_burned_in_text, text_lines
+from deploy.phantoms.digits import upsample
 
 Values = NDArray[np.int32]
 SIZES = (12, 14, 16, 20, 28, 40)
@@ -77,33 +77,33 @@ def burned(under: Values, number: int, size: int) -> Values | None:
 
 def test_nineteen_in_twenty_texts_of_12_to_40_pixels_are_found_in_real_pictures() -> None:
     pictures = [burned(under, n, size) for under in REAL.values() for size in SIZES for n in range(6)]
-    shown = [shows_text(p) for p in pictures if p is not None]
+    shown = [has_burned_in_text(p) for p in pictures if p is not None]
     assert len(shown) > 100
     assert np.mean(shown) >= 0.95
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_clean_real_picture_raises_no_alarm(name: str) -> None:
-    assert text_lines(REAL[name]) == Found(0, 0)
-    assert not shows_text(REAL[name].max() - REAL[name])
+    assert text_lines(REAL[name]) == TextFindings(0, 0)
+    assert not has_burned_in_text(REAL[name].max() - REAL[name])
 
 
 def test_the_text_in_a_real_ultrasound_picture_is_found() -> None:
     path = get_testdata_file("examples_rgb_color.dcm")
     assert path is not None
-    assert shows_text(pydicom.dcmread(path).pixel_array)
+    assert has_burned_in_text(pydicom.dcmread(path).pixel_array)
 
 
 def test_a_handwritten_digit_alone_raises_no_alarm() -> None:
     digits = upsample((load_digits().images[:300] / 16.0).astype(np.float32))
-    assert not any(shows_text(d) for d in digits)
+    assert not any(has_burned_in_text(d) for d in digits)
 
 
 @pytest.mark.parametrize("text", ["R", "L", "LR", "L 1"])
 @pytest.mark.parametrize("size", [16, 28, 40])
 def test_a_side_marker_raises_no_alarm(text: str, size: int) -> None:
     under = REAL["J2K_pixelrep_mismatch.dcm"]
-    assert not shows_text(write(under, pen(text, size, soft=True), 20, 20, float(under.max()), None))
+    assert not has_burned_in_text(write(under, pen(text, size, soft=True), 20, 20, float(under.max()), None))
 
 
 def phantoms() -> list[tuple[str, Values]]:
@@ -131,7 +131,7 @@ def phantoms() -> list[tuple[str, Values]]:
 
 @pytest.mark.parametrize(("name", "values"), phantoms(), ids=lambda v: v if isinstance(v, str) else "")
 def test_a_phantom_raises_no_alarm(name: str, values: Values) -> None:
-    assert text_lines(np.rint(values).astype(np.int32)) == Found(0, 0)
+    assert text_lines(np.rint(values).astype(np.int32)) == TextFindings(0, 0)
 
 
 NAMES = st.text(string.ascii_uppercase.replace("I", "") + "23456789", min_size=5, max_size=10)
@@ -144,8 +144,8 @@ def test_any_word_on_an_empty_picture_is_found_in_either_polarity(
 ) -> None:
     sheet = np.full((80, 420), paper, dtype=np.int32)
     values = write(sheet, pen(text, size, soft=soft), 10, 10, 3000.0, None)
-    assert shows_text(values)
-    assert shows_text(-values)
+    assert has_burned_in_text(values)
+    assert has_burned_in_text(-values)
 
 
 def test_a_second_text_does_not_make_the_alarm_vanish() -> None:
@@ -153,33 +153,33 @@ def test_a_second_text_does_not_make_the_alarm_vanish() -> None:
     values = write(sheet, pen("KOWALCZYK", 16, soft=True), 10, 10, 3000.0, None)
     for row, text in enumerate(("WARD 7", "R", "1953-04-17", "----", "Smith^John")):
         values = write(values, pen(text, 20, soft=False), 40 + 30 * row, 60, 3000.0, None)
-        assert shows_text(values)
+        assert has_burned_in_text(values)
 
 
 def test_each_frame_and_each_colour_is_looked_at() -> None:
     plain = np.full((64, 200), 100, dtype=np.uint8)
     marked = write(plain.astype(np.int32), pen("KOWALCZYK", 20, soft=True), 10, 10, 255.0, None).astype(np.uint8)
-    assert shows_text(np.stack([plain, plain, marked]))
-    assert not shows_text(np.stack([plain, plain, plain]))
-    assert shows_text(np.stack([plain, plain, marked], axis=-1))
-    assert shows_text(np.stack([np.stack([plain] * 3, -1), np.stack([plain, marked, plain], -1)]))
+    assert has_burned_in_text(np.stack([plain, plain, marked]))
+    assert not has_burned_in_text(np.stack([plain, plain, plain]))
+    assert has_burned_in_text(np.stack([plain, plain, marked], axis=-1))
+    assert has_burned_in_text(np.stack([np.stack([plain] * 3, -1), np.stack([plain, marked, plain], -1)]))
 
 
 def test_wide_values_and_signed_extremes_are_read_without_overflow() -> None:
     ink = pen("KOWALCZYK", 20, soft=True)
     sheet = np.zeros((64, 200))
     sheet[10 : 10 + ink.shape[0], 10 : 10 + ink.shape[1]] = ink
-    assert shows_text((sheet * (2**32 - 1)).astype(np.uint32))
-    assert shows_text(np.rint(sheet * 65535 - 32768).astype(np.int16))
-    assert shows_text(np.where(sheet > 0.5, 2**63 - 1, -(2**63)).astype(np.int64))
-    assert shows_text(np.where(sheet > 0.5, 2**64 - 1, 0).astype(np.uint64))
+    assert has_burned_in_text((sheet * (2**32 - 1)).astype(np.uint32))
+    assert has_burned_in_text(np.rint(sheet * 65535 - 32768).astype(np.int16))
+    assert has_burned_in_text(np.where(sheet > 0.5, 2**63 - 1, -(2**63)).astype(np.int64))
+    assert has_burned_in_text(np.where(sheet > 0.5, 2**64 - 1, 0).astype(np.uint64))
 
 
 @pytest.mark.parametrize("size", [48, 60])
 @pytest.mark.parametrize("text", ["MARY", "OTTO", "Rossi", "1953-04-17"])
 def test_large_letters_are_found_although_blocks_of_pixels_hold_only_parts_of_them(text: str, size: int) -> None:
     values = write(REAL["J2K_pixelrep_mismatch.dcm"], pen(text, size, soft=True), 20, 20, 4000.0, None)
-    assert shows_text(values)
+    assert has_burned_in_text(values)
 
 
 def test_a_word_of_two_pairs_of_joined_letters_is_found() -> None:
@@ -190,20 +190,20 @@ def test_a_word_of_two_pairs_of_joined_letters_is_found() -> None:
     other = pair.copy()
     other[-1] = 1
     word = np.concatenate([pair, np.zeros((len(pair), 4)), other], axis=1)
-    assert shows_text(write(np.zeros((80, 200), dtype=np.int32), word, 30, 40, 3000.0, None))
+    assert has_burned_in_text(write(np.zeros((80, 200), dtype=np.int32), word, 30, 40, 3000.0, None))
 
 
 def test_text_across_the_edge_of_two_tiles_of_a_large_picture_is_found() -> None:
     sheet = np.random.default_rng(1).normal(500, 10, (300, 2400)).astype(np.int32)
     for left in (1000, 1180, 1270):
-        assert shows_text(write(sheet, pen("KOWALCZYK", 16, soft=True), 100, left, 3000.0, None))
+        assert has_burned_in_text(write(sheet, pen("KOWALCZYK", 16, soft=True), 100, left, 3000.0, None))
 
 
 @pytest.mark.parametrize("shape", [(60, 1025), (60, 1029), (1026, 300)])
 def test_a_last_tile_of_a_few_pixels_is_no_error(shape: tuple[int, int]) -> None:
     sheet = np.random.default_rng(2).normal(500, 10, shape).astype(np.int32)
-    assert not shows_text(sheet)
-    assert shows_text(write(sheet, pen("KOWALCZYK", 16, soft=True), 20, shape[1] - 120, 3000.0, None))
+    assert not has_burned_in_text(sheet)
+    assert has_burned_in_text(write(sheet, pen("KOWALCZYK", 16, soft=True), 20, shape[1] - 120, 3000.0, None))
 
 
 @pytest.mark.parametrize("levels", [2, 256, 65536])
@@ -214,7 +214,7 @@ def test_pictures_of_random_values_come_to_an_end(levels: int) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 9), (1, 1), (5, 300), (300, 5), (16, 16), (0, 64, 64)])
 def test_pictures_without_room_for_text_show_none(shape: tuple[int, ...]) -> None:
-    assert text_lines(np.zeros(shape, dtype=np.int16)) == Found(0, 0)
+    assert text_lines(np.zeros(shape, dtype=np.int16)) == TextFindings(0, 0)
 
 
 @pytest.mark.parametrize("values", [np.zeros((9, 9)), np.zeros(9, np.int16), np.zeros((2, 9, 9, 4), np.uint8)])

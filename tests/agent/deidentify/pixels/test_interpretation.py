@@ -18,8 +18,8 @@ from pydicom.data import get_testdata_file
 from pydicom.pixels.processing import apply_modality_lut, apply_voi_lut, apply_windowing
 from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 
-from agent.deidentify.interpretation import Interpreted, NotAVolume, interpret, stack
-from agent.deidentify.reasons import Refused
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.pixels.interpretation import Interpreted, NotAVolumeError, interpret, stack
 from tests.support.peers import need
 
 HEAD = Path("/usr/share/mricron/templates/ch2.nii.gz")
@@ -214,7 +214,7 @@ def test_an_enhanced_object_is_read_frame_by_frame() -> None:
 )
 def test_attributes_that_make_no_sense_are_refused(changes: dict[str, object]) -> None:
     stored = np.array([[1, 60000]], dtype=np.uint16)
-    with pytest.raises(Refused, match="undecodable"):
+    with pytest.raises(FileRejectedError, match="undecodable"):
         interpret(_grey(stored, **changes), stored, "first_lut" if "VOILUTSequence" in changes else "none")
 
 
@@ -304,9 +304,9 @@ def _pictures(count: int = 4, **changes: object) -> list[Interpreted]:
 )
 def test_slices_that_do_not_fit_are_no_volume(changes: dict[str, object], text: str) -> None:
     assert stack(_pictures())[0].shape == (5, 6, 4)
-    with pytest.raises(NotAVolume, match=text):
+    with pytest.raises(NotAVolumeError, match=text):
         stack(_pictures(**changes))
-    with pytest.raises(NotAVolume, match="two slices"):
+    with pytest.raises(NotAVolumeError, match="two slices"):
         stack(_pictures()[:1])
 
 

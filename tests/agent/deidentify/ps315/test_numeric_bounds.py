@@ -19,10 +19,10 @@ from pydicom.datadict import dictionary_VR, keyword_for_tag, tag_for_keyword
 from pydicom.dataelem import RawDataElement
 from pydicom.tag import BaseTag
 
-from agent.deidentify import bounds, keep, private
-from agent.deidentify.profile import Profile
-from agent.deidentify.reasons import Refused
-from agent.deidentify.tags import Deidentifier
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.ps315 import numeric_bounds, retained_attributes, safe_private
+from agent.deidentify.ps315.options import Profile
 from tests.support.instances import WHO, item, mr, written
 
 PHONE = 5367017066
@@ -49,18 +49,18 @@ def _raw(tag: int, vr: str, value: bytes) -> RawDataElement:
 
 def _wide() -> list[int]:
     """The kept attributes whose VR could hold a number of ten digits."""
-    return sorted(t for t in keep.NUMBERS if dictionary_VR(t) not in ("US", "SS", "US or SS", "AT"))
+    return sorted(t for t in retained_attributes.NUMBERS if dictionary_VR(t) not in ("US", "SS", "US or SS", "AT"))
 
 
 def test_no_kept_attribute_takes_a_telephone_number() -> None:
     """All of them, each by itself, and several at once where that is admitted."""
     assert len(_wide()) > 500
     for tag in _wide():
-        bound, vr = bounds.of(tag), dictionary_VR(tag)
+        bound, vr = numeric_bounds.bound_of(tag), dictionary_VR(tag)
         fitted = bound.fit(PHONE)
         rounded = Decimal(fitted).normalize().as_tuple() if math.isfinite(fitted) else None
         assert rounded is None or len(rounded.digits) <= 5, keyword_for_tag(tag)
-        if vr in _PARSED and tag not in keep.NEEDED:
+        if vr in _PARSED and tag not in retained_attributes.NEEDED:
             dataset = mr()
             dataset[tag] = DataElement(tag, vr, _PARSED[vr](PHONE))
             assert str(PHONE).encode() not in written(WHO.apply(dataset)), keyword_for_tag(tag)
@@ -92,7 +92,7 @@ def test_what_has_to_be_there_is_left_empty(keyword: str) -> None:
 def test_a_picture_that_would_mean_something_else_without_its_number_is_refused(keyword: str, value: str) -> None:
     dataset = mr()
     dataset[keyword] = DataElement(keyword, "LO", value)
-    with pytest.raises(Refused, match="undecodable"):
+    with pytest.raises(FileRejectedError, match="undecodable"):
         WHO.apply(dataset)
 
 
@@ -149,7 +149,12 @@ def test_more_values_than_the_standard_admits_do_not_stay() -> None:
 
 @given(st.floats(allow_nan=True, allow_infinity=True, width=64))
 def test_a_fitted_number_is_near_the_given_one_and_short(value: float) -> None:
-    for bound in (bounds.of(0x00180060), bounds.of(0x00280010), bounds.of(0x00200032), bounds.of(0x00200037)):
+    for bound in (
+        numeric_bounds.bound_of(0x00180060),
+        numeric_bounds.bound_of(0x00280010),
+        numeric_bounds.bound_of(0x00200032),
+        numeric_bounds.bound_of(0x00200037),
+    ):
         fitted = bound.fit(value)
         inside = bound.low <= value <= bound.high
         assert math.isfinite(fitted) == inside
@@ -158,14 +163,14 @@ def test_a_fitted_number_is_near_the_given_one_and_short(value: float) -> None:
         assert fitted == bound.fit(fitted)
         if bound.decimals:
             assert abs(fitted - value) <= 10.0**-bound.decimals
-            assert bounds._fraction(fitted) < 10
+            assert numeric_bounds._fraction(fitted) < 10
         else:
             assert len(Decimal(repr(fitted)).normalize().as_tuple().digits) <= 7
             assert math.isclose(fitted, value, rel_tol=1e-6)
 
 
 def _geometry() -> list[int]:
-    return [t for t in keep.NUMBERS if bounds.of(t).decimals]
+    return [t for t in retained_attributes.NUMBERS if numeric_bounds.bound_of(t).decimals]
 
 
 def test_the_geometry_of_real_images_is_exact_to_a_nanometre() -> None:
@@ -224,8 +229,8 @@ def test_ge_counts_of_b_values_lose_the_billion_that_says_how_they_were_made() -
 
 
 def test_every_safe_private_element_has_a_range_that_no_ten_digits_pass() -> None:
-    assert len(private.SAFE) > 20
-    for known in private.SAFE.values():
+    assert len(safe_private.SAFE) > 20
+    for known in safe_private.SAFE.values():
         assert known.bound.low < known.bound.high <= 1e6
         assert known.bound.most <= 1024
 

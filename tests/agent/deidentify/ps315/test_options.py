@@ -15,9 +15,10 @@ from pydicom import DataElement, Dataset
 from pydicom import config as pydicom_config
 from pydicom.data import get_testdata_file
 
-from agent.deidentify import keep, pixels
-from agent.deidentify.profile import CODES, Pixels, Profile
-from agent.deidentify.tags import Deidentifier
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.pixels import pixel_data
+from agent.deidentify.ps315 import retained_attributes
+from agent.deidentify.ps315.options import CODES, Pixels, Profile
 from tests.support.peers import need
 
 KEY = bytes(range(32))
@@ -124,8 +125,8 @@ def test_descriptions_keep_technical_words_only_and_none_of_the_patients_own(giv
 
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=60))
 def test_no_word_outside_the_list_survives_in_a_description(value: str) -> None:
-    words = keep.technical_words(value, frozenset({"brain"})).split()
-    assert all(w in keep.VOCABULARY["descriptors"] or (w.isdigit() and len(w) <= 3) for w in words)
+    words = retained_attributes.technical_words(value, frozenset({"brain"})).split()
+    assert all(w in retained_attributes.VOCABULARY["descriptors"] or (w.isdigit() and len(w) <= 3) for w in words)
     assert "BRAIN" not in words
 
 
@@ -183,7 +184,7 @@ def test_the_codes_name_exactly_the_options_that_are_on(option: str, code: str) 
 def test_the_codes_are_those_of_the_standard() -> None:
     # PS3.16 CID 7050 through pydicom's own copy of the standard's concepts
     for value in CODES:
-        assert keep.concept("DCM", value) == CODES[value]
+        assert retained_attributes.concept("DCM", value) == CODES[value]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ def test_a_validator_finds_no_more_errors_than_in_the_original(name: str, profil
     need("dciodvfy")
     source = Path(str(get_testdata_file(name, download=False)))
     dataset = pydicom.dcmread(source)
-    native = pixels.native(dataset, pixels.decode(dataset, dataset.file_meta.TransferSyntaxUID))
+    native = pixel_data.native(dataset, pixel_data.decode(dataset, dataset.file_meta.TransferSyntaxUID))
     out = tmp_path / "out.dcm"
     stream = io.BytesIO()
     Deidentifier(KEY, "H", profile).clean(native).dataset.save_as(stream, enforce_file_format=True)

@@ -9,10 +9,10 @@ import pytest
 from pydicom import Dataset
 from pydicom.data import get_testdata_file
 
-from agent.deidentify.profile import Profile
-from agent.deidentify.reasons import Refused
-from agent.deidentify.residual import identifiers, residual
-from agent.deidentify.tags import Deidentifier
+from agent.deidentify.deidentifier import Deidentifier
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.ps315.options import Profile
+from agent.deidentify.residual_check import identifiers, residual
 
 STRICT = Deidentifier(bytes(range(32)), "H")
 WHO = Deidentifier(bytes(range(32)), "H", Profile(clean_structured_content=True))
@@ -58,7 +58,7 @@ def _bytes(dataset: Dataset) -> bytes:
 
 
 def test_a_report_is_refused_without_the_option() -> None:
-    with pytest.raises(Refused, match="not_an_image"):
+    with pytest.raises(FileRejectedError, match="not_an_image"):
         STRICT.clean(_report())
 
 
@@ -95,11 +95,11 @@ def test_a_content_item_whose_concept_is_not_known_goes_with_all_below_it() -> N
 def test_a_report_without_a_tree_or_with_two_titles_is_refused() -> None:
     report = _report()
     report.ConceptNameCodeSequence = [report.ConceptNameCodeSequence[0]] * 2
-    with pytest.raises(Refused, match="not_an_image"):
+    with pytest.raises(FileRejectedError, match="not_an_image"):
         WHO.clean(report)
     report = _report()
     del report.ContentSequence
-    with pytest.raises(Refused, match="not_an_image"):
+    with pytest.raises(FileRejectedError, match="not_an_image"):
         WHO.clean(report)
 
 
@@ -107,5 +107,5 @@ def test_a_report_without_a_tree_or_with_two_titles_is_refused() -> None:
 def test_the_option_lets_in_no_other_kind_of_object(name: str) -> None:
     dataset = pydicom.dcmread(get_testdata_file(name, download=False))
     dataset.PatientID = "1"
-    with pytest.raises(Refused, match="not_an_image"):
+    with pytest.raises(FileRejectedError, match="not_an_image"):
         WHO.clean(dataset)

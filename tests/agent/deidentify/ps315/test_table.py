@@ -7,7 +7,7 @@ from importlib.resources import files
 
 import pytest
 
-from agent.deidentify import table
+from agent.deidentify.ps315 import table
 
 
 def _counts() -> dict[str, int]:
@@ -47,7 +47,7 @@ def test_an_attribute_that_the_table_does_not_list_has_no_row() -> None:
 
 def test_the_columns_of_the_options_have_the_rows_of_their_source() -> None:
     assert table.OPTIONS_EDITION == "older than 2024e"
-    raw = json.loads(files("agent.deidentify").joinpath("ps315_options.json").read_text(encoding="utf-8"))
+    raw = json.loads(files("agent.deidentify.ps315").joinpath("ps315_options.json").read_text(encoding="utf-8"))
     counts = {name: len(column) for name, column in raw["options"].items()}
     assert raw["rows_in_source"] == 460
     assert counts == raw["rows"]

@@ -9,12 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
-from agent.nets.features import RandomFeatures
-from agent.nouns import Clusters, Cohort, CohortTooSmall, Image, Latents, Patient
-from agent.stages.cluster import partition
-from agent.stages.gallery import Gallery, gallery_of
-from agent.stages.invert import fit_basis, invert
-from agent.stages.mix import Mixed, Mixing, Published, Setting, bounded, lowered, mix, mix_published, secret_weights
+from agent.domain import Clusters, Cohort, Image, Latents, Patient
+from agent.errors import CohortTooSmallError
+from agent.mechanisms.anonfaces.gallery import Gallery, gallery_of
+from agent.mechanisms.anonfaces.identity_mixing import (
+    Mixed,
+    Mixing,
+    Published,
+    Setting,
+    bounded,
+    lowered,
+    mix,
+    mix_published,
+    secret_weights,
+)
+from agent.mechanisms.common.linear_codec import fit_basis, invert
+from agent.microaggregation.partition import partition
+from agent.models.features.extractors import RandomFeatures
 
 DIGITS = (load_digits().images / 16).astype(np.float32)
 BASIS = fit_basis(DIGITS[-400:], 40, "public")
@@ -162,7 +173,7 @@ def test_a_distance_that_is_no_number_is_a_match():
     gallery = gallery_of(cohort, (Pixels(1e-9), Lost(1e-9)))
     assert gallery.at_risk(np.rint(DIGITS[:2] * 255).astype(np.uint8)).all()
     latents = invert(cohort, BASIS)
-    with pytest.raises(CohortTooSmall):
+    with pytest.raises(CohortTooSmallError):
         mix(
             latents,
             _clusters(range(4), range(4, 8)),
@@ -332,7 +343,7 @@ def test_a_cluster_of_2k_or_more_is_split():
 
 def test_when_everything_is_at_risk_nothing_is_made_and_nothing_told():
     cohort, latents, clusters = _digits(20)
-    with pytest.raises(CohortTooSmall) as told:
+    with pytest.raises(CohortTooSmallError) as told:
         mix(latents, clusters, _setting(cohort, 1e6), Mixing(5, rounds=2), np.random.default_rng(0))
     assert not any(c.isdigit() for c in str(told.value))
 

@@ -10,17 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.mechanisms.anonfaces import AnonFaces
-from agent.nets.siamese import IdentityNet, Judged, KnowsNobody, Recogniser, Share
-from agent.nouns import Cohort, Image, Patient
-from agent.stages.gallery import Gallery
-from agent.stages.known import ABOVE_CHANCE, refuse_blind
-from agent.stages.mix import Mixing
-from agent.training.loop import seeded
-from agent.wilson import bounds
+from agent.domain import Cohort, Image, Patient
+from agent.intervals import Proportion, bounds
+from agent.mechanisms.anonfaces.gallery import ABOVE_CHANCE, Gallery, refuse_blind
+from agent.mechanisms.anonfaces.identity_mixing import Mixing
+from agent.mechanisms.anonfaces.mechanism import AnonFaces
+from agent.models.recognition.recogniser import IdentityNet, Recogniser, RecogniserError, RecogniserQuality
+from agent.models.training_loop import seeded
 from tests.support.networks import LITTLE, codec, recogniser, seen_again, unsafe_calibration
 
-LOW = Judged(0.35, Share(0.033, 0.01, 0.08), Share(0.005, 0.0, 0.04), Share(0.1, 0.05, 0.2))
+LOW = RecogniserQuality(0.35, Proportion(0.033, 0.01, 0.08), Proportion(0.005, 0.0, 0.04), Proportion(0.1, 0.05, 0.2))
 
 
 def judges(threshold=LITTLE):
@@ -64,7 +63,7 @@ def test_a_file_that_says_that_its_recogniser_knows_nobody_is_refused_before_any
     some = [*judges(), recogniser(2, LITTLE)]
     anonfaces(*some)
     some[place] = judged(some[place], LOW)
-    with pytest.raises(KnowsNobody, match=r"matches 0\.033 \[0\.010, 0\.080\] and mistakes 0\.005"):
+    with pytest.raises(RecogniserError, match=r"matches 0\.033 \[0\.010, 0\.080\] and mistakes 0\.005"):
         anonfaces(*some)
 
 
@@ -83,7 +82,7 @@ def test_recognisers_that_know_the_cohorts_patients_again_release():
 
 def test_recognisers_that_do_not_are_refused_and_nobody_is_counted():
     """Broken on purpose: a second image of everybody that looks like another person's."""
-    with pytest.raises(KnowsNobody, match="this cohort's patients") as refusal:
+    with pytest.raises(RecogniserError, match="same patient in this cohort") as refusal:
         run(anonfaces(), cohort(images=2))
     assert not any(character.isdigit() for character in str(refusal.value))
 
@@ -92,7 +91,7 @@ def test_one_blind_recogniser_among_others_is_enough_for_a_refusal():
     for place in range(3):
         some = [*judges(), recogniser(2, LITTLE)]
         some[place] = recogniser(place, 1e-6)
-        with pytest.raises(KnowsNobody):
+        with pytest.raises(RecogniserError):
             run(anonfaces(*some), seen_again(cohort()))
 
 
@@ -106,12 +105,12 @@ def test_the_same_image_twice_is_one_image():
     assert len(run(anonfaces(*judges(1e-6)), twice)[0].images) == 2
     pairs = zip(twice.patients, cohort(24).patients[12:], strict=True)
     third = Cohort(tuple(Patient(p.pseudonym, (*p.images, *other.images)) for p, other in pairs))
-    with pytest.raises(KnowsNobody):
+    with pytest.raises(RecogniserError):
         run(anonfaces(), third)
 
 
 def test_a_recogniser_that_takes_everybody_for_everybody_knows_nobody():
-    with pytest.raises(KnowsNobody):
+    with pytest.raises(RecogniserError):
         run(anonfaces(*judges(2.0)), seen_again(cohort()))
 
 
@@ -119,7 +118,7 @@ def test_a_network_that_gives_no_numbers_knows_nobody():
     broken = recogniser(3, LITTLE)
     with torch.no_grad():
         next(broken.net.parameters()).fill_(float("nan"))
-    with pytest.raises(KnowsNobody):
+    with pytest.raises(RecogniserError):
         run(anonfaces(recogniser(0, LITTLE), broken), seen_again(cohort()))
 
 
@@ -128,7 +127,7 @@ def test_patients_of_earlier_releases_are_looked_at_too():
     some = cohort(12)
     others = tuple(replace(p, pseudonym=f"q{p.pseudonym}") for p in cohort(60, 2).patients)
     assert run(anonfaces(), some)
-    with pytest.raises(KnowsNobody):
+    with pytest.raises(RecogniserError):
         anonfaces().run(some, np.random.default_rng(0), others)
 
 
@@ -188,7 +187,7 @@ def test_the_rule_is_that_of_counting_by_hand(counts, spread, seed):
     try:
         refuse_blind(gallery, patients)
         refused = False
-    except KnowsNobody:
+    except RecogniserError:
         refused = True
     assert refused == by_hand(counts, vectors, 0.5)
 
@@ -201,7 +200,7 @@ def test_recognition_by_chance_alone_is_refused_whatever_the_threshold():
         vectors = dice.standard_normal((people * images, 2))
         try:
             refuse_blind(*seen([images] * people, vectors, threshold))
-        except KnowsNobody:
+        except RecogniserError:
             refusals += 1
     assert refusals == len(trials)
 
@@ -212,18 +211,18 @@ def test_a_cohort_of_many_views_is_known_by_the_pairs_that_show_the_same_thing()
     eyes = dice.standard_normal((80, 8))
     vectors = np.repeat(eyes, 2, axis=0) + 0.01 * dice.standard_normal((160, 8))
     refuse_blind(*seen([4] * 40, vectors))
-    with pytest.raises(KnowsNobody):
+    with pytest.raises(RecogniserError):
         refuse_blind(*seen([2] * 40, eyes))  # one visit: nothing that could be known again
 
 
 def test_one_patient_is_enough_to_see_that_a_recogniser_is_blind_and_one_is_enough_to_clear_it():
     apart = np.eye(12)
-    with pytest.raises(KnowsNobody):
+    with pytest.raises(RecogniserError):
         refuse_blind(*seen([2, *[1] * 10], apart))
     near = apart.copy()
     near[1] = near[0] + 1e-3
     refuse_blind(*seen([2, *[1] * 10], near))
-    with pytest.raises(KnowsNobody):
+    with pytest.raises(RecogniserError):
         refuse_blind(*seen([2], near[:2]))  # nobody to be told from
 
 

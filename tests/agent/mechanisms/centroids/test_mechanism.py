@@ -20,15 +20,13 @@ from PIL import Image as Picture
 from scipy import stats
 from sklearn.datasets import load_digits
 
-from agent.__main__ import main
-from agent.edges.centroids import FILE, make_codebook, read_centroids
-from agent.edges.home import BadSite
-from agent.mechanisms import centroids
-from agent.mechanisms.centroids import Centroids, Forecast, NoCell, TooFaint, margin_for, noises_for
-from agent.nets.weights import BadWeights, Origin
-from agent.nouns import Cohort, CohortTooSmall, Image, Latents, Patient
-from agent.stages import codebook as codebooks
-from agent.stages.codebook import (
+from agent.cli.main import main
+from agent.domain import Cohort, Image, Latents, Patient
+from agent.dp.noise import SystemEntropy, draw_gaussians
+from agent.errors import CohortTooSmallError, SiteConfigError
+from agent.mechanisms.centroids import codebook
+from agent.mechanisms.centroids import mechanism as centroids
+from agent.mechanisms.centroids.codebook import (
     Codebook,
     Placed,
     codebook_from,
@@ -38,14 +36,24 @@ from agent.stages.codebook import (
     vector_sums,
     votes,
 )
-from agent.stages.invert import Basis, fit_basis, save_basis
-from agent.stages.noise import SystemEntropy, gaussians
-from policies.accounting import tight_epsilon
-from policies.claims import Composed, GaussianQuery, SubsampledGaussian, UnsupportedClaim
+from agent.mechanisms.centroids.config import FILE, read_centroids
+from agent.mechanisms.centroids.mechanism import (
+    Centroids,
+    DrownedCountsError,
+    Forecast,
+    NoCellError,
+    margin_for,
+    noises_for,
+)
+from agent.mechanisms.common.linear_codec import Basis, fit_basis, save_basis
+from agent.models.weights import Origin, WeightsError
+from policies.accounting.accountant import tight_epsilon
+from policies.accounting.claims import Composed, GaussianQuery, SubsampledGaussian, UnsupportedClaimError
 from tests.support.entropy import UnsafeSeededEntropy
+from tests.support.mechanism_documents import CENTROIDS, centroids_codebook, codec_as_read
 from tests.support.networks import codec, files
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 DATA = load_digits()
 DIGITS = (DATA.images / 16).astype(np.float32)  # (1797, 8, 8)
 PUBLIC, PRIVATE = np.split(np.random.default_rng(7).permutation(1797), [300])
@@ -159,7 +167,7 @@ def test_a_patient_touches_one_cell_and_one_bin():
 
 
 def test_a_residual_that_is_not_clipped_is_seen(monkeypatch):
-    monkeypatch.setattr(codebooks, "_clipped", lambda residuals, radius: residuals / radius)
+    monkeypatch.setattr(codebook, "_clipped", lambda residuals, radius: residuals / radius)
     mechanism = made(images_per_patient=99)
     with pytest.raises(AssertionError):
         must_be_bounded(lambda cohort: queries(mechanism, cohort), EVERYBODY)
@@ -282,7 +290,7 @@ def test_the_claim_is_of_both_queries_and_needs_no_data():
     assert before == Composed((GaussianQuery(6.8, 1, 1), SubsampledGaussian(1.0, 4.5, 1)))
     assert not inspect.signature(mechanism.claim).parameters
     for cohort in (patients(900), patients(3)):
-        with contextlib.suppress(NoCell):
+        with contextlib.suppress(NoCellError):
             mechanism.run(cohort, UnsafeSeededEntropy(0))
         assert mechanism.claim() == before
 
@@ -428,7 +436,7 @@ def test_a_cell_of_fewer_than_k_patients_passes_at_most_one_time_in_a_hundred():
     k, cells, classes, noise, times = 11, 20, 3, 6.8, 4000
     margin = margin_for(cells, classes, noise)
     assert margin == math.ceil(stats.norm.isf(0.01 / cells) * noise * math.sqrt(classes)) == 39.0
-    drawn = gaussians(UnsafeSeededEntropy(0), times * cells * classes).reshape(times, cells, classes) * noise
+    drawn = draw_gaussians(UnsafeSeededEntropy(0), times * cells * classes).reshape(times, cells, classes) * noise
     totals = (k - 1) + drawn.sum(axis=2)  # every cell as bad as can be
     missed = float((totals >= k + margin).any(axis=1).mean())
     assert missed <= 0.01 + 3 * math.sqrt(0.01 / times)
@@ -444,14 +452,14 @@ def test_k_and_the_margin_decide_together(monkeypatch):
     for least in (sizes[0], sizes[0] + 1, sizes[3], sizes[-1]):
         made_of = made(k=11, margin=float(least - 11)).run(cohort, UnsafeSeededEntropy(0))
         assert len(made_of.images) == sum(size >= least for size in sizes)
-    with pytest.raises(NoCell):
+    with pytest.raises(NoCellError):
         made(k=11, margin=float(sizes[-1] - 10)).run(cohort, UnsafeSeededEntropy(0))
 
 
 def test_a_cohort_of_nobody_and_one_of_a_few_are_refused_alike_and_without_numbers():
     said = set()
     for cohort in (Cohort(()), patients(1), patients(30)):
-        with pytest.raises(CohortTooSmall) as refusal:
+        with pytest.raises(CohortTooSmallError) as refusal:
             made().run(cohort, UnsafeSeededEntropy(0))
         said.add((type(refusal.value), str(refusal.value)))
     assert len(said) == 1
@@ -463,7 +471,7 @@ def test_it_is_refused_by_noisy_counts_alone_so_nobody_at_all_may_pass():
     passed = 0
     mechanism = made(margin=0.0, k=2)
     for seed in range(20):
-        with contextlib.suppress(NoCell):
+        with contextlib.suppress(NoCellError):
             mechanism.run(Cohort(()), UnsafeSeededEntropy(seed))
             passed += 1
     assert passed > 0
@@ -473,7 +481,12 @@ def test_nothing_compares_pictures_with_patients():
     """P7: that reads patients again, and the claim covers two queries."""
     tree = ast.parse(Path(centroids.__file__).read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert not imported & {"agent.stages.vet", "agent.stages.gallery", "agent.attacks", "agent.measures"}
+    assert not imported & {
+        "agent.vetting.filter",
+        "agent.mechanisms.anonfaces.gallery",
+        "deploy.reproduction.attacks",
+        "agent.evaluation",
+    }
     names = {arg.arg for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for arg in node.args.args}
     drawn = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "_drawn")
     assert "cohort" in names
@@ -504,7 +517,7 @@ def test_images_of_another_shape_are_refused():
     ],
 )
 def test_what_can_not_be_claimed_or_drawn_can_not_be_built(changes, why):
-    with pytest.raises((ValueError, UnsupportedClaim), match=why):
+    with pytest.raises((ValueError, UnsupportedClaimError), match=why):
         made(**changes)
 
 
@@ -528,7 +541,7 @@ def test_a_forecast_refuses_what_noise_would_drown_and_says_what_would_do():
     faint = Forecast(patients=2000, cells=40, dims=32, noise_multiplier=4.5, least=11.0)
     assert faint.cell == 50
     assert faint.error == pytest.approx(4.5 * math.sqrt(32) / 50)
-    with pytest.raises(TooFaint) as refusal:
+    with pytest.raises(DrownedCountsError) as refusal:
         faint.demand()
     people, cells, dims = map(
         int, re.search(r"(\d+) patients, or (\d+) cells, or (\d+) dim", str(refusal.value)).groups()
@@ -539,13 +552,13 @@ def test_a_forecast_refuses_what_noise_would_drown_and_says_what_would_do():
         ({"dims": dims}, {"dims": dims + 1}),
     ):
         dataclasses.replace(faint, **better).demand()
-        with pytest.raises(TooFaint):
+        with pytest.raises(DrownedCountsError):
             dataclasses.replace(faint, **worse).demand()
 
 
 def test_a_forecast_refuses_cells_that_an_average_one_would_not_pass():
     few = Forecast(patients=400, cells=10, dims=4, noise_multiplier=4.5, least=50.0)
-    with pytest.raises(TooFaint, match="k and the margin") as refusal:
+    with pytest.raises(DrownedCountsError, match="k and the margin") as refusal:
         few.demand()
     people, cells = map(int, re.search(r"(\d+) patients, or (\d+) cells", str(refusal.value)).groups())
     assert (people, cells) == (500, 8)
@@ -631,26 +644,26 @@ def test_sizes_that_the_pictures_do_not_bear_are_refused(sizes):
 
 
 def test_public_codes_that_are_all_alike_or_broken_make_no_codebook():
-    with pytest.raises(ValueError, match="alike"):
+    with pytest.raises(ValueError, match="all equal"):
         fitted(np.ones((50, 4), np.float32), (1, 2), "0" * 64, {}, np.random.default_rng(0))
     with pytest.raises(ValueError, match="finite"):
         fitted(np.full((50, 4), np.nan, np.float32), (1, 2), "0" * 64, {}, np.random.default_rng(0))
 
 
 def test_a_file_that_is_no_codebook_is_refused():
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         codebook_from(b"nothing", "public")
-    with pytest.raises(BadWeights, match="codebook"):
+    with pytest.raises(WeightsError, match="codebook"):
         codebook_from(files()[0], "public")
-    pack = codebooks.pack
+    pack = codebook.pack
     tensors = {name: torch.from_numpy(getattr(book(), name).copy()) for name in ("mean", "axes", "centres")}
     config = {"radius": 1.0, "codec": "0" * 64}
     codebook_from(pack("codebook", config, {}, tensors), "public")
     for wrong in ({**config, "radius": "1"}, {**config, "more": 1}, {"radius": 1.0}, {**config, "radius": -1.0}):
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             codebook_from(pack("codebook", wrong, {}, tensors), "public")
     for state in ({**tensors, "more": torch.zeros(1)}, {**tensors, "axes": torch.ones(2, 40)}):
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             codebook_from(pack("codebook", config, {}, state), "public")
 
 
@@ -667,43 +680,14 @@ def test_a_codec_has_another_digest_when_anything_that_decides_a_code_is_another
 # --- configuration and command
 
 
-@cache
-def network_book():
-    large = np.rint(DIGITS[PUBLIC][:60].repeat(4, axis=1).repeat(4, axis=2) * 255).astype(np.uint8)
-    flat = np.full((3, 32, 32), 90, np.uint8)
-    return make_codebook(_passes(), np.concatenate([flat, large]), (3, 4), np.random.default_rng(0))
-
-
-def _passes():
-    """The test codec as a configuration without passes reads it."""
-    return dataclasses.replace(codec(), passes=codec().encoder.architecture.passes)
-
-
-WRITTEN = """
-mechanism = "centroids"
-[cohort]
-modality = "OP"
-[networks]
-generator = "generator.safetensors"
-encoder = "encoder.safetensors"
-codebook = "codebook.safetensors"
-[privacy]
-count_noise = 7
-noise_multiplier = 4.5
-[cells]
-classes = ["0", "1", "2"]
-public_patients = 900
-"""
-
-
 @pytest.fixture
 def folder(tmp_path):
-    for name, raw in zip(("generator", "encoder", "codebook"), (*files(), network_book()), strict=True):
+    for name, raw in zip(("generator", "encoder", "codebook"), (*files(), centroids_codebook()), strict=True):
         (tmp_path / f"{name}.safetensors").write_bytes(raw)
     return tmp_path
 
 
-def read(folder, text=WRITTEN, vouch=True):
+def read(folder, text=CENTROIDS, vouch=True):
     (folder / "centroids.toml").write_text(text)
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")]
     return read_centroids(folder / "centroids.toml", frozenset(digests if vouch else ()))
@@ -765,18 +749,18 @@ def test_the_example_is_a_configuration(folder):
     ],
 )
 def test_what_makes_no_sense_is_refused_before_it_is_priced(folder, old, new, why):
-    assert old in WRITTEN
-    with pytest.raises(BadSite, match=why):
-        read(folder, WRITTEN.replace(old, new))
+    assert old in CENTROIDS
+    with pytest.raises(SiteConfigError, match=why):
+        read(folder, CENTROIDS.replace(old, new))
 
 
 def test_all_problems_are_told_at_once(folder):
     text = (
-        WRITTEN.replace("noise_multiplier = 4.5", "")
+        CENTROIDS.replace("noise_multiplier = 4.5", "")
         .replace('modality = "OP"', "")
         .replace("[cells]", "[more]\n[cells]")
     )
-    with pytest.raises(BadSite) as refusal:
+    with pytest.raises(SiteConfigError) as refusal:
         read(folder, text)
     assert all(word in str(refusal.value) for word in ("unknown table: more", "modality", "either epsilon"))
 
@@ -790,13 +774,13 @@ def test_a_codebook_of_another_codec_or_none_is_refused(folder):
         np.random.default_rng(0),
     )
     (folder / FILE).write_bytes(raw)
-    with pytest.raises(BadSite, match="another encoder"):
+    with pytest.raises(SiteConfigError, match="another encoder"):
         read(folder)
     (folder / FILE).write_bytes(files()[0])
-    with pytest.raises(BadWeights, match="codebook"):
+    with pytest.raises(WeightsError, match="codebook"):
         read(folder)
     (folder / FILE).unlink()
-    with pytest.raises(BadWeights, match=FILE):
+    with pytest.raises(WeightsError, match=FILE):
         read(folder)
 
 
@@ -825,7 +809,7 @@ def test_a_codebook_is_made_of_a_folder_of_pictures_and_read_back(folder, pictur
     assert told == {**expected, "pictures": 40 - told["passed_over"], "passed_over": told["passed_over"]}
     assert said.err == ""
     found = codebook_from(raw, "file")
-    assert (found.cells, found.dims, found.codec) == (3, 3, codec_digest(_passes()))
+    assert (found.cells, found.dims, found.codec) == (3, 3, codec_digest(codec_as_read()))
     (folder / FILE).write_bytes(raw)
     assert read(folder).mechanism.codebook.cells == 3
     assert "__metadata__" in json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
@@ -837,9 +821,9 @@ def test_a_codebook_is_made_of_a_folder_of_pictures_and_read_back(folder, pictur
     [
         (("--cells", 5, "--dims", 3), "need 50 pictures, and there are"),
         (("--cells", 2, "--dims", 33), "1 to 32 dimensions"),
-        (("--cells", 2, "--generator", "stylegan2-ada:nothing.pkl"), "look up the SHA-256"),
+        (("--cells", 2, "--generator", "stylegan2-ada:nothing.pkl"), "get the SHA-256"),
         (("--cells", 2, "--encoder", ""), "needs an encoder"),
-        (("--cells", 2, "--pictures", "nowhere"), "no folder"),
+        (("--cells", 2, "--pictures", "nowhere"), "not a folder"),
     ],
 )
 def test_a_codebook_that_cannot_be_made_is_refused_with_what_to_change(folder, pictures, capsys, more, why):

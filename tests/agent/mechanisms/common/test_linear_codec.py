@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
 
-from agent.nouns import Clusters, Cohort, Image, Latents, Patient
-from agent.stages.average import aggregate_labels, average, patient_label
-from agent.stages.invert import BadBasis, Basis, fit_basis, invert, load_basis, save_basis
+from agent.domain import Clusters, Cohort, Image, Latents, Patient
+from agent.mechanisms.common.linear_codec import Basis, LinearBasisError, fit_basis, invert, load_basis, save_basis
+from agent.microaggregation.aggregation import aggregate_labels, average, patient_label
 
 DIGITS = (load_digits().images / 16).astype(np.float32)
 
@@ -98,13 +98,13 @@ def _changed(**changes):
     ],
 )
 def test_bytes_that_are_no_basis_are_refused(data):
-    with pytest.raises(BadBasis):
+    with pytest.raises(LinearBasisError):
         load_basis(data)
 
 
 def test_an_origin_that_is_not_said_is_refused():
     basis = fit_basis(DIGITS[:50], 3, "private")
-    with pytest.raises(BadBasis, match="provenance"):
+    with pytest.raises(LinearBasisError, match="provenance"):
         Basis(basis.mean, basis.axes, basis.shape, "")
 
 

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.nets.pictures import to_bytes, to_unit
-from agent.nets.restyle import Encoder, Polish, architecture_for, encoder_bytes, fingerprint
-from agent.nets.restyle_official import Fit, ResNetEncoder
-from agent.nets.stylegan import Architecture, Generator, generator_bytes
-from agent.nets.weights import BadWeights, Origin
-from agent.nouns import Cohort, Image, Patient
-from agent.stages.invert import Codec, invert
-from agent.stages.styled import StyledCodec, codec_from
-from agent.training.loop import seeded
+from agent.domain import Cohort, Image, Patient
+from agent.mechanisms.common.linear_codec import Codec, invert
+from agent.mechanisms.common.stylegan_codec import StyledCodec, codec_from
+from agent.models.image_tensors import to_bytes, to_unit
+from agent.models.stylegan.network import Architecture, Generator, generator_bytes
+from agent.models.stylegan.restyle import Encoder, Polish, architecture_for, encoder_bytes, fingerprint
+from agent.models.stylegan.restyle_published import EncoderShape, ResNetEncoder
+from agent.models.training_loop import seeded
+from agent.models.weights import Origin, WeightsError
 
 GREY = Architecture(16, 1, 16, 16, 2, 256, 16)
 PUBLIC = {name: Origin("public", "0" * 64) for name in ("encoder", "generator")}
@@ -209,7 +209,7 @@ def test_a_published_encoder_takes_the_same_place():
     architecture = Architecture(32, 3, 512, 512, 2, 1024, 16)
     with seeded(0):
         generator = Generator(architecture)
-        encoder = ResNetEncoder(Fit(32, architecture.num_ws)).eval()
+        encoder = ResNetEncoder(EncoderShape(32, architecture.num_ws)).eval()
     codec = StyledCodec(generator, encoder, 1, 2, PUBLIC, Polish(steps=1))
     assert codec.encode(_images(codec, 1)).shape == (1, architecture.num_ws * 512)
 
@@ -231,5 +231,5 @@ def test_an_encoder_of_another_generator_is_refused_though_its_shape_fits():
 
 def test_files_in_each_others_place_are_refused():
     generator, encoder = _files()
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         codec_from(encoder, generator, frozenset())

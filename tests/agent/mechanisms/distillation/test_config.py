@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import re
 import tomllib
@@ -13,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from agent.edges import distill
-from agent.edges.distill import (
+from agent.errors import SiteConfigError
+from agent.mechanisms.common.config import CohortTable
+from agent.mechanisms.common.dp_config import Prepared, PrivacyTable
+from agent.mechanisms.distillation import config as distill
+from agent.mechanisms.distillation.config import (
     PARTS,
     NetworksTable,
     PublicTable,
@@ -25,45 +26,19 @@ from agent.edges.distill import (
     VettingTable,
     read_distill,
 )
-from agent.edges.home import BadSite
-from agent.edges.pictures import BadPictures
-from agent.edges.private import Prepared
-from agent.edges.privimage import PrivacyTable
-from agent.edges.synthesis import CohortTable
-from agent.mechanisms.distill import Distill, DistillDp
-from agent.nets.siamese import KnowsNobody
-from agent.nets.weights import BadWeights
-from agent.stages.distil import Output, Sampling
-from agent.stages.latent import LatentConfig
-from policies.claims import NoClaim, SubsampledGaussian
-from tests.agent.edges.test_synthesis import changed, toml
-from tests.support.distilling import CONDITIONS, SIDE, network_files, public_pictures
-from tests.support.private import digest_of
+from agent.mechanisms.distillation.latent_model import LatentConfig
+from agent.mechanisms.distillation.mechanism import Distill, DistillDp
+from agent.mechanisms.distillation.teacher_student import Output, Sampling
+from agent.models.image_folder import ImageFolderError
+from agent.models.recognition.recogniser import RecogniserError
+from agent.models.weights import WeightsError
+from policies.accounting.claims import NoClaim, SubsampledGaussian
+from tests.support.distillation_networks import CONDITIONS, SIDE, network_files, public_images
+from tests.support.mechanism_documents import DISTILL, DISTILL_DP, changed, pinned, toml
+from tests.support.picture_folders import write_pictures
+from tests.support.small_privimage import digest_of
 
-DOCS = Path(__file__).parents[3] / "deploy" / "docs"
-SMALL: Mapping[str, Any] = {
-    "mechanism": "distill",
-    "conditions": list(CONDITIONS.names),
-    "templates": list(CONDITIONS.templates),
-    "cohort": {"modality": "CR"},
-    "teacher": {"steps": 3, "preset": "tiny", "batch": 4, "sampling_steps": 2, "sampling_batch": 8},
-    "student": {"steps": 2},
-    "sampling": {"candidates": 2, "groups": 2},
-    "output": {"pictures": 6},
-}
-PRIVATE: Mapping[str, Any] = {
-    **SMALL,
-    "mechanism": "distill-dp",
-    "privacy": {"noise_multiplier": 4.0, "steps": 3, "sampling_rate": 0.25, "public_patients": 200},
-    "public": {"pictures": "pictures", "labels": "labels.csv"},
-}
-
-
-def pinned() -> dict[str, str]:
-    """``[networks]`` as it is written for the files of the shelf."""
-    names = {part: f"{part}.safetensors" for part in PARTS}
-    digests = {f"{part}_sha256": hashlib.sha256(raw).hexdigest() for part, raw in network_files().items()}
-    return {**names, **digests}
+DOCS = Path(__file__).parents[4] / "deploy" / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +47,9 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distill")
     for part, raw in network_files().items():
         (folder / f"{part}.safetensors").write_bytes(raw)
-    (folder / "pictures").mkdir()
-    images, labels = public_pictures()
-    rows = [("file", "label")]
-    for number, (pixels, label) in enumerate(zip(images, labels, strict=True)):
-        Image.fromarray(pixels).save(folder / "pictures" / f"{number:03d}.png")
-        if number % 5:  # every fifth is on no list
-            rows.append((f"{number:03d}.png", CONDITIONS.names[label]))
-    with (folder / "labels.csv").open("w", newline="") as stream:
-        csv.writer(stream).writerows(rows)
-    return folder
+    images, labels = public_images()
+    listed = {f"{n:03d}.png": CONDITIONS.names[label] for n, label in enumerate(labels) if n % 5}  # not every fifth
+    return write_pictures(folder, {f"{n:03d}.png": pixels for n, pixels in enumerate(images)}, listed)
 
 
 Read = Prepared[Distill | DistillDp]
@@ -99,7 +67,7 @@ def read(shelf: Path, document: Mapping[str, Any] | str, vouch: bool = True, nam
 
 
 def refused(shelf: Path, document: Mapping[str, Any] | str) -> str:
-    with pytest.raises((BadSite, BadPictures, BadWeights)) as caught:
+    with pytest.raises((SiteConfigError, ImageFolderError, WeightsError)) as caught:
         read(shelf, document)
     return str(caught.value)
 
@@ -108,7 +76,7 @@ def refused(shelf: Path, document: Mapping[str, Any] | str) -> str:
 
 
 def test_a_teacher_without_noise_promises_nothing_and_is_compared_with_every_patient(shelf: Path) -> None:
-    made = read(shelf, SMALL)
+    made = read(shelf, DISTILL)
     assert isinstance(made.mechanism, Distill)
     assert made.mechanism.claim() == NoClaim()
     parts = made.mechanism.components()
@@ -125,13 +93,13 @@ def test_a_teacher_without_noise_promises_nothing_and_is_compared_with_every_pat
 
 
 def test_a_teacher_with_noise_claims_its_training_and_knows_public_pictures_alone(shelf: Path) -> None:
-    made = read(shelf, PRIVATE)
+    made = read(shelf, DISTILL_DP)
     assert isinstance(made.mechanism, DistillDp)
     assert made.mechanism.claim() == SubsampledGaussian(0.25, 4.0, 3)
     assert made.mechanism.sgd.expected_batch == 50.0, "the rate times the public bound, and no number of patients"
     assert set(made.mechanism.components().values()) == {"public"}
     bins = made.mechanism.public.bins
-    labels = public_pictures()[1]
+    labels = public_images()[1]
     expected = [-1 if number % 5 == 0 else int(label) for number, label in enumerate(labels)]
     assert bins.tolist() == expected, "a picture on no list shows no condition, and is learned and compared with"
     assert made.mechanism.pretraining_steps == 3
@@ -145,7 +113,7 @@ def test_epsilon_and_delta_make_the_noise(shelf: Path, monkeypatch: pytest.Monke
         return SubsampledGaussian(told[2], 7.5, told[3])
 
     monkeypatch.setattr(distill, "calibrate", found)
-    wanted = changed(PRIVATE, privacy={"noise_multiplier": None, "epsilon": 2.0, "delta": 1e-5})
+    wanted = changed(DISTILL_DP, privacy={"noise_multiplier": None, "epsilon": 2.0, "delta": 1e-5})
     made = read(shelf, wanted)
     assert asked == [(2.0, 1e-5, 0.25, 3)]
     assert made.mechanism.claim() == SubsampledGaussian(0.25, 7.5, 3)
@@ -153,27 +121,27 @@ def test_epsilon_and_delta_make_the_noise(shelf: Path, monkeypatch: pytest.Monke
 
 
 def test_the_form_changes_with_the_file_and_with_nothing_else(shelf: Path) -> None:
-    first = read(shelf, SMALL).mechanism
-    assert read(shelf, SMALL, vouch=False).mechanism.form == first.form
-    assert read(shelf, changed(SMALL, student={"steps": 3})).mechanism.form != first.form
-    assert read(shelf, changed(SMALL, vetting={"false_matches": 0.05})).mechanism.form != first.form
+    first = read(shelf, DISTILL).mechanism
+    assert read(shelf, DISTILL, vouch=False).mechanism.form == first.form
+    assert read(shelf, changed(DISTILL, student={"steps": 3})).mechanism.form != first.form
+    assert read(shelf, changed(DISTILL, vetting={"false_matches": 0.05})).mechanism.form != first.form
 
 
 def test_what_a_file_says_of_its_own_origin_counts_for_nothing(shelf: Path) -> None:
     """P6: the site vouches, or it is private."""
-    made = read(shelf, PRIVATE, vouch=False)
+    made = read(shelf, DISTILL_DP, vouch=False)
     assert set(made.mechanism.components().values()) == {"private"}
-    assert "nobody vouches for autoencoder.safetensors, verifier.safetensors, unseen.safetensors" in made.told[0]
+    assert "not yet vouched for: autoencoder.safetensors, verifier.safetensors, unseen.safetensors" in made.told[0]
     assert made.told[-1] == digest_of(shelf / "pictures", SIDE), "so that it can be vouched for"
 
 
 def test_a_configuration_of_the_other_form_is_not_released_under_this_ones_name(shelf: Path) -> None:
     """Nobody asks for level A and gets level C."""
-    assert isinstance(read(shelf, SMALL, name="distill").mechanism, Distill)
-    with pytest.raises(BadSite, match="mechanism: must be distill-dp"):
-        read(shelf, SMALL, name="distill-dp")
-    with pytest.raises(BadSite, match="mechanism: must be distill"):
-        read(shelf, PRIVATE, name="distill")
+    assert isinstance(read(shelf, DISTILL, name="distill").mechanism, Distill)
+    with pytest.raises(SiteConfigError, match="mechanism: must be distill-dp"):
+        read(shelf, DISTILL, name="distill-dp")
+    with pytest.raises(SiteConfigError, match="mechanism: must be distill"):
+        read(shelf, DISTILL_DP, name="distill")
 
 
 # -- pinned networks
@@ -183,7 +151,7 @@ def test_a_configuration_of_the_other_form_is_not_released_under_this_ones_name(
 def test_a_network_that_is_not_the_pinned_one_is_refused_with_what_was_found(shelf: Path, part: str) -> None:
     """A verifier that nobody pinned could find nobody in anything."""
     wanted = "12" * 32
-    told = refused(shelf, changed(SMALL, networks={f"{part}_sha256": wanted}))
+    told = refused(shelf, changed(DISTILL, networks={f"{part}_sha256": wanted}))
     found = hashlib.sha256(network_files()[part]).hexdigest()
     assert (
         f"{part}.safetensors is not the pinned {part}: its SHA-256 is {found}, and {part}_sha256 is {wanted}" in told
@@ -197,28 +165,30 @@ def test_a_file_that_was_exchanged_is_refused_before_a_byte_of_it_is_made_into_a
     for name in ("autoencoder_from", "verifier_from", "aligner_from"):
         monkeypatch.setattr(distill, name, lambda *_: pytest.fail("read"))
     wrong = {f"{part}_sha256": f"{number}" * 64 for number, part in enumerate(PARTS, 1)}
-    told = refused(shelf, changed(SMALL, networks=wrong))
+    told = refused(shelf, changed(DISTILL, networks=wrong))
     assert all(f"is not the pinned {part}" in told for part in PARTS), "all of them at once"
 
 
 def test_one_file_is_no_two_opinions(shelf: Path) -> None:
     both = {"unseen": "verifier.safetensors", "unseen_sha256": pinned()["verifier_sha256"]}
-    assert "what measures must not be what chose" in refused(shelf, changed(SMALL, networks=both))
+    assert "the verifier that measures must not be the one that chose" in refused(
+        shelf, changed(DISTILL, networks=both)
+    )
 
 
 def test_a_verifier_that_knows_nobody_is_refused(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(_: object) -> None:
-        raise KnowsNobody("it knows nobody")
+        raise RecogniserError("it knows nobody")
 
     monkeypatch.setattr(distill.Verifier, "demand", nobody)
-    assert refused(shelf, SMALL) == "distill.toml: it knows nobody"
+    assert refused(shelf, DISTILL) == "distill.toml: it knows nobody"
 
 
 def test_other_words_than_the_aligners_are_refused_with_its_own(shelf: Path) -> None:
-    told = refused(shelf, changed(SMALL, conditions=list(reversed(CONDITIONS.names))))
+    told = refused(shelf, changed(DISTILL, conditions=list(reversed(CONDITIONS.names))))
     assert "the aligner learned other conditions, or in another order: conditions = [" in told
     assert f'"{CONDITIONS.names[0]}"' in told
-    assert "the aligner learned other conditions" in refused(shelf, changed(SMALL, templates=["shows {}"]))
+    assert "the aligner learned other conditions" in refused(shelf, changed(DISTILL, templates=["shows {}"]))
 
 
 # -- what is refused
@@ -267,7 +237,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "told"), [one[1:] for one in WRONG], ids=[one[0] for one in WRONG])
 def test_what_makes_no_sense_is_refused_before_it_is_priced(shelf: Path, change: dict[str, Any], told: str) -> None:
-    assert re.search(told, said := refused(shelf, changed(SMALL, **change))), said
+    assert re.search(told, said := refused(shelf, changed(DISTILL, **change))), said
 
 
 WRONG_DP: list[tuple[str, dict[str, Any], str]] = [
@@ -277,9 +247,9 @@ WRONG_DP: list[tuple[str, dict[str, Any], str]] = [
     ("no labels", {"public": {"labels": ""}}, "labels: must name"),
     ("a delta of a patient", {"privacy": {"noise_multiplier": None, "epsilon": 1.0, "delta": 5e-3}}, r"\(P1\)"),
     ("no delta", {"privacy": {"noise_multiplier": None, "epsilon": 1.0, "delta": 0.0}}, r"\(P1\)"),
-    ("no pictures", {"public": {"pictures": "gone"}}, "gone is no folder"),
-    ("no list", {"public": {"labels": "gone.csv"}}, "gone.csv cannot be read"),
-    ("pictures in no folders", {"public": {"labels": "folders"}}, "lie in no folder"),
+    ("no pictures", {"public": {"pictures": "gone"}}, "gone is not a folder"),
+    ("no list", {"public": {"labels": "gone.csv"}}, "gone.csv is not a CSV file"),
+    ("pictures in no folders", {"public": {"labels": "folders"}}, "are not in a folder"),
 ]
 
 
@@ -287,15 +257,15 @@ WRONG_DP: list[tuple[str, dict[str, Any], str]] = [
 def test_what_makes_no_sense_of_a_noisy_teacher_is_refused_too(
     shelf: Path, change: dict[str, Any], told: str
 ) -> None:
-    assert re.search(told, said := refused(shelf, changed(PRIVATE, **change))), said
+    assert re.search(told, said := refused(shelf, changed(DISTILL_DP, **change))), said
 
 
 def test_all_problems_are_told_at_once_with_the_file(shelf: Path) -> None:
     networks = {"verifier": None, "aligner_sha256": None}
-    wrong = changed(PRIVATE, more={}, student={"steps": "x"}, teacher={"preset": "huge"}, cohort=None, public=None)
+    wrong = changed(DISTILL_DP, more={}, student={"steps": "x"}, teacher={"preset": "huge"}, cohort=None, public=None)
     path = shelf / "distill.toml"
     path.write_text(toml({**wrong, "networks": {k: v for k, v in pinned().items() if k not in networks}}))
-    with pytest.raises(BadSite) as caught:
+    with pytest.raises(SiteConfigError) as caught:
         read_distill(path, frozenset())
     for word in (
         "distill.toml:",
@@ -314,7 +284,7 @@ def test_all_problems_are_told_at_once_with_the_file(shelf: Path) -> None:
     "own", [{"steps": None}, {"steps": 0}, {"preset": "huge"}, {"steps": None, "preset": "huge"}]
 )
 def test_a_problem_of_the_teachers_own_keys_hides_none_of_the_models(shelf: Path, own: dict[str, Any]) -> None:
-    said = refused(shelf, changed(SMALL, conditions=None, teacher={**own, "dropout": 0.1, "architecture": {}}))
+    said = refused(shelf, changed(DISTILL, conditions=None, teacher={**own, "dropout": 0.1, "architecture": {}}))
     told = {"steps": "teacher.steps: missing" if own.get("steps", 0) is None else "teacher: steps: at least 1"}
     for word in (
         *(told[key] for key in own if key != "preset"),
@@ -328,21 +298,21 @@ def test_a_problem_of_the_teachers_own_keys_hides_none_of_the_models(shelf: Path
 
 @pytest.mark.parametrize(("table", "key"), [("sampling", "candidates"), ("output", "pictures")])
 def test_a_table_says_its_name_once(shelf: Path, table: str, key: str) -> None:
-    assert f"{table}: {table}:" not in (said := refused(shelf, changed(SMALL, **{table: {key: 0}})))
+    assert f"{table}: {table}:" not in (said := refused(shelf, changed(DISTILL, **{table: {key: 0}})))
     assert f"{table}: " in said
 
 
 def test_public_labels_that_are_no_conditions_are_named_and_what_to_do_is_said(shelf: Path) -> None:
     (shelf / "other.csv").write_text("file,label\n000.png,zebra\n001.png,none\n")
-    told = refused(shelf, changed(PRIVATE, public={"labels": "other.csv"}))
-    assert told.startswith("1 label(s) are none of the conditions, such as zebra: take such pictures off the list")
+    told = refused(shelf, changed(DISTILL_DP, public={"labels": "other.csv"}))
+    assert told.startswith("1 label(s) are none of the conditions, such as zebra: remove these images from the list")
 
 
 def test_a_condition_that_no_public_picture_shows_is_told(shelf: Path) -> None:
     (shelf / "few.csv").write_text(f"file,label\n001.png,{CONDITIONS.names[0]}\n")
-    made = read(shelf, changed(PRIVATE, public={"labels": "few.csv"}))
+    made = read(shelf, changed(DISTILL_DP, public={"labels": "few.csv"}))
     assert made.told == (
-        f"no public picture shows {', '.join(CONDITIONS.names[1:])}: the teacher knows it from noisy steps alone",
+        f"no public image shows {', '.join(CONDITIONS.names[1:])}: the teacher learns it from noisy steps only",
     )
 
 
@@ -395,15 +365,15 @@ def test_whatever_stands_in_the_place_of_a_number_is_a_refusal_or_a_claim(shelf:
         ("output", "pictures"),
     ):
         for wild in ("-1", "nan", "inf", "1" + "0" * 30, "true", '"x"', "[]"):
-            document = {**changed(SMALL, **{table: {key: "HERE"}}), "networks": pinned()}
+            document = {**changed(DISTILL, **{table: {key: "HERE"}}), "networks": pinned()}
             try:
                 read(shelf, toml(document).replace('"HERE"', wild))
-            except (BadSite, BadPictures, BadWeights) as error:
+            except (SiteConfigError, ImageFolderError, WeightsError) as error:
                 assert str(error)  # noqa: PT017 - one of two ways
 
 
 def test_the_public_pictures_are_those_of_the_autoencoders_size(shelf: Path) -> None:
-    made = read(shelf, PRIVATE).mechanism
+    made = read(shelf, DISTILL_DP).mechanism
     assert isinstance(made, DistillDp)
     assert made.public.images.shape[1:] == made.shape == (SIDE, SIDE)
     assert made.public.images.dtype == np.uint8

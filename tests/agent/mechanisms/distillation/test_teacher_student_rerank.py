@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.stages.rerank import best_of
+from agent.mechanisms.distillation.teacher_student import best_of
 
 ODD = [0.0, -0.0, 0.25, 0.5, -1.0, 1.0, float("nan"), float("inf"), float("-inf")]
 ROWS = st.lists(st.tuples(st.sampled_from(ODD), st.integers(-2, 4), st.booleans()), max_size=40)

@@ -8,28 +8,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.nets.features import RandomFeatures
-from agent.nets.restyle import scatter
-from agent.nets.stylegan import PRESETS, Generator
-from agent.nets.weights import Origin
-from agent.nouns import Clusters, Cohort, Image, Patient
-from agent.stages.align import (
-    ABLATIONS,
+from agent.domain import Clusters, Cohort, Image, Patient
+from agent.mechanisms.ksalsa.gram_matrices import Grid, correspondence, local_styles, style_loss
+from agent.mechanisms.ksalsa.style_alignment import (
     PUBLISHED,
     Alignment,
+    AlignmentNotFiniteError,
     Networks,
-    NotFinite,
     align,
-    rescaled,
     sources_of,
 )
-from agent.stages.gram import Grid, correspondence, local_styles, style_loss
-from agent.training.loop import seeded
+from agent.models.features.extractors import RandomFeatures
+from agent.models.stylegan.network import PRESETS, Generator
+from agent.models.stylegan.restyle import scatter
+from agent.models.training_loop import seeded
+from agent.models.weights import Origin
+from deploy.reproduction.averaging_methods import ABLATIONS
 
 with seeded(5):
     GENERATOR = Generator(PRESETS["tiny32"]).eval()
 NETWORKS = Networks(GENERATOR, RandomFeatures(0, width=8, depth=1), RandomFeatures(1, width=8, depth=2))
 SHORT = replace(PUBLISHED, steps=6, ramp_up=0.0, ramp_down=0.0)
+
+
+def _lambda(lam, factor):
+    """The lambda that has the same minimum when the style loss is ``factor`` times smaller."""
+    return lam / (lam + (1 - lam) * factor)
 
 
 def _pictures(count, seed):
@@ -228,10 +232,15 @@ def _algorithm_1(w0, cluster, plan):
     return w.detach().numpy()[0], np.array(trace)
 
 
+def rescaled(lam: float, factor: float) -> float:
+    """The lambda that has the same minimum when the style loss is ``factor`` times smaller."""
+    return lam / (lam + (1.0 - lam) * factor)
+
+
 @pytest.mark.parametrize("scale", ["relative", "mean", "sum"])
 def test_a_cluster_goes_the_way_of_algorithm_1(scale):
     w0, sources = _problem([[1, 2], [1, 1, 1]])
-    plan = replace(SHORT, steps=4, scale=scale, lam=rescaled(0.5, 1e6) if scale == "mean" else 0.5)
+    plan = replace(SHORT, steps=4, scale=scale, lam=_lambda(0.5, 1e6) if scale == "mean" else 0.5)
     found = align(NETWORKS, w0, sources, plan)
     for j in range(2):
         w, trace = _algorithm_1(w0[j], sources[j], plan)
@@ -261,7 +270,7 @@ def test_a_lambda_carries_over_from_one_scale_to_another():
     w0, sources = _problem([[1, 1, 1]])
     n = Grid(4).elements(8, 32, 32)
     raw = align(NETWORKS, w0, sources, replace(SHORT, scale="sum", lam=0.9999))
-    mean = align(NETWORKS, w0, sources, replace(SHORT, scale="mean", lam=rescaled(0.9999, n**2 * 3 * 16)))
+    mean = align(NETWORKS, w0, sources, replace(SHORT, scale="mean", lam=_lambda(0.9999, n**2 * 3 * 16)))
     # the first steps: Adam's epsilon is not scaled along
     assert np.allclose(raw.style[:, :4], mean.style[:, :4] * n**2 * 3 * 16, rtol=0.03)
     assert np.allclose(raw.content[:, :4], mean.content[:, :4], rtol=0.03, atol=1e-5)
@@ -419,15 +428,15 @@ class Broken:
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_features_that_are_no_numbers_are_refused(after):
     w0, sources = _problem([[1, 1], [1, 1]])
-    with pytest.raises(NotFinite, match="nothing is made"):
+    with pytest.raises(AlignmentNotFiniteError, match="nothing is made"):
         align(replace(NETWORKS, style=Broken(after)), w0, sources, SHORT)
-    with pytest.raises(NotFinite):
+    with pytest.raises(AlignmentNotFiniteError):
         align(replace(NETWORKS, content=Broken(after)), w0, sources, replace(SHORT, lam=0.5))
 
 
 def test_codes_that_are_no_numbers_and_lone_patients_are_refused():
     w0, sources = _problem([[1, 1]])
-    with pytest.raises(NotFinite):
+    with pytest.raises(AlignmentNotFiniteError):
         align(NETWORKS, w0 * np.nan, sources, SHORT)
     with pytest.raises(ValueError, match="two patients"):
         align(NETWORKS, w0, [sources[0][:1]], SHORT)

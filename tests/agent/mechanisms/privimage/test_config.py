@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import math
 import re
@@ -18,25 +17,28 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agent.edges import centroids, privimage
-from agent.edges.home import BadSite
-from agent.edges.pictures import BadPictures
-from agent.edges.private import Prepared
-from agent.edges.privimage import ModelTable, PrivacyTable, PublicTable, SemanticsTable, read_privimage
-from agent.edges.synthesis import CohortTable
-from agent.mechanisms.privimage import PrivImage, Synthetic
-from agent.nets import adversarial, diffusion
-from agent.nets.features import RandomFeatures
-from agent.nets.weights import BadWeights
-from agent.stages.adversarial import AdversarialConfig, Fine
-from agent.stages.diffusion import DiffusionConfig
-from agent.training.adversarial import Descent, Pretraining
-from agent.training.semantics import cluster_semantics
-from policies.claims import Composed, GaussianQuery, SubsampledGaussian
-from tests.agent.edges.test_synthesis import changed, toml
-from tests.support.private import digest_of, public
+from agent.errors import SiteConfigError
+from agent.mechanisms.centroids import config as centroids
+from agent.mechanisms.common.config import CohortTable
+from agent.mechanisms.common.dp_config import Prepared, PrivacyTable
+from agent.mechanisms.privimage import config as privimage
+from agent.mechanisms.privimage.conditional_gan import AdversarialConfig, Fine
+from agent.mechanisms.privimage.config import ModelTable, PublicTable, SemanticsTable, read_privimage
+from agent.mechanisms.privimage.diffusion import DiffusionConfig
+from agent.mechanisms.privimage.mechanism import PrivImage, Synthetic
+from agent.models.conditional_gan import network as adversarial
+from agent.models.conditional_gan.training import Descent, Pretraining
+from agent.models.diffusion import edm as diffusion
+from agent.models.features.extractors import RandomFeatures
+from agent.models.image_folder import ImageFolderError
+from agent.models.semantics.training import cluster_semantics
+from agent.models.weights import WeightsError
+from policies.accounting.claims import Composed, GaussianQuery, SubsampledGaussian
+from tests.support.mechanism_documents import changed, toml
+from tests.support.picture_folders import write_pictures
+from tests.support.small_privimage import digest_of, public
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 EXAMPLE = ROOT / "deploy" / "docs" / "privimage.example.toml"
 WRITTEN: Mapping[str, Any] = {
     "mechanism": "privimage",
@@ -58,15 +60,9 @@ def semantics_file(bins: int = 3) -> bytes:
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what a configuration names."""
     folder = tmp_path_factory.mktemp("privimage")
-    (folder / "pictures").mkdir()
-    rows = [("file", "label")]
-    for number, pixels in enumerate(public()):
-        Image.fromarray(pixels).save(folder / "pictures" / f"{number:02d}.png")
-        rows.append((f"{number:02d}.png", f"cluster-{number % 3}"))
-    with (folder / "labels.csv").open("w", newline="") as stream:
-        csv.writer(stream).writerows(rows)
     (folder / "semantics.safetensors").write_bytes(semantics_file())
-    return folder
+    named = {f"{n:02d}.png": pixels for n, pixels in enumerate(public())}
+    return write_pictures(folder, named, {name: f"cluster-{n % 3}" for n, name in enumerate(named)})
 
 
 def read(shelf: Path, document: Mapping[str, Any] | str = WRITTEN, vouch: bool = True) -> Prepared[PrivImage]:
@@ -79,7 +75,7 @@ def read(shelf: Path, document: Mapping[str, Any] | str = WRITTEN, vouch: bool =
 
 
 def refused(shelf: Path, document: Mapping[str, Any] | str) -> str:
-    with pytest.raises((BadSite, BadPictures, BadWeights)) as caught:
+    with pytest.raises((SiteConfigError, ImageFolderError, WeightsError)) as caught:
         read(shelf, document)
     return str(caught.value)
 
@@ -337,9 +333,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("no votes", {"semantics": {"votes": 0}}, "whole numbers from 1 on"),
     ("no query function", {"semantics": {"file": "gone.safetensors"}}, "gone.safetensors: No such file"),
     ("a query function that is none", {"semantics": {"file": "labels.csv"}}, "not safetensors"),
-    ("no pictures", {"public": {"pictures": "gone"}}, "gone is no folder"),
-    ("no list", {"public": {"labels": "gone.csv"}}, "gone.csv cannot be read"),
-    ("pictures in no folders", {"public": {"labels": "folders"}}, "lie in no folder"),
+    ("no pictures", {"public": {"pictures": "gone"}}, "gone is not a folder"),
+    ("no list", {"public": {"labels": "gone.csv"}}, "gone.csv is not a CSV file"),
+    ("pictures in no folders", {"public": {"labels": "folders"}}, "are not in a folder"),
     ("a set of nothing", {"synthetic": {"pictures": 0}}, "pictures: 1 to 100000"),
     ("shares of no kind", {"synthetic": {"shares": "mine"}}, "synthetic.shares: mine not in"),
     ("half a split", {"cohort": {"part": "release"}}, "parts are of a split"),
@@ -348,7 +344,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "told"), [one[1:] for one in WRONG], ids=[one[0] for one in WRONG])
 def test_what_makes_no_sense_is_refused_before_it_is_priced(shelf: Path, change: dict[str, Any], told: str) -> None:
-    with pytest.raises((BadSite, BadPictures, BadWeights), match=told):
+    with pytest.raises((SiteConfigError, ImageFolderError, WeightsError), match=told):
         read(shelf, changed(WRITTEN, **change))
 
 
@@ -369,9 +365,9 @@ def test_all_problems_are_told_at_once_with_the_file(shelf: Path) -> None:
 def test_what_is_no_toml_or_no_text_is_refused(shelf: Path) -> None:
     assert "privimage.toml: not TOML" in refused(shelf, "classes = [")
     (shelf / "other.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(BadSite, match=r"other\.toml cannot be read as UTF-8"):
+    with pytest.raises(SiteConfigError, match=r"other\.toml is not UTF-8 text"):
         read_privimage(shelf / "other.toml", frozenset())
-    with pytest.raises(BadSite, match=r"gone\.toml cannot be read: there is no such file"):
+    with pytest.raises(SiteConfigError, match=r"gone\.toml cannot be read: file not found"):
         read_privimage(shelf / "gone.toml", frozenset())
 
 
@@ -448,7 +444,7 @@ def test_whatever_stands_in_the_place_of_a_number_is_a_refusal_or_a_claim(shelf:
         text = toml(changed(WRITTEN, **{table: {key: "HERE"}})).replace('"HERE"', wild)
         try:
             claim = read(shelf, text).mechanism.claim()
-        except (BadSite, BadPictures, BadWeights) as error:
+        except (SiteConfigError, ImageFolderError, WeightsError) as error:
             assert str(error)  # noqa: PT017 - one of two ways
         else:
             assert all(0.0 < part.noise_multiplier < math.inf for part in claim.parts[1:])

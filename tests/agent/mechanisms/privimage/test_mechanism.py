@@ -11,37 +11,37 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.approval import hand_over
-from agent.edges.sealed import VaultError
-from agent.grants import price
-from agent.mechanisms import privimage
-from agent.mechanisms.bench import Bench
-from agent.mechanisms.privimage import PrivImage, PublicPictures, Synthetic
-from agent.nouns import Cohort, Image, Patient, Selection, Unreachable
-from agent.pipeline import Wrapping, draft_of, leave, release_resumable, wrapped
-from agent.recovery import recover
-from agent.site import Refused, Waiting
-from agent.stages.noise import SystemEntropy
-from agent.stages.select import Query, SharedPicture, TooFaint, _total
-from agent.training.loop import Diverged
-from agent.unfinished import Unfinished, abandon, going_on, place_of
-from policies.accounting import NANO, epsilon, tight_epsilon
-from policies.claims import Composed, GaussianQuery, SubsampledGaussian
-from protos.artifact import unpack_images
-from tests.agent.test_pipeline import Stage, stage
+from agent.domain import Cohort, Image, Patient, Selection
+from agent.dp.noise import SystemEntropy
+from agent.errors import CoordinatorUnreachableError, DivergedError, ReviewRejectedError
+from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.common.workspace import Workspace
+from agent.mechanisms.privimage import mechanism as privimage
+from agent.mechanisms.privimage.mechanism import PrivImage, Synthetic
+from agent.mechanisms.privimage.semantic_query import DrownedHistogramError, Query, SharedImageError, _total
+from agent.release.approval import submit_approved
+from agent.release.budget import reserve
+from agent.release.pipeline import ReleaseFormat, draft_of, package_images, release_resumable, submit
+from agent.release.ports import ApprovalPending
+from agent.release.recovery import recover
+from agent.release.resumable import ReleaseInProgressError, abandon, find_resumable, place_of
+from agent.storage.encrypted_sqlite import VaultError
+from policies.accounting.accountant import NANO, epsilon, tight_epsilon
+from policies.accounting.claims import Composed, GaussianQuery, SubsampledGaussian
+from protos.artifacts.arrays import unpack_images
 from tests.support.entropy import UnsafeSeededEntropy
-from tests.support.private import public, tiny
-from tests.support.wards import Drawer, Vault, site_of
+from tests.support.site_world import MemoryCheckpointStore, MemoryVault, SiteWorld, site_of, site_world
+from tests.support.small_privimage import public, tiny
 
 PATIENTS = 60
 WHERE = Selection("OT", (8, 8))
 
 
 def cohort(patients: int = PATIENTS) -> Cohort:
-    return Vault(patients).cohort(WHERE)
+    return MemoryVault(patients).cohort(WHERE)
 
 
-def make(s: Stage, mechanism: PrivImage | None = None) -> Any:
+def make(s: SiteWorld, mechanism: PrivImage | None = None) -> Any:
     return release_resumable(s.site, mechanism or tiny(), WHERE, SystemEntropy())
 
 
@@ -56,7 +56,7 @@ def test_the_set_has_the_asked_size_and_labels_of_the_configuration_alone() -> N
     made = tiny().run(cohort(), UnsafeSeededEntropy(1))
     assert (made.images.shape, set(made.labels)) == ((9, 8, 8), {"any"})
     nobody = tiny(classes=("9",))
-    with pytest.raises(TooFaint, match="any"):  # by the noisy counts, not by a count of patients
+    with pytest.raises(DrownedHistogramError, match="any"):  # by the noisy counts, not by a count of patients
         nobody.run(cohort(), UnsafeSeededEntropy(1))
 
 
@@ -70,7 +70,7 @@ def test_two_runs_with_every_seed_equal_have_different_noise() -> None:
 def test_a_public_picture_that_is_a_patients_stops_the_release() -> None:
     theirs = Image((public()[5] / np.float32(255)).astype(np.float32), "1")
     mixed = Cohort((Patient("0", (theirs,)), *cohort().patients))
-    with pytest.raises(SharedPicture, match="1 of 60"):
+    with pytest.raises(SharedImageError, match="1 of 60"):
         tiny().run(mixed, SystemEntropy())
 
 
@@ -99,8 +99,8 @@ def test_classes_are_drawn_evenly_or_by_the_noisy_totals() -> None:
         ({"pooled": ""}, "conditions"),
         ({"pretraining_steps": 0}, "pretraining"),
         ({"query": Query(1, 40.0, 1)}, "drown"),
-        ({"public": PublicPictures(public(), np.full(60, 3))}, "semantic"),
-        ({"public": PublicPictures(np.repeat(np.repeat(public(), 2, 1), 2, 2), np.zeros(60, np.int64))}, "size"),
+        ({"public": PublicImages(public(), np.full(60, 3))}, "semantic"),
+        ({"public": PublicImages(np.repeat(np.repeat(public(), 2, 1), 2, 2), np.zeros(60, np.int64))}, "size"),
     ],
 )
 def test_what_does_not_fit_together_cannot_be_built(change: dict[str, Any], told: str) -> None:
@@ -124,7 +124,7 @@ def test_a_patient_with_a_thousand_pictures_moves_the_histogram_no_further_than_
 
 
 def test_epsilon_is_one_number_in_the_statement_in_both_ledgers_and_recomputed(tmp_path: Path) -> None:
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
     goods, verdict = make(s)
     assert (verdict.admitted, verdict.level) == (True, "A")
     account = s.site.books.account("site-a", goods.release.claim)
@@ -138,8 +138,8 @@ def test_epsilon_is_one_number_in_the_statement_in_both_ledgers_and_recomputed(t
 
 
 def test_a_query_function_for_which_nobody_vouches_is_not_even_priced(tmp_path: Path) -> None:
-    s = stage(tmp_path, PATIENTS)
-    with pytest.raises(Refused, match="provenance"):
+    s = site_world(tmp_path, PATIENTS)
+    with pytest.raises(ReviewRejectedError, match="provenance"):
         make(s, tiny("file"))
     assert (s.vault.reads, s.spent("rdp")) == (0, ((0, 0), (0, 0)))
 
@@ -147,20 +147,20 @@ def test_a_query_function_for_which_nobody_vouches_is_not_even_priced(tmp_path: 
 def test_a_failure_in_the_middle_spends_the_grant_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
 
     def fails(*_: object, **__: object) -> None:
-        raise Diverged("after step 3: a parameter is no number")
+        raise DivergedError("after step 3: a parameter is no number")
 
     monkeypatch.setattr(privimage, "train_privately", fails)
-    with pytest.raises(Diverged):
+    with pytest.raises(DivergedError):
         make(s)
     (held, spent), _ = s.spent("rdp")
     assert (held, spent > 0, s.vault.blobs, s.vault.note("unfinished")) == (0, True, {}, None)
     assert not s.site.books.store.state.sent
 
 
-class Cable(Drawer):
+class Cable(MemoryCheckpointStore):
     """A place that is pulled out at its n-th writing."""
 
     left: list[int] = []  # noqa: RUF012 - shared by all places of one test
@@ -176,7 +176,7 @@ class Cable(Drawer):
 @pytest.fixture
 def pulled(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """The process is gone at the n-th checkpoint; the next one works."""
-    monkeypatch.setattr(Vault, "place", lambda self, name: Cable(self.blobs, name))
+    monkeypatch.setattr(MemoryVault, "place", lambda self, name: Cable(self.blobs, name))
 
     def after(writings: int) -> None:
         Cable.left[:] = [writings]
@@ -185,7 +185,7 @@ def pulled(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return after
 
 
-def reopened(s: Stage, tmp_path: Path) -> Stage:
+def reopened(s: SiteWorld, tmp_path: Path) -> SiteWorld:
     s.site.books.store.close()
     return replace(s, site=site_of(tmp_path, s.hospital, s.vault, s.door))
 
@@ -194,7 +194,7 @@ def reopened(s: Stage, tmp_path: Path) -> Stage:
 def test_what_was_interrupted_goes_on_under_its_grant_and_is_paid_once(
     tmp_path: Path, pulled: Callable[[int], None], writings: int
 ) -> None:
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
     pulled(writings)
     with pytest.raises(KeyboardInterrupt):
         make(s)
@@ -211,15 +211,15 @@ def test_what_was_interrupted_goes_on_under_its_grant_and_is_paid_once(
 def test_a_full_disk_stops_a_training_which_goes_on_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
     full = [True]
 
-    def write(self: Drawer, data: bytes) -> None:
+    def write(self: MemoryCheckpointStore, data: bytes) -> None:
         if full[0] and "finetuning" in self.name:
             raise VaultError("the disk is full")
         self.blobs[self.name] = data
 
-    monkeypatch.setattr(Drawer, "write", write)
+    monkeypatch.setattr(MemoryCheckpointStore, "write", write)
     with pytest.raises(VaultError):
         make(s)
     held = s.spent("rdp")[0]
@@ -231,14 +231,14 @@ def test_a_full_disk_stops_a_training_which_goes_on_when_there_is_room(
 
 
 def test_the_histogram_that_was_drawn_is_not_drawn_again(tmp_path: Path, pulled: Callable[[int], None]) -> None:
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
     pulled(1)
     with pytest.raises(KeyboardInterrupt):
         make(s)
     Cable.left[:] = []
     (name,) = s.vault.blobs
     before = s.vault.blobs[name]
-    bench = Bench(lambda place: s.vault.place(place_of(place, name.rpartition("/")[2])))
+    bench = Workspace(lambda place: s.vault.place(place_of(place, name.rpartition("/")[2])))
     tiny().run(s.vault.cohort(WHERE), SystemEntropy(), bench)
     assert s.vault.blobs[name] == before
 
@@ -246,14 +246,14 @@ def test_the_histogram_that_was_drawn_is_not_drawn_again(tmp_path: Path, pulled:
 def test_another_configuration_does_not_go_on_with_it_and_giving_up_spends(
     tmp_path: Path, pulled: Callable[[int], None]
 ) -> None:
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
     pulled(1)
     with pytest.raises(KeyboardInterrupt):
         make(s)
     Cable.left[:] = []
     s = reopened(s, tmp_path)
     other = tiny(synthetic=Synthetic(8))
-    with pytest.raises(Unfinished, match="--anew"):
+    with pytest.raises(ReleaseInProgressError, match="--anew"):
         make(s, other)
     held = s.spent("rdp")[0][0]
     abandon(s.site)
@@ -263,14 +263,14 @@ def test_another_configuration_does_not_go_on_with_it_and_giving_up_spends(
 
 
 def test_whoever_opts_out_during_the_training_is_in_no_release(tmp_path: Path, pulled: Callable[[int], None]) -> None:
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
     pulled(2)
     with pytest.raises(KeyboardInterrupt):
         make(s)
     Cable.left[:] = []
     s = reopened(s, tmp_path)
     s.vault.out = frozenset({"0003"})
-    with pytest.raises(Refused, match="opted_out"):
+    with pytest.raises(ReviewRejectedError, match="opted_out"):
         make(s)
     assert s.spent("rdp")[0][0] == 0, "the grant is spent"
     assert (s.vault.blobs, s.vault.note("unfinished")) == ({}, None)
@@ -279,19 +279,19 @@ def test_whoever_opts_out_during_the_training_is_in_no_release(tmp_path: Path, p
 def test_an_interruption_after_it_left_does_not_buy_a_second_one_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
     with monkeypatch.context() as patch:
-        patch.setattr("agent.pipeline.end", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("agent.release.pipeline.end", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             make(s)
     spent = s.spent("rdp")
-    with pytest.raises(Unfinished, match="in full"):
+    with pytest.raises(ReleaseInProgressError, match="in full"):
         make(s)
     assert s.spent("rdp") == spent
     assert make(s)[1].admitted, "said again, it is another one, with another price"
 
 
-def of_training(s: Stage) -> dict[str, bytes]:
+def of_training(s: SiteWorld) -> dict[str, bytes]:
     """What lies in the vault but for made sets."""
     return {name: raw for name, raw in s.vault.blobs.items() if not name.startswith("site/kept/")}
 
@@ -299,7 +299,7 @@ def of_training(s: Stage) -> dict[str, bytes]:
 def test_a_coordinator_that_falls_silent_at_the_end_ends_the_training_and_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
     honest = PrivImage.run
 
     def last(self: PrivImage, *given: Any) -> Any:
@@ -308,20 +308,20 @@ def test_a_coordinator_that_falls_silent_at_the_end_ends_the_training_and_is_ask
         return made
 
     monkeypatch.setattr(PrivImage, "run", last)
-    with pytest.raises(Unreachable):
+    with pytest.raises(CoordinatorUnreachableError):
         make(s)
     assert (of_training(s), s.vault.note("unfinished")) == ({}, None)
     assert s.spent("rdp")[0][0] > 0, "the outcome is unknown: held"
     s.door.shut = False
     assert recover(s.site) == [], "the coordinator never heard of it: it is kept"
     ((name, _),) = s.vault.note("pending").items()
-    assert hand_over(s.site, name)[1].admitted
+    assert submit_approved(s.site, name)[1].admitted
     assert (s.spent("rdp")[0][0], s.vault.blobs) == (0, {})
 
 
 def test_persons_who_must_approve_end_the_training_too(tmp_path: Path) -> None:
-    s = stage(tmp_path, PATIENTS, approvals='["compliance"]')
-    with pytest.raises(Waiting) as caught:
+    s = site_world(tmp_path, PATIENTS, approvals='["compliance"]')
+    with pytest.raises(ApprovalPending) as caught:
         make(s)
     assert caught.value.goods.release.release in s.vault.note("pending")
     assert of_training(s) == {}
@@ -331,26 +331,26 @@ def test_persons_who_must_approve_end_the_training_too(tmp_path: Path) -> None:
 
 def test_an_approved_release_leaves_and_not_with_somebody_who_has_opted_out(tmp_path: Path) -> None:
     """The site's record of clusters knows nothing of it: what waits says of whom it was made."""
-    s = stage(tmp_path, PATIENTS, approvals='["compliance"]')
-    with pytest.raises(Waiting) as caught:
+    s = site_world(tmp_path, PATIENTS, approvals='["compliance"]')
+    with pytest.raises(ApprovalPending) as caught:
         make(s)
     release = caught.value.goods.release.release
-    with pytest.raises(Refused, match="not yet approved"):
-        hand_over(s.site, release)
+    with pytest.raises(ReviewRejectedError, match="not yet approved"):
+        submit_approved(s.site, release)
     s.vault.out = frozenset({"0001"})
-    with pytest.raises(Refused, match="opted out since"):
-        hand_over(s.site, release)
+    with pytest.raises(ReviewRejectedError, match="opted out since"):
+        submit_approved(s.site, release)
 
 
 def test_what_a_kill_left_behind_is_in_no_later_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed when the set was made and kept: the next release, with its own price, begins from nothing."""
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
     with monkeypatch.context() as patch:
-        patch.setattr("agent.pipeline.end", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("agent.release.pipeline.end", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             make(s)
     assert len(of_training(s)) == 3
-    with pytest.raises(Unfinished, match=r"in full.*release send"):
+    with pytest.raises(ReleaseInProgressError, match=r"in full.*release send"):
         make(s)
     assert of_training(s) == {}
     trained: list[int] = []
@@ -368,7 +368,7 @@ def test_what_a_kill_left_behind_is_in_no_later_release(tmp_path: Path, monkeypa
 def test_giving_up_by_another_mechanism_or_in_another_project_leaves_nothing(
     tmp_path: Path, pulled: Callable[[int], None]
 ) -> None:
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
     pulled(2)
     with pytest.raises(KeyboardInterrupt):
         make(s)
@@ -380,11 +380,11 @@ def test_giving_up_by_another_mechanism_or_in_another_project_leaves_nothing(
     s.vault.notes.update({k: v for k, v in elsewhere.notes.items() if not k.startswith("project/")})
     recover(s.site)
     assert s.vault.blobs == {}, "swept when its own project is opened"
-    assert going_on(s.site, "another") is None
+    assert find_resumable(s.site, "another") is None
 
 
 def test_who_came_during_an_interruption_is_not_in_it(tmp_path: Path, pulled: Callable[[int], None]) -> None:
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
     pulled(2)
     with pytest.raises(KeyboardInterrupt):
         make(s)
@@ -408,37 +408,40 @@ def test_who_came_during_an_interruption_is_not_in_it(tmp_path: Path, pulled: Ca
 
 def test_pictures_for_which_nobody_vouches_are_not_even_priced(tmp_path: Path) -> None:
     """P6: what is pre-trained on gets no noise."""
-    s = stage(tmp_path, PATIENTS)
-    with pytest.raises(Refused, match="the pretraining is private"):
-        make(s, tiny(public=PublicPictures(public(), tiny().public.bins)))
+    s = site_world(tmp_path, PATIENTS)
+    with pytest.raises(ReviewRejectedError, match="the pretraining is private"):
+        make(s, tiny(public=PublicImages(public(), tiny().public.bins)))
     assert s.spent("rdp") == ((0, 0), (0, 0))
 
 
 def test_nothing_is_read_while_the_coordinator_is_silent(tmp_path: Path) -> None:
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
     s.door.shut = True
-    with pytest.raises(Unreachable):
+    with pytest.raises(CoordinatorUnreachableError):
         make(s)
     assert s.vault.reads == 0
 
 
 def test_a_release_that_was_compared_with_patients_is_never_level_a(tmp_path: Path) -> None:
     """P7: broken on purpose."""
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
     mechanism = tiny()
-    grant = price(s.site, mechanism, "OT")
+    grant = reserve(s.site, mechanism, "OT")
     made = mechanism.run(s.vault.cohort(WHERE), SystemEntropy())
     draft = replace(draft_of(s.site, mechanism, grant.grant, "OT", mechanism.claim()), vetted_against="private")
-    with pytest.raises(Refused, match="level"):
-        leave(s.site, wrapped(s.site, draft, made, Wrapping()))
+    with pytest.raises(ReviewRejectedError, match="level"):
+        submit(s.site, package_images(s.site, draft, made, ReleaseFormat()))
 
 
 def test_half_of_a_composed_claim_is_not_what_was_granted(tmp_path: Path) -> None:
     """P11: a statement that leaves the histogram out is refused."""
-    s = stage(tmp_path, PATIENTS)
+    s = site_world(tmp_path, PATIENTS)
     mechanism = tiny()
-    grant = price(s.site, mechanism, "OT")
+    grant = reserve(s.site, mechanism, "OT")
     made = mechanism.run(s.vault.cohort(WHERE), SystemEntropy())
     less = Composed((GaussianQuery(50.0, 1, 1), mechanism.claim().parts[1]))
-    with pytest.raises(Refused, match="claim_not_granted"):
-        leave(s.site, wrapped(s.site, draft_of(s.site, mechanism, grant.grant, "OT", less), made, Wrapping()))
+    with pytest.raises(ReviewRejectedError, match="claim_not_granted"):
+        submit(
+            s.site,
+            package_images(s.site, draft_of(s.site, mechanism, grant.grant, "OT", less), made, ReleaseFormat()),
+        )

@@ -17,17 +17,16 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.stats import chi2, norm
 
-from agent.nets.semantics import Semantics
-from agent.nouns import Image, Patient
-from agent.stages import select
-from agent.stages.noise import SystemEntropy
-from agent.stages.select import (
+from agent.domain import Image, Patient
+from agent.dp.noise import SystemEntropy
+from agent.mechanisms.privimage import semantic_query
+from agent.mechanisms.privimage.semantic_query import (
     LEAST,
     MISTAKEN,
-    NothingSelected,
+    DrownedHistogramError,
+    NothingSelectedError,
     Query,
-    SharedPicture,
-    TooFaint,
+    SharedImageError,
     chosen,
     histogram,
     most_noise,
@@ -37,8 +36,9 @@ from agent.stages.select import (
     refuse_shared,
     selection,
 )
-from policies import accounting
-from policies.claims import GaussianQuery, UnsupportedClaim
+from agent.models.semantics.classifier import Semantics
+from policies.accounting import accountant
+from policies.accounting.claims import GaussianQuery, UnsupportedClaimError
 from tests.support.entropy import UnsafeSeededEntropy
 
 CLASSES = ("a", "b", "c")
@@ -106,13 +106,13 @@ def furthest(query: Query, classes: tuple[str, ...] = CLASSES, q: Semantics | No
     q = q or semantics()
 
     def counts(patients: Sequence[Patient]) -> NDArray[np.int64]:
-        return select._total(patients, q, classes, query, Same())
+        return semantic_query._total(patients, q, classes, query, Same())
 
     whole, most = counts(COHORT), 0
     for left in range(len(COHORT)):
         moved = (whole - counts([p for i, p in enumerate(COHORT) if i != left])).ravel().tolist()
         most = max(most, sum(v * v for v in moved))  # Python's integers: exact
-    return most / select._PART**2
+    return most / semantic_query._PART**2
 
 
 VARIANTS = list(product((1, 3, NS), (1, 2, 16, 5000), (CLASSES, ("b",), ())))
@@ -134,14 +134,14 @@ def test_the_bound_is_reached_so_it_is_not_loose() -> None:
 def summed(rows: Sequence[int], bins: NDArray[np.int64], shape: tuple[int, ...]) -> NDArray[np.int64]:
     counts = np.zeros(shape, np.int64)
     np.add.at(counts, (np.asarray(rows)[:, np.newaxis], bins), 1)
-    return counts * select._PART
+    return counts * semantic_query._PART
 
 
-def clipped_by_picture(rows: Sequence[int], bins: NDArray[np.int64], shape: tuple[int, ...]) -> NDArray[np.int64]:
+def clipped_by_image(rows: Sequence[int], bins: NDArray[np.int64], shape: tuple[int, ...]) -> NDArray[np.int64]:
     out = np.zeros(shape, np.int64)
     for row, some in zip(rows, bins, strict=True):
         one = summed([row], some[np.newaxis], shape)
-        norm = math.sqrt(float((one.astype(float) ** 2).sum())) / select._PART
+        norm = math.sqrt(float((one.astype(float) ** 2).sum())) / semantic_query._PART
         out += (one * min(1.0, math.sqrt(bins.shape[1]) / norm)).astype(np.int64)
     return out
 
@@ -151,11 +151,11 @@ def averaged_in_each_row(rows: Sequence[int], bins: NDArray[np.int64], shape: tu
     return counts // np.maximum(many, 1)[:, np.newaxis]
 
 
-@pytest.mark.parametrize("broken", [summed, clipped_by_picture, averaged_in_each_row])
+@pytest.mark.parametrize("broken", [summed, clipped_by_image, averaged_in_each_row])
 def test_a_sum_a_clip_of_each_picture_and_a_mean_in_each_class_are_seen_to_break_the_claim(
     broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select, "_averaged", broken)
+    monkeypatch.setattr(semantic_query, "_averaged", broken)
     assert furthest(Query(1, 1.0, 1)) > 1.0
 
 
@@ -167,47 +167,47 @@ def test_nobody_is_looked_at_beside_somebody_else(monkeypatch: pytest.MonkeyPatc
     def together(patients: Sequence[Patient], *_: Any) -> NDArray[np.int64]:
         pixels = np.stack([one.pixels for p in patients for one in p.images[:2]])
         rows = [0] * len(pixels)
-        return summed(rows, select._voted(whole.probabilities(pixels), 1), (1, NS))
+        return summed(rows, semantic_query._voted(whole.probabilities(pixels), 1), (1, NS))
 
-    monkeypatch.setattr(select, "_total", together)
+    monkeypatch.setattr(semantic_query, "_total", together)
     assert furthest(Query(1, 1.0, 1), ()) > 1.0
 
 
 def test_a_patient_shows_no_more_pictures_than_are_public_and_chance_decides_which() -> None:
     q = Ranked()
-    select._total([COHORT[4]], cast(Semantics, q), CLASSES, Query(1, 1.0, 1, 7), SystemEntropy())
+    semantic_query._total([COHORT[4]], cast(Semantics, q), CLASSES, Query(1, 1.0, 1, 7), SystemEntropy())
     assert q.asked == [7]
     seen = [
-        select._total([COHORT[4]], semantics(), CLASSES, Query(1, 1.0, 1, 1), SystemEntropy()).tobytes()
+        semantic_query._total([COHORT[4]], semantics(), CLASSES, Query(1, 1.0, 1, 1), SystemEntropy()).tobytes()
         for _ in range(60)
     ]
     assert len(set(seen)) > 5
 
 
 def test_a_patient_of_several_classes_splits_one_vote() -> None:
-    counts = select._total([COHORT[2]], semantics(), CLASSES, Query(1, 1.0, 1), Same()) / select._PART
+    counts = semantic_query._total([COHORT[2]], semantics(), CLASSES, Query(1, 1.0, 1), Same()) / semantic_query._PART
     expected = np.zeros((3, NS))
     expected[[0, 1, 2], [1, 1, 4]] = 1 / 3
     assert np.abs(counts - expected).max() < 2e-9
-    outside = select._total([COHORT[5]], semantics(), CLASSES, Query(1, 1.0, 1), Same())
+    outside = semantic_query._total([COHORT[5]], semantics(), CLASSES, Query(1, 1.0, 1), Same())
     assert not outside.any()
-    pooled = select._total([COHORT[5]], semantics(), (), Query(1, 1.0, 1), Same())
+    pooled = semantic_query._total([COHORT[5]], semantics(), (), Query(1, 1.0, 1), Same())
     assert pooled.shape == (1, NS)
-    assert pooled.sum() == select._PART
+    assert pooled.sum() == semantic_query._PART
 
 
 def test_what_is_no_number_votes_for_k_1_different_bins_all_the_same() -> None:
     broken = np.array([[np.nan, 0.2, np.nan, 0.8], [np.nan] * 4, [0.25] * 4])
-    assert select._voted(broken, 3).tolist() == [[3, 1, 0], [0, 1, 2], [0, 1, 2]]
+    assert semantic_query._voted(broken, 3).tolist() == [[3, 1, 0], [0, 1, 2], [0, 1, 2]]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, NS - 1)), min_size=1, max_size=40), st.integers(1, NS))
 def test_the_mean_of_vote_vectors_is_never_longer_than_one(shown: list[tuple[int, int]], votes: int) -> None:
     one = Patient("p", tuple(picture(CLASSES[row], first) for row, first in shown))
-    counts = select._total([one], semantics(), CLASSES, Query(votes, 1.0, 1, 40), Same())
-    assert sum(v * v for v in counts.ravel().tolist()) <= votes * select._PART**2
-    assert counts.sum() == pytest.approx(votes * select._PART, rel=1e-6)
+    counts = semantic_query._total([one], semantics(), CLASSES, Query(votes, 1.0, 1, 40), Same())
+    assert sum(v * v for v in counts.ravel().tolist()) <= votes * semantic_query._PART**2
+    assert counts.sum() == pytest.approx(votes * semantic_query._PART, rel=1e-6)
 
 
 # -- noise
@@ -251,14 +251,14 @@ def test_the_price_is_that_of_the_gaussian_query_and_of_the_published_figures() 
     assert claim == GaussianQuery(20.0 * math.sqrt(3), 1, 3)
     assert claim.noise_multiplier == pytest.approx(20.0)
     # Theorem 3.1: (alpha, alpha / (2 sigma_2^2))-RDP
-    assert accounting.rdp(claim, 8) == pytest.approx(8 / (2 * 20.0**2))
+    assert accountant.rdp(claim, 8) == pytest.approx(8 / (2 * 20.0**2))
 
     def delta(epsilon: float, sigma: float) -> float:  # Balle & Wang 2018, theorem 8
         a, b = 0.5 / sigma - epsilon * sigma, -0.5 / sigma - epsilon * sigma
         return float(norm.cdf(a) - math.exp(epsilon) * norm.cdf(b))
 
     for sigma, published in ((50.0, 0.059), (20.0, 0.16), (5.0, 0.73)):
-        found = accounting.tight_epsilon((Query(1, sigma, 1).claim(),), 1e-5)
+        found = accountant.tight_epsilon((Query(1, sigma, 1).claim(),), 1e-5)
         exact = brentq(lambda e, s=sigma: delta(e, s) - 1e-5, 1e-4, 5)
         assert found == pytest.approx(exact, rel=0.02)
         assert found == pytest.approx(published, rel=0.05)
@@ -272,7 +272,7 @@ def test_the_price_is_that_of_the_gaussian_query_and_of_the_published_figures() 
 def test_a_query_without_noise_votes_or_pictures_cannot_be_built(
     votes: Any, noise: Any, keep: Any, images: Any
 ) -> None:
-    with pytest.raises((ValueError, UnsupportedClaim)):
+    with pytest.raises((ValueError, UnsupportedClaimError)):
         Query(votes, noise, keep, images)
 
 
@@ -283,7 +283,7 @@ def test_the_guard_is_the_rule_of_signal_to_noise() -> None:
     # sigma_2 <= f n_c / (sqrt(k_1) sqrt(2 ln NS)): 600 patients, 1000 bins; f a third of the share
     most = most_noise(1000, 600, share=0.48)
     assert most == pytest.approx(0.16 * 600 / math.sqrt(2 * math.log(1000)))
-    with pytest.raises(TooFaint, match=r"coarser semantics, \d+ bins at most"):
+    with pytest.raises(DrownedHistogramError, match=r"coarser semantics, \d+ bins at most"):
         refuse_faint(Query(1, 50.0, 1), 1000, 600, share=0.9)  # 69 % of a class is noise: notes on published code
     refuse_faint(Query(3, 20.0 * math.sqrt(3), 1), 50, 600, share=0.5)  # 16 %
 
@@ -292,7 +292,7 @@ def test_the_guard_is_the_rule_of_signal_to_noise() -> None:
 def test_the_guard_says_where_the_limit_is_and_what_would_do(bins: int, patients: float) -> None:
     most = most_noise(bins, patients)
     refuse_faint(Query(1, most, 1), bins, patients)
-    with pytest.raises(TooFaint) as caught:
+    with pytest.raises(DrownedHistogramError) as caught:
         refuse_faint(Query(1, most * 1.01, 1), bins, patients)
     text = str(caught.value)
     assert "less noise" in text
@@ -307,7 +307,7 @@ def test_the_guard_says_where_the_limit_is_and_what_would_do(bins: int, patients
 
 def test_the_guard_promises_nothing_to_a_class_too_small_for_any_noise() -> None:
     assert most_noise(10, 2 * LEAST) == 0.0
-    with pytest.raises(TooFaint) as caught:
+    with pytest.raises(DrownedHistogramError) as caught:
         refuse_faint(Query(1, 0.01, 1), 10, 2 * LEAST)
     assert "less noise" not in str(caught.value)
     for bad in (0.0, math.nan, math.inf, -1.0):
@@ -355,11 +355,11 @@ def test_a_class_with_one_patient_ends_at_the_noisy_counts_and_is_named() -> Non
         noisy = histogram(cohort, semantics(), ("a", "3"), query, UnsafeSeededEntropy(seed))
         try:
             refuse_empty(noisy, ("a", "3"), query)
-        except TooFaint as fault:
+        except DrownedHistogramError as fault:
             ended += "in class '3': leave it out" in str(fault)
     assert ended == 25
     refuse_empty(histogram(many, semantics(), (), query, UnsafeSeededEntropy(0)), (), query)
-    with pytest.raises(TooFaint, match="class all"):
+    with pytest.raises(DrownedHistogramError, match="class all"):
         refuse_empty(np.full((1, NS), np.nan), (), query)
 
 
@@ -367,7 +367,7 @@ def test_an_empty_class_passes_as_rarely_and_one_at_the_limit_as_often_as_stated
     bins, runs = 20, 400_000
     query = Query(1, 3.0, 1)
     rng = np.random.default_rng(2)
-    line = LEAST + query.noise * select._above(bins)
+    line = LEAST + query.noise * semantic_query._above(bins)
     worst = LEAST + query.noise * rng.standard_normal((runs, bins))  # every bin as full as an unfit class can have it
     passed = int((worst.max(axis=1) > line).sum())
     assert passed <= MISTAKEN * runs + 4 * math.sqrt(MISTAKEN * runs)
@@ -382,7 +382,7 @@ def test_an_empty_class_passes_as_rarely_and_one_at_the_limit_as_often_as_stated
 def test_the_example_of_figure_2() -> None:
     zebra, bee = 0, 1
     horses = [patient(i, ("", 0)) for i in range(3)]
-    counts = select._total(horses, semantics(2), (), Query(1, 1.0, 1), Same()) / select._PART
+    counts = semantic_query._total(horses, semantics(2), (), Query(1, 1.0, 1), Same()) / semantic_query._PART
     assert counts.tolist() == [[3.0, 0.0]]
     kept = chosen(np.array([[2.7, 1.5]]), Query(1, 1.0, 1))
     assert kept == ((zebra,),)
@@ -396,7 +396,7 @@ def test_the_cases_of_appendix_a() -> None:
     assert selection(np.array([0, 1, 1]), chosen(np.array([[3.0, 0.0]]), Query(1, 1.0, 2)))[0].tolist() == [0, 1, 2]
     # (2) k_1 > k_2: the counts are {3, 3}, and it is chance which one is chosen
     query = Query(2, 1.0, 1)
-    counts = select._total(horses, semantics(2), (), query, Same()) / select._PART
+    counts = semantic_query._total(horses, semantics(2), (), query, Same()) / semantic_query._PART
     assert counts.tolist() == [[3.0, 3.0]]
     entropy, q = UnsafeSeededEntropy(3), semantics(2)
     zebras = sum(chosen(histogram(horses, q, (), query, entropy), query) == ((0,),) for _ in range(400))
@@ -450,7 +450,7 @@ def test_a_selected_picture_bears_the_class_that_chose_its_semantic() -> None:
     assert places.tolist() == [1, 2, 3, 4]
     assert labels.tolist() == [0, 1, 0, 0]
     assert (places.dtype, labels.dtype) == (np.int64, np.int64)
-    with pytest.raises(NothingSelected, match="every bin needs public pictures"):
+    with pytest.raises(NothingSelectedError, match="every bin needs public pictures"):
         selection(np.array([4, 4]), ((0, 5), (2,)))
 
 
@@ -492,10 +492,10 @@ def test_a_public_picture_that_is_a_patients_is_found_whatever_its_form() -> Non
     public = draw.integers(0, 256, (7, 4, 4, 3), dtype=np.uint8)
     public[2] = public[2, ..., :1]  # grey, in three channels
     mine = [Patient("p", (Image(public[2, ..., 0].astype(np.float32) / np.float32(255), "a"),))]
-    with pytest.raises(SharedPicture, match=r"^1 of 7 public pictures are pictures of the cohort: take them out"):
+    with pytest.raises(SharedImageError, match=r"^1 of 7 public images are images of the cohort: remove them"):
         refuse_shared(public, mine)
     colour = [Patient("p", (Image(public[3].astype(np.float32) / np.float32(255), "a"),))]
-    with pytest.raises(SharedPicture, match=r"^2 of 8 "):
+    with pytest.raises(SharedImageError, match=r"^2 of 8 "):
         refuse_shared(np.concatenate([public, public[3:4]]), colour)
 
 

@@ -11,66 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agent.attacks.face_looks import Eye
-from agent.edges.atlas import atlas
-from agent.foreseen import RefusedBeforehandError
-from agent.heads.change import Change, Defaced
-from agent.heads.head import Head
-from agent.heads.reasons import NotDefaced
-from agent.measures.revisit import revisited
-from agent.mechanisms import remodel as mechanism_module
-from agent.mechanisms.remodel import LEAST, Remodel, Remodelled
-from agent.nets.volume_gan import remodeller_from
-from agent.nouns import CohortTooSmall, Scan, Volume
-from agent.pipeline import pack_volumes, release_heads
-from agent.site import Refused
-from agent.stages.remodel import AroundTemplate, around_template
-from coordinator.intake import Intake
+from agent.defacing.change import Change, Defaced
+from agent.defacing.deid_gan.network import remodeller_from
+from agent.defacing.reidentification.simulated_rescan import revisited
+from agent.domain import Volume
+from agent.errors import CohortTooSmallError, ReviewRejectedError
+from agent.mechanisms.remodel import mechanism as mechanism_module
+from agent.mechanisms.remodel.mechanism import LEAST, Remodel, Remodelled
+from agent.release.pipeline import pack_volumes, release_heads
+from agent.release.preflight import RefusedBeforehandError
+from agent.volumes.errors import NotDefacedError
 from deploy.demo.train_networks import kept_network
-from policies.claims import NoClaim
-from policies.policy import parse
-from policies.sqlite import open_sqlite
-from policies.store import Store
-from policies.terms import TERMS
-from tests.support.books import Clock, Hospital, policy
-from tests.support.heads import scan, true_head
-from tests.support.wards import Door, Vault, site_of
+from policies.accounting.claims import NoClaim
+from policies.review.mechanism_terms import TERMS
+from tests.support.flower.loopback import guarded
+from tests.support.heads import scan
+from tests.support.leak_scan import Scan as LeakScan
+from tests.support.remodelled_heads import FIRST, HEADS, examine, heads_world, pseudonym, remodel, scans
 
 pytestmark = pytest.mark.timeout(900)  # nearly forty heads are changed, and looked at from all sides
-HEADS, FIRST = 38, 200  # persons whom the network has not seen
-ADMITS: dict[str, Any] = {
-    "mechanisms": '["remodel"]',
-    "artifact_types": '["volume-set"]',
-    "modalities": '["MR"]',
-    "levels": '["C"]',
-    "max_reid_rate": 0.4,
-    "max_artifact_bytes": 1 << 26,
-}
-
-
-@cache
-def network() -> AroundTemplate:
-    return around_template(remodeller_from(kept_network("remodeller"), "public"), atlas())
-
-
-def mechanism() -> Remodel:
-    shape = scan(FIRST).volume.values.shape
-    return Remodel(network(), "ab" * 32, shape, (4.0, 4.0, 4.0), eye=Eye(side=32, views=("front", "left 60")))
-
-
-@cache
-def scans() -> tuple[Scan, ...]:
-    return tuple(Scan(f"{n:04d}", scan(FIRST + n).volume, "ab"[n % 2]) for n in range(HEADS))
-
-
-def examine(volume: Volume) -> Head:
-    """What the phantoms know of themselves."""
-    for n in range(HEADS):
-        if volume is scan(FIRST + n).volume:
-            return true_head(FIRST + n)
-    raise NotDefaced("no_head")
 
 
 def dice(seed: int = 1) -> np.random.Generator:
@@ -79,7 +39,7 @@ def dice(seed: int = 1) -> np.random.Generator:
 
 @cache
 def made() -> Remodelled:
-    return mechanism().run(scans(), examine, dice())
+    return remodel().run(scans(), examine, dice())
 
 
 class EarOff:
@@ -133,56 +93,56 @@ def test_a_method_that_leaves_the_face_on_is_found_out(monkeypatch: pytest.Monke
         return EarOff()
 
     monkeypatch.setattr(mechanism_module, "remodel", idle)
-    found = mechanism().run(scans()[:LEAST], examine, dice())
+    found = remodel().run(scans()[:LEAST], examine, dice())
     assert found.known.hits >= LEAST - 2
 
 
 def test_the_same_randomness_gives_the_same_face_and_other_randomness_another() -> None:
     one = scans()[0]
-    once, again, other = (mechanism()._one(one, examine, dice(seed))[1] for seed in (5, 5, 6))
+    once, again, other = (remodel()._one(one, examine, dice(seed))[1] for seed in (5, 5, 6))
     assert np.array_equal(once, again)
     assert not np.array_equal(once, other)
 
 
 def test_too_few_heads_and_heads_of_another_grid_are_not_released() -> None:
     few = tuple(replace(scans()[0], volume=replace(scan(FIRST).volume)) for _ in range(LEAST))  # no phantom of ours
-    with pytest.raises(CohortTooSmall) as refused:
-        mechanism().run(few, examine, dice())
+    with pytest.raises(CohortTooSmallError) as refused:
+        remodel().run(few, examine, dice())
     assert not any(character.isdigit() for character in str(refused.value))
-    other = replace(mechanism(), shape=(64, 64, 64))
-    with pytest.raises(NotDefaced, match="mixed_series"):
+    other = replace(remodel(), shape=(64, 64, 64))
+    with pytest.raises(NotDefacedError, match="mixed_series"):
         other._one(scans()[0], examine, dice())
 
 
 def test_its_claim_is_none_and_settled_beforehand() -> None:
-    assert mechanism().claim() == NoClaim()
-    assert mechanism().components() == {"generator": "public", "atlas": "public"}
-    assert type(mechanism().claim()) is TERMS["remodel"].claim
-    assert set(mechanism().components()) == TERMS["remodel"].components
-    private = replace(mechanism(), network=remodeller_from(kept_network("remodeller"), "private"))
+    assert remodel().claim() == NoClaim()
+    assert remodel().components() == {"generator": "public", "atlas": "public"}
+    assert type(remodel().claim()) is TERMS["remodel"].claim
+    assert set(remodel().components()) == TERMS["remodel"].components
+    private = replace(remodel(), network=remodeller_from(kept_network("remodeller"), "private"))
     assert private.components()["generator"] == "private"
-    assert replace(mechanism(), spacing=(4.0, 4.0, 3.9)).form != mechanism().form
+    assert replace(remodel(), spacing=(4.0, 4.0, 3.9)).form != remodel().form
 
 
 def test_it_is_frozen_and_a_fault_in_the_middle_spends_the_grant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(FrozenInstanceError):
-        mechanism().atlas = "cd" * 32  # type: ignore[misc]
+        remodel().atlas = "cd" * 32  # type: ignore[misc]
 
     def broken(*_: Any, **__: Any) -> None:
         raise ArithmeticError("broken")
 
-    monkeypatch.setattr(mechanism_module, "looked", broken)
-    site, _, store = stage(tmp_path)
+    monkeypatch.setattr(mechanism_module, "extract_features", broken)
+    site, _, store = heads_world(tmp_path)
     with pytest.raises(ArithmeticError):
-        release_heads(site, mechanism(), "MR", examine, dice())
+        release_heads(site, remodel(), "MR", examine, dice())
     assert [grant.state for grant in store.state.grants.values()] == ["spent"]
 
 
 def test_the_global_generators_are_not_moved() -> None:
     state, words = torch.get_rng_state(), np.random.get_state()[1].copy()
-    mechanism()._one(scans()[0], examine, dice())
+    remodel()._one(scans()[0], examine, dice())
     assert torch.equal(state, torch.get_rng_state())
     assert np.array_equal(words, np.random.get_state()[1])
 
@@ -201,17 +161,6 @@ def test_another_day_is_the_same_head_elsewhere() -> None:
 # -- the way out
 
 
-def stage(folder: Path, **changes: Any) -> Any:
-    hospital = Hospital("site-a", policy(**{**ADMITS, **changes}))
-    store = Store(
-        open_sqlite(folder / "coordinator.db"), "lazaret/coordinator", Ed25519PrivateKey.generate(), Clock()
-    )
-    intake = Intake.over(store, parse(policy(**ADMITS), "federation"))
-    intake.enrol(hospital.enrolment()[1])
-    vault, door = Vault(heads=scans()), Door(intake, "site-a")
-    return site_of(folder, hospital, vault, door), vault, store
-
-
 class Once(Remodel):
     """The mechanism whose run was done before: it takes long."""
 
@@ -222,12 +171,12 @@ class Once(Remodel):
 
 
 def ready(**changes: Any) -> Remodel:
-    m = mechanism()
+    m = remodel()
     return Once(**{name: getattr(m, name) for name in ("network", "atlas", "shape", "spacing", "eye")} | changes)
 
 
 def test_a_release_of_level_c_says_what_was_found_and_at_which_power(tmp_path: Path) -> None:
-    site, vault, _ = stage(tmp_path)
+    site, vault, _ = heads_world(tmp_path)
     goods, verdict = release_heads(site, ready(), "MR", examine, dice())
     assert (verdict.admitted, verdict.level) == (True, "C"), verdict.findings
     said = goods.release
@@ -238,6 +187,22 @@ def test_a_release_of_level_c_says_what_was_found_and_at_which_power(tmp_path: P
     (record,) = vault.note("releases")
     assert record["persons"] == [scan.pseudonym for scan in scans()]
     assert made().persons == set(record["persons"])
+
+
+def test_no_patients_name_leaves_and_nobody_else_is_called(tmp_path: Path) -> None:
+    """The demo's own scan, of the artifact, the statement and both ledgers; and its guard, while heads are made."""
+    (notes := tmp_path / "connections").touch()
+    site, _, _ = heads_world(tmp_path)
+    with guarded(notes):
+        remodel()._one(scans()[0], examine, dice())
+        goods, verdict = release_heads(site, ready(), "MR", examine, dice())
+    assert verdict.admitted
+    assert notes.read_text() == ""
+    scanned = LeakScan({one.pseudonym for one in scans()}, set())
+    left = [goods.artifact, goods.envelope, *(path.read_bytes() for path in tmp_path.glob("*.db*"))]
+    assert len(left) >= 4
+    assert [scanned(part) for part in left] == [set()] * len(left)
+    assert scanned(left[0] + pseudonym(3).encode()), "a control"
 
 
 def test_the_scanners_space_does_not_leave(tmp_path: Path) -> None:
@@ -267,8 +232,8 @@ def _headers(raw: bytes) -> list[int]:
     ],
 )
 def test_no_policy_lets_it_out_that_does_not_say_so(changes: dict[str, Any], rule: str, tmp_path: Path) -> None:
-    site, vault, _ = stage(tmp_path, **changes)
-    with pytest.raises((Refused, RefusedBeforehandError), match=rule):
+    site, vault, _ = heads_world(tmp_path, **changes)
+    with pytest.raises((ReviewRejectedError, RefusedBeforehandError), match=rule):
         release_heads(site, ready(), "MR", examine, dice())
     assert rule == "reid_rate" or vault.reads == 0, "only what is measured needs a look"
 
@@ -277,21 +242,21 @@ def test_a_blind_attack_is_no_reason_to_let_it_out(tmp_path: Path, monkeypatch: 
     """A rate is worth nothing without power: the review refuses it (level C)."""
     blind = replace(made(), power=made().known)
     monkeypatch.setattr(Once, "run", lambda *_, **__: blind)
-    site, _, _ = stage(tmp_path)
-    with pytest.raises(Refused, match="vetting_power"):
+    site, _, _ = heads_world(tmp_path)
+    with pytest.raises(ReviewRejectedError, match="vetting_power"):
         release_heads(site, ready(), "MR", examine, dice())
 
 
 def test_who_opts_out_meanwhile_stops_it_and_the_price_stays_spent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site, vault, store = stage(tmp_path)
+    site, vault, store = heads_world(tmp_path)
 
     def run(*_: Any, **__: Any) -> Remodelled:
-        vault.out = frozenset({"0003"})
+        vault.out = frozenset({pseudonym(3)})
         return made()
 
     monkeypatch.setattr(Once, "run", run)
-    with pytest.raises(Refused, match="opted_out"):
+    with pytest.raises(ReviewRejectedError, match="opted_out"):
         release_heads(site, ready(), "MR", examine, dice())
     assert [grant.state for grant in store.state.grants.values()] == ["spent"]

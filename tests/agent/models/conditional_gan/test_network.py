@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from agent.nets.adversarial import (
+from agent.dp.clipping import PrivacyUnit, UnsuitableModelError, bookkeeping_engine, loop_engine, vmap_engine
+from agent.dp.dpsgd import PrivateSgd, train_privately
+from agent.errors import OtherRunError
+from agent.mechanisms.privimage.conditional_gan import Adversarial, AdversarialConfig, Fine
+from agent.models.conditional_gan.network import (
     PRESETS,
     AdversarialArchitecture,
     AdversarialDiscriminator,
     AdversarialGenerator,
-    adversarial_bytes,
-    adversarial_from,
 )
-from agent.nets.weights import BadWeights
-from agent.stages.adversarial import Adversarial, AdversarialConfig, Fine, table_6
-from agent.stages.clipping import Unit, UnsuitableModel, bookkept, chunked, looped
-from agent.stages.finetune import PrivateSgd, train_privately
-from agent.training.adversarial import Descent, Pretraining, row_losses
-from agent.training.loop import FilePlace, OtherRun, seeded
+from agent.models.conditional_gan.training import Descent, Pretraining, row_losses
+from agent.models.training_loop import FileCheckpointStore, seeded
+from agent.models.weights import WeightsError
 from tests.support.entropy import UnsafeSeededEntropy
+from tests.support.memory_place import MemoryPlace
 
 LEAVES = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.Embedding)
 SMALL = AdversarialArchitecture(8, 1, 2, (16, 16), (8, 16), latent=8)
@@ -49,7 +49,7 @@ def pictures(count, seed=0):
 def patients(counts=(1, 3, 2, 1, 2, 1), seed=1):
     images, labels = pictures(sum(counts), seed)
     parts = zip(torch.from_numpy(images).split(counts), torch.from_numpy(labels).split(counts), strict=True)
-    return [Unit((own, classes)) for own, classes in parts]
+    return [PrivacyUnit((own, classes)) for own, classes in parts]
 
 
 def rows_of(count, seed=0):
@@ -111,23 +111,6 @@ def test_what_is_no_network_is_refused(wrong):
         replace(SMALL, **wrong)
 
 
-def test_networks_come_back_from_their_file_and_nothing_else_does():
-    with seeded(0):
-        generator, judge = AdversarialGenerator(SMALL), AdversarialDiscriminator(SMALL)
-    raw = adversarial_bytes(generator, judge, {"training": "test"})
-    assert raw == adversarial_bytes(generator, judge, {"training": "test"})
-    again, judge_again, packed = adversarial_from(raw)
-    assert equal(generator.state_dict(), again.state_dict())
-    assert equal(judge.state_dict(), judge_again.state_dict())
-    assert packed.notes == {"training": "test"}
-    with pytest.raises(BadWeights):
-        adversarial_from(raw[:-4])
-    wider = replace(SMALL, generator=(24, 16))
-    with pytest.raises(BadWeights):
-        adversarial_from(raw.replace(b"[16,16]", b"[24,16]"))
-    assert wider.generator == (24, 16)
-
-
 # ---- the losses of a row
 
 
@@ -149,9 +132,9 @@ def test_a_rows_loss_is_equation_3():
 
 def test_the_engines_agree_on_the_discriminator():
     judge = discriminator()
-    units = [Unit(rows_of(count, seed)) for seed, count in enumerate((2, 2, 1, 3, 2))]
-    expected = looped(judge, row_losses, units, 0.3)
-    for engine in (chunked(2), bookkept(3)):
+    units = [PrivacyUnit(rows_of(count, seed)) for seed, count in enumerate((2, 2, 1, 3, 2))]
+    expected = loop_engine(judge, row_losses, units, 0.3)
+    for engine in (vmap_engine(2), bookkeeping_engine(3)):
         torch.testing.assert_close(engine(judge, row_losses, units, 0.3), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -159,9 +142,9 @@ def test_a_loss_of_n_by_1_is_refused_by_every_engine():
     def trap(model, rows):
         return row_losses(model, rows)[:, None]
 
-    for engine in (looped, chunked(2), bookkept(2)):
-        with pytest.raises(UnsuitableModel):
-            engine(discriminator(), trap, [Unit(rows_of(2)), Unit(rows_of(2, 1))], 1.0)
+    for engine in (loop_engine, vmap_engine(2), bookkeeping_engine(2)):
+        with pytest.raises(UnsuitableModelError):
+            engine(discriminator(), trap, [PrivacyUnit(rows_of(2)), PrivacyUnit(rows_of(2, 1))], 1.0)
 
 
 # ---- the privacy of the step
@@ -175,7 +158,7 @@ def _sum(units, clip, entropy_of):
     for number, unit in units:
         model._entropy = entropy_of(number)
         expanded.append(task.expand(unit))
-    return looped(task.model, task.loss, expanded, clip)
+    return loop_engine(task.model, task.loss, expanded, clip)
 
 
 def test_no_patient_added_or_removed_moves_the_sum_by_more_than_the_clip():
@@ -280,23 +263,10 @@ def test_a_label_of_no_class_is_refused():
     task = Adversarial(CONFIG).task()
     for label in (-1, 2):
         with pytest.raises(ValueError, match="labels are 0 to 1"):
-            task.expand(Unit((torch.zeros(1, 8, 8, dtype=torch.uint8), torch.tensor([label]))))
+            task.expand(PrivacyUnit((torch.zeros(1, 8, 8, dtype=torch.uint8), torch.tensor([label]))))
 
 
 # ---- interruption
-
-
-class Memory:
-    """A checkpoint's place that may be set back."""
-
-    def __init__(self):
-        self.data = None
-
-    def read(self):
-        return self.data
-
-    def write(self, data):
-        self.data = data
 
 
 def test_a_pretraining_that_was_interrupted_ends_with_the_same_bytes(tmp_path):
@@ -306,20 +276,20 @@ def test_a_pretraining_that_was_interrupted_ends_with_the_same_bytes(tmp_path):
         return tensors_of(model.state())
 
     whole, half, resumed = (Adversarial(CONFIG) for _ in range(3))
-    place = FilePlace(tmp_path / "half")
+    place = FileCheckpointStore(tmp_path / "half")
     before = torch.get_rng_state()
-    whole.pretrain(images, labels, 7, FilePlace(tmp_path / "whole"))
+    whole.pretrain(images, labels, 7, FileCheckpointStore(tmp_path / "whole"))
     half.pretrain(images, labels, 4, place)
     resumed.pretrain(images, labels, 7, place)
     assert equal(state(whole), state(resumed))
     assert not equal(state(whole), state(half))
     assert torch.equal(before, torch.get_rng_state())
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         Adversarial(CONFIG).pretrain(images[1:], labels[1:], 7, place)
 
 
 def test_a_private_job_that_was_killed_goes_on_with_generator_average_pool_and_stream(monkeypatch):
-    monkeypatch.setattr("agent.stages.finetune.CHECKPOINT_EVERY", 3)
+    monkeypatch.setattr("agent.dp.dpsgd.CHECKPOINT_EVERY", 3)
 
     class KilledError(Exception):
         pass
@@ -342,7 +312,7 @@ def test_a_private_job_that_was_killed_goes_on_with_generator_average_pool_and_s
         train_privately(task, patients(), quiet, UnsafeSeededEntropy(9), engine, place=place, run="r")
         return task.follower.state() | model.state()
 
-    whole, place = job(Memory()), Memory()
+    whole, place = job(MemoryPlace()), MemoryPlace()
     with pytest.raises(KilledError):
         job(place, kill=5)
     resumed = job(place)
@@ -372,7 +342,7 @@ def right_half(images):
 def test_a_model_trained_on_public_pictures_draws_the_class_it_is_asked_for(tmp_path):
     images, labels = pictures(200)
     model = Adversarial(CONFIG)
-    model.pretrain(images, labels, 160, FilePlace(tmp_path / "c"))
+    model.pretrain(images, labels, 160, FileCheckpointStore(tmp_path / "c"))
     asked = np.repeat(np.array([0, 1]), 50)
     drawn = model.sample(asked, torch.Generator().manual_seed(0))
     assert drawn.shape == (100, 8, 8)
@@ -387,9 +357,11 @@ def test_without_pretraining_it_is_dpgan_and_with_none_noise_it_learns_the_patie
     config = replace(CONFIG, fine=Fine(Descent(32, 4e-3), learning_rate=4e-3, update_ratio=1, pool=16))
     model = Adversarial(config, UnsafeSeededEntropy(0))
     images, labels = pictures(64)
-    units = [Unit((torch.from_numpy(images[i : i + 1]), torch.from_numpy(labels[i : i + 1]))) for i in range(64)]
+    units = [
+        PrivacyUnit((torch.from_numpy(images[i : i + 1]), torch.from_numpy(labels[i : i + 1]))) for i in range(64)
+    ]
     job = PrivateSgd(0.5, 1e-6, 120, 10.0, 1, 32.0)
-    train_privately(model.task(), units, job, UnsafeSeededEntropy(1), bookkept(64))
+    train_privately(model.task(), units, job, UnsafeSeededEntropy(1), bookkeeping_engine(64))
     asked = np.repeat(np.array([0, 1]), 50)
     assert (right_half(model.sample(asked, torch.Generator().manual_seed(0))) == asked).mean() > 0.9
 
@@ -397,7 +369,7 @@ def test_without_pretraining_it_is_dpgan_and_with_none_noise_it_learns_the_patie
 def test_a_class_that_the_public_pictures_lack_begins_as_the_null_class(tmp_path):
     images, labels = pictures(40)
     model = Adversarial(CONFIG)
-    model.pretrain(images, np.where(labels == 0, 0, -1), 2, FilePlace(tmp_path / "c"))
+    model.pretrain(images, np.where(labels == 0, 0, -1), 2, FileCheckpointStore(tmp_path / "c"))
     draw = partial(model.sample, generator=torch.Generator())
     asked = [np.full(3, label) for label in (-1, 0, 1)]
     none, first, second = (model.sample(one, torch.Generator().manual_seed(0)) for one in asked)
@@ -408,15 +380,15 @@ def test_a_class_that_the_public_pictures_lack_begins_as_the_null_class(tmp_path
 
 def test_a_state_is_taken_by_the_same_configuration_and_refused_by_another(tmp_path):
     model = Adversarial(CONFIG)
-    model.pretrain(*pictures(40), 2, FilePlace(tmp_path / "c"))
+    model.pretrain(*pictures(40), 2, FileCheckpointStore(tmp_path / "c"))
     again = Adversarial(CONFIG)
     again.restore(model.state())
     asked = np.array([0, 1, 1])
     drawn = (m.sample(asked, torch.Generator().manual_seed(0)) for m in (model, again))
     assert np.array_equal(*drawn)
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         Adversarial(replace(CONFIG, architecture=replace(SMALL, generator=(24, 16)))).restore(model.state())
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         again.restore(model.state() | {"more": torch.zeros(1)})
 
 
@@ -431,19 +403,12 @@ def test_the_fingerprint_is_of_everything_but_where_it_runs():
         assert Adversarial(other).fingerprint != Adversarial(CONFIG).fingerprint
 
 
-def test_the_papers_setting_is_its_table_6():
-    told = table_6(PRESETS["paper32"], 1)
-    for how in (told.pretraining, told.fine):
-        assert (how.learning_rate, how.generator.learning_rate, how.update_ratio) == (1e-4, 1e-4, 5)
-    assert told.pretraining.batch == told.pretraining.generator.batch == 64
-
-
 def test_after_the_fine_tuning_has_begun_nothing_is_pretrained_or_restored(tmp_path):
     model = Adversarial(CONFIG)
     state = model.state()
     model.task()
     with pytest.raises(ValueError, match="has begun"):
-        model.pretrain(*pictures(40), 1, FilePlace(tmp_path / "c"))
+        model.pretrain(*pictures(40), 1, FileCheckpointStore(tmp_path / "c"))
     with pytest.raises(ValueError, match="has begun"):
         model.restore(state)
 
@@ -456,7 +421,7 @@ def test_after_the_fine_tuning_has_begun_nothing_is_pretrained_or_restored(tmp_p
 )  # fmt: skip
 def test_pictures_that_cannot_be_learned_are_refused(change, told, tmp_path):
     with pytest.raises(ValueError, match=told):
-        Adversarial(CONFIG).pretrain(*change(*pictures(20)), 1, FilePlace(tmp_path / "c"))
+        Adversarial(CONFIG).pretrain(*change(*pictures(20)), 1, FileCheckpointStore(tmp_path / "c"))
 
 
 @pytest.mark.parametrize(

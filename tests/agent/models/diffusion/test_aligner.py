@@ -8,34 +8,34 @@ import safetensors.torch
 import torch
 from sklearn.metrics import roc_auc_score
 
-from agent.nets.alignment import (
+from agent.errors import OtherRunError
+from agent.intervals import Proportion
+from agent.models.augmentations import Pool
+from agent.models.diffusion.aligner import (
     AlignerArchitecture,
+    AlignerError,
     AlignerNet,
-    Fitness,
-    KnowsNothing,
-    OtherConditions,
+    AlignerQuality,
+    OtherConditionsError,
     aligner_bytes,
     aligner_from,
 )
-from agent.nets.conditions import Conditions
-from agent.nets.siamese import Share
-from agent.nets.trunk import TrunkArchitecture
-from agent.nets.weights import HEADER, BadWeights
-from agent.phantoms.chest import conditions as chest_conditions
-from agent.phantoms.chest import label_of
-from agent.training.alignment import (
+from agent.models.diffusion.aligner_training import (
     AlignmentConfig,
     Labelled,
-    TooFewPictures,
+    TooFewPairsError,
     contrast,
     judge,
     split,
     suited,
-    train_aligner,
     train_aligner_of,
 )
-from agent.training.loop import OtherRun, seeded
-from agent.training.views import Pool
+from agent.models.diffusion.prompts import Conditions
+from agent.models.features.trunk import TrunkArchitecture
+from agent.models.training_loop import seeded
+from agent.models.weights import HEADER, WeightsError
+from deploy.phantoms.chest import conditions as chest_conditions
+from deploy.phantoms.chest import label_of
 from tests.support.aligners import (
     CHESTS,
     SMALL,
@@ -51,6 +51,11 @@ from tests.support.aligners import (
 def config(**changes):
     told = {"steps": 6, "batch": 12, "learning_rate": 4e-3, "checkpoint_every": 2}
     return AlignmentConfig("tiny", SMALL, **(told | changes))
+
+
+def train_aligner(images, labels, *rest):
+    """Where every picture is of another person."""
+    return train_aligner_of(Labelled(images, labels, np.arange(len(images))), *rest)
 
 
 def pictures(images):
@@ -130,17 +135,17 @@ def test_labels_that_mean_nothing_give_an_aligner_that_is_refused(tmp_path):
     images, labels = chests(240, 0)
     shuffled = np.random.default_rng(0).permutation(labels)
     aligner = aligner_from(train_aligner(images, shuffled, CHESTS, config(steps=40, batch=48), tmp_path))
-    with pytest.raises(KnowsNothing, match="train it longer"):
+    with pytest.raises(AlignerError, match="train it longer"):
         aligner.demand()
 
 
 def test_an_aligner_that_answers_the_commonest_condition_knows_nothing():
-    poor = replace(unsafe_fitness(CHESTS), right=Share(0.7, 0.6, 0.8), chance=0.6)
+    poor = replace(unsafe_fitness(CHESTS), right=Proportion(0.7, 0.6, 0.8), chance=0.6)
     aligner = untrained()
     for fitness, refused in ((poor, True), (replace(poor, chance=0.59), False)):
         aligner.fitness = fitness
         if refused:
-            with pytest.raises(KnowsNothing):
+            with pytest.raises(AlignerError):
                 aligner.demand()
         else:
             aligner.demand()
@@ -153,7 +158,7 @@ def test_an_aligner_used_with_other_conditions_is_refused():
         Conditions(CHESTS.names, ("{}",)),
         Conditions(CHESTS.names, CHESTS.templates, 12),
     ):
-        with pytest.raises(OtherConditions):
+        with pytest.raises(OtherConditionsError):
             untrained().fits(other)
     untrained().fits(Conditions(CHESTS.names))
 
@@ -176,7 +181,7 @@ def test_a_run_that_was_killed_ends_with_the_same_file(tmp_path):
     assert train_aligner(images, labels, CHESTS, config(), tmp_path / "killed") == whole
     others = Conditions(CHESTS.names, ("{}",))
     for change in ((images, labels, others), (images, labels[::-1].copy(), CHESTS), (255 - images, labels, CHESTS)):
-        with pytest.raises(OtherRun):
+        with pytest.raises(OtherRunError):
             train_aligner(*change, config(), tmp_path / "killed")
 
 
@@ -200,10 +205,10 @@ def test_a_condition_that_nobody_can_judge_is_refused(tmp_path):
     one = few.copy()
     one[7] = 3  # one picture of it: to learn from, or to judge by
     for wrong in (few, one):
-        with pytest.raises(TooFewPictures, match="several people"):
+        with pytest.raises(TooFewPairsError, match="several people"):
             train_aligner(images, wrong, CHESTS, config(), tmp_path)
     everybody = Labelled(images, labels, np.zeros(60, np.int64))
-    with pytest.raises(TooFewPictures, match="several people"):
+    with pytest.raises(TooFewPairsError, match="several people"):
         train_aligner_of(everybody, CHESTS, config(), tmp_path)
     for wrong in (labels + 1, labels - 2, labels[:-1], labels.astype(float), labels[:0]):
         with pytest.raises(ValueError, match="label"):
@@ -335,13 +340,13 @@ def told_otherwise(change):
     ],
 )
 def test_a_file_that_describes_no_aligner_is_refused(change):
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         aligner_from(told_otherwise(change))
 
 
 def test_a_file_of_something_else_is_refused():
     for wrong in (b"", b"{}", untrained_file()[:-3], safetensors.torch.save({"a": torch.zeros(1)})):
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             aligner_from(wrong)
 
 
@@ -350,7 +355,7 @@ def test_no_judgement_is_made_of_nan():
     for change in ({"chance": math.nan}, {"own": 2.0}, {"findings": ()}, {"findings": (math.nan,)}, {"right": 0.9}):
         with pytest.raises(ValueError, match=r"fitness|share|finding"):
             replace(good, **change)
-    assert Fitness(good.right, 0.5, 0.0, 0.0, (0.5,)).chance == 0.5
+    assert AlignerQuality(good.right, 0.5, 0.0, 0.0, (0.5,)).chance == 0.5
 
 
 def test_an_architecture_that_is_none_is_refused():

@@ -16,20 +16,20 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from agent.nets.autoencoder import (
+from agent.errors import OtherRunError
+from agent.models.augmentations import Pool
+from agent.models.diffusion import autoencoder_training
+from agent.models.diffusion.autoencoder import (
     PRESETS,
     AutoencoderArchitecture,
     AutoencoderNet,
     autoencoder_bytes,
     autoencoder_from,
 )
-from agent.nets.features import RandomFeatures
-from agent.nets.weights import BadWeights, Origin, pack
-from agent.training import autoencoder as training
-from agent.training.autoencoder import (
+from agent.models.diffusion.autoencoder_training import (
+    AutoencoderCollapsedError,
     AutoencoderTrainer,
     AutoencoderTraining,
-    Collapsed,
     balance,
     discriminator,
     divergence,
@@ -37,8 +37,9 @@ from agent.training.autoencoder import (
     scaled,
     train_autoencoder,
 )
-from agent.training.loop import CHECKPOINT, OtherRun, Progress, own_generator, seeded
-from agent.training.views import Pool
+from agent.models.features.extractors import RandomFeatures
+from agent.models.training_loop import CHECKPOINT, Progress, seeded, torch_generator
+from agent.models.weights import Origin, WeightsError, pack
 from tests.support.latents import tiny_autoencoder, tiny_autoencoder_file
 
 SMALL = AutoencoderArchitecture(8, 1, 2, (8, 16), 1, 4)
@@ -81,7 +82,7 @@ def test_latents_and_pictures_have_the_stated_shapes_range_and_type() -> None:
     for channels in (1, 3):
         made = tiny_autoencoder(channels)
         assert made.shape == ((16, 16) if channels == 1 else (16, 16, 3))
-        x = torch.rand(5, channels, 16, 16, generator=own_generator(0)) * 2 - 1
+        x = torch.rand(5, channels, 16, 16, generator=torch_generator(0)) * 2 - 1
         z = made.encode(x)
         assert made.latent == (2, 8, 8) == tuple(z.shape[1:])
         assert z.dtype == torch.float32
@@ -100,7 +101,7 @@ def test_latents_and_pictures_have_the_stated_shapes_range_and_type() -> None:
 
 def test_a_picture_is_encoded_the_same_whatever_lies_beside_it() -> None:
     made = tiny_autoencoder()
-    x = torch.rand(6, 1, 16, 16, generator=own_generator(1)) * 2 - 1
+    x = torch.rand(6, 1, 16, 16, generator=torch_generator(1)) * 2 - 1
     alone = torch.cat([made.encode(one[None]) for one in x])
     assert torch.allclose(made.encode(x), alone, atol=1e-5)
     assert torch.allclose(made.decode(alone), torch.cat([made.decode(one[None]) for one in alone]), atol=1e-5)
@@ -110,23 +111,23 @@ def test_a_picture_is_encoded_the_same_whatever_lies_beside_it() -> None:
 
 def test_many_pictures_are_taken_in_parts_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tiny_autoencoder()
-    x = torch.rand(5, 1, 16, 16, generator=own_generator(1)) * 2 - 1
+    x = torch.rand(5, 1, 16, 16, generator=torch_generator(1)) * 2 - 1
     whole = made.encode(x)
-    monkeypatch.setattr("agent.nets.autoencoder._PIXELS", 2 * 16 * 16)
+    monkeypatch.setattr("agent.models.diffusion.autoencoder._PIXELS", 2 * 16 * 16)
     assert torch.allclose(made.encode(x), whole, atol=1e-5)
-    assert torch.equal(made.encode(x, own_generator(3)), made.encode(x, own_generator(3)))
+    assert torch.equal(made.encode(x, torch_generator(3)), made.encode(x, torch_generator(3)))
 
 
 def test_a_draw_has_the_mean_and_deviation_that_the_network_says_and_comes_from_its_generator_alone() -> None:
     made = tiny_autoencoder()
-    x = torch.rand(1, 1, 16, 16, generator=own_generator(1)) * 2 - 1
+    x = torch.rand(1, 1, 16, 16, generator=torch_generator(1)) * 2 - 1
     state = torch.get_rng_state()
-    drawn = made.encode(x.repeat(800, 1, 1, 1), own_generator(0))
+    drawn = made.encode(x.repeat(800, 1, 1, 1), torch_generator(0))
     assert torch.equal(state, torch.get_rng_state())
     _, deviation = made.net.encode(x)
     assert torch.allclose(drawn.mean(0), made.encode(x)[0], atol=5 * float(deviation.max()) * made.scale / 800**0.5)
     assert torch.allclose(drawn.std(0), deviation[0] * made.scale, rtol=0.15)
-    assert not torch.equal(made.encode(x, own_generator(0)), made.encode(x, own_generator(1)))
+    assert not torch.equal(made.encode(x, torch_generator(0)), made.encode(x, torch_generator(1)))
 
 
 def test_gradients_reach_pictures_and_latents_but_no_weight() -> None:
@@ -140,7 +141,7 @@ def test_gradients_reach_pictures_and_latents_but_no_weight() -> None:
 
 def test_moving_the_origin_of_the_latents_changes_no_picture() -> None:
     made = net()
-    x = torch.rand(3, 1, 8, 8, generator=own_generator(0)) * 2 - 1
+    x = torch.rand(3, 1, 8, 8, generator=torch_generator(0)) * 2 - 1
     before, z = made(x), made.encode(x)[0]
     made.centre(torch.tensor([0.7, -2.0]))
     assert torch.allclose(made(x), before, atol=1e-5)
@@ -156,7 +157,7 @@ def test_a_file_is_read_as_it_was_written() -> None:
     assert read.origin == Origin("file", hashlib.sha256(raw).hexdigest())
     assert read.origin.component == "private"
     assert autoencoder_from(raw, "public").origin.component == "public"
-    x = torch.rand(2, 1, 8, 8, generator=own_generator(0))
+    x = torch.rand(2, 1, 8, 8, generator=torch_generator(0))
     assert torch.equal(read.encode(x), made.encode(x)[0] * 0.5)
     assert torch.equal(read.decode(read.encode(x)), made(x).clamp(-1, 1))
 
@@ -164,7 +165,7 @@ def test_a_file_is_read_as_it_was_written() -> None:
 def test_twice_the_scale_is_the_same_autoencoder_with_latents_twice_as_large() -> None:
     made = net()
     one, two = (autoencoder_from(autoencoder_bytes(made, s, {})) for s in (1.0, 2.0))
-    x = torch.rand(2, 1, 8, 8, generator=own_generator(0))
+    x = torch.rand(2, 1, 8, 8, generator=torch_generator(0))
     assert torch.allclose(two.encode(x), 2 * one.encode(x))
     assert torch.allclose(two.decode(two.encode(x)), one.decode(one.encode(x)), atol=1e-6)
 
@@ -184,7 +185,7 @@ def forged(**changes: Any) -> bytes:
      {"architecture": asdict(SMALL) | {"widths": ["8", "16"]}}, {"architecture": asdict(SMALL) | {"side": 10**9}}],
 )  # fmt: skip
 def test_a_file_whose_configuration_is_none_or_does_not_fit_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         autoencoder_from(forged(**changes))
 
 
@@ -198,7 +199,7 @@ def test_a_scale_that_is_no_number_is_refused_where_it_is_written_and_where_it_i
     told["__metadata__"]["lazaret"] = told["__metadata__"]["lazaret"].replace('"scale":1.0', f'"scale":{scale}')
     head = json.dumps(told).encode()
     head += b" " * (-len(head) % 8)
-    with pytest.raises(BadWeights, match="configuration"):
+    with pytest.raises(WeightsError, match="configuration"):
         autoencoder_from(len(head).to_bytes(8, "little") + head + raw[8 + size :])
 
 
@@ -210,7 +211,7 @@ def test_other_kinds_missing_tensors_and_weights_that_are_no_numbers_are_refused
     for raw in (pack("encoder", told, {}, state), pack("autoencoder", told, {}, broken), b"",
                 pack("autoencoder", told, {}, less), pack("autoencoder", told, {}, state | {"x": torch.zeros(1)}),
                 pack("autoencoder", told, {}, {n: t.half() for n, t in state.items()})):  # fmt: skip
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             autoencoder_from(raw)
 
 
@@ -225,7 +226,7 @@ def test_an_architecture_that_cannot_be_built_is_refused(wrong: dict[str, Any]) 
 
 
 def test_the_divergence_is_that_of_torchs_own_gaussians() -> None:
-    draw = own_generator(0)
+    draw = torch_generator(0)
     mean, deviation = torch.randn(3, 2, 4, 4, generator=draw), torch.rand(3, 2, 4, 4, generator=draw) + 0.1
     normal = torch.distributions.Normal
     expected = torch.distributions.kl_divergence(normal(mean, deviation), normal(0.0, 1.0))
@@ -234,7 +235,7 @@ def test_the_divergence_is_that_of_torchs_own_gaussians() -> None:
 
 def test_the_perceptual_distance_is_zhang_et_als_formula() -> None:
     features = RandomFeatures(0, width=4, depth=2, channels=1)
-    a, b = torch.rand(2, 2, 1, 8, 8, generator=own_generator(0))
+    a, b = torch.rand(2, 2, 1, 8, 8, generator=torch_generator(0))
     total = 0.0
     for left, right in zip(features.maps(a), features.maps(b), strict=True):
         p, q = left.numpy().astype(float), right.numpy().astype(float)
@@ -270,7 +271,7 @@ def test_latents_that_are_the_same_for_every_picture_are_refused() -> None:
     made = net()
     with torch.no_grad():
         made.kl.quant_conv_mu.conv.weight.zero_()
-    with pytest.raises(Collapsed, match="tell no picture"):
+    with pytest.raises(AutoencoderCollapsedError, match="do not distinguish images"):
         scaled(made, Pool(blobs(20, 8), 8, 1, CPU))
 
 
@@ -284,7 +285,7 @@ def test_the_discriminator_joins_after_its_share_of_the_steps_and_never_where_it
     ):
         trainer = AutoencoderTrainer(pool, config(**changes), features)
         before = {n: t.clone() for n, t in trainer.judge.state_dict().items()}
-        draw = own_generator(0)
+        draw = torch_generator(0)
         joined = [step for step in range(1, 7) if "discriminator" in trainer.step(draw)]
         assert joined == list(range(first, 7))
         moved = any(not torch.equal(t, before[n]) for n, t in trainer.judge.state_dict().items())
@@ -350,11 +351,11 @@ def test_a_run_that_was_killed_ends_with_the_same_file_and_no_global_generator_m
     assert train_autoencoder(images, plan, tmp_path / "whole") == whole
     others = (config(ema=0.9, kl=1e-5), config(ema=0.9, seed=1), config(steps=7, ema=0.9))
     for other in others:
-        with pytest.raises(OtherRun):
+        with pytest.raises(OtherRunError):
             train_autoencoder(images, other, tmp_path / "whole")
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         train_autoencoder(255 - images, plan, tmp_path / "whole")
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         train_autoencoder(images, plan, tmp_path / "whole", features=RandomFeatures(1, width=4, depth=2))
 
 
@@ -394,7 +395,7 @@ def test_a_training_that_cannot_be_is_refused_by_name(wrong: dict[str, Any]) -> 
 def test_the_ready_made_autoencoder_is_a_function_of_its_seed_and_is_scaled() -> None:
     raw = tiny_autoencoder_file()
     assert tiny_autoencoder_file.__wrapped__() == raw != tiny_autoencoder_file(1, 6)
-    x = torch.rand(200, 1, 16, 16, generator=own_generator(0)) * 2 - 1
+    x = torch.rand(200, 1, 16, 16, generator=torch_generator(0)) * 2 - 1
     z = tiny_autoencoder().encode(x)
     assert float(z.std()) == pytest.approx(1.0, abs=0.1)
     assert abs(float(z.mean())) < 0.1
@@ -402,7 +403,7 @@ def test_the_ready_made_autoencoder_is_a_function_of_its_seed_and_is_scaled() ->
 
 
 def test_the_digest_of_a_run_leaves_out_what_changes_no_weight() -> None:
-    features, images = training.features_for(1), blobs(3, 8)
+    features, images = autoencoder_training.features_for(1), blobs(3, 8)
     names = {config(checkpoint_every=every, say_every=every).run(images, features) for every in (1, 2)}
     assert len(names) == 1
     assert config(lr=1e-4).run(images, features) not in names

@@ -14,7 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.nets.diffusion import (
+from agent.dp.clipping import ClippedSum, PrivacyUnit, bookkeeping_engine, loop_engine, vmap_engine
+from agent.dp.dpsgd import PrivateSgd, train_privately
+from agent.dp.noise import SystemEntropy
+from agent.errors import OtherRunError
+from agent.mechanisms.common.generative_model import GenerativeModel
+from agent.mechanisms.privimage.diffusion import Diffusion, DiffusionConfig
+from agent.models.diffusion.edm import (
     PRESETS,
     Churn,
     Denoiser,
@@ -22,8 +28,6 @@ from agent.nets.diffusion import (
     LowRankConv,
     LowRankLinear,
     ddim,
-    diffusion_bytes,
-    diffusion_from,
     guided,
     heun,
     loss_weight,
@@ -31,36 +35,15 @@ from agent.nets.diffusion import (
     noise_levels,
     with_lora,
 )
-from agent.nets.weights import BadWeights, pack
-from agent.stages.clipping import ClippedSum, Unit, bookkept, chunked, looped
-from agent.stages.diffusion import Diffusion, DiffusionConfig
-from agent.stages.finetune import PrivateSgd, train_privately
-from agent.stages.generative import GenerativeModel
-from agent.stages.noise import SystemEntropy
-from agent.training.diffusion import Average, DiffusionTraining, row_losses, train_denoiser
-from agent.training.loop import OtherRun, Progress, seeded
+from agent.models.diffusion.edm_training import Average, DiffusionTraining, row_losses, train_denoiser
+from agent.models.training_loop import Progress, seeded
+from agent.models.weights import WeightsError
+from tests.support.memory_place import MemoryPlace
 
 SMALL = DiffusionArchitecture(8, 1, 2, (8, 16), 1, (False, True), 8, 4)
 COLOUR = replace(SMALL, channels=3, classes=3)
 KNOWN = {nn.Linear, nn.Conv2d, nn.GroupNorm, nn.Embedding}
-ENGINES = {"chunked": chunked(4), "bookkept": bookkept(4)}
-
-
-class Memory:
-    """A place in memory that can break."""
-
-    def __init__(self, breaks_after: int = 10**9) -> None:
-        self.data: bytes | None = None
-        self.left = breaks_after
-
-    def read(self) -> bytes | None:
-        return self.data
-
-    def write(self, data: bytes) -> None:
-        self.data = data
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
+ENGINES = {"chunked": vmap_engine(4), "bookkept": bookkeeping_engine(4)}
 
 
 class Counted:
@@ -253,10 +236,10 @@ def test_what_cannot_be_built_is_refused(change: dict[str, Any], reason: str) ->
         replace(SMALL, **change)
 
 
-def units(of: Callable[[Unit], Unit], sizes: tuple[int, ...] = (1, 2, 2, 1)) -> list[Unit]:
+def units(of: Callable[[PrivacyUnit], PrivacyUnit], sizes: tuple[int, ...] = (1, 2, 2, 1)) -> list[PrivacyUnit]:
     draw = torch.Generator().manual_seed(0)
     raw = [
-        Unit(
+        PrivacyUnit(
             (
                 torch.randint(0, 256, (n, 8, 8), generator=draw, dtype=torch.uint8),
                 torch.randint(-1, 2, (n,), generator=draw),
@@ -283,13 +266,13 @@ def tuned(rank: int, reach: str = "linear", seed: int = 1) -> Diffusion:
 def test_the_engines_agree_on_it_with_and_without_adapters(rank: int, reach: str, engine: str) -> None:
     task = tuned(rank, reach).task()
     batch = units(task.expand)
-    wanted = looped(task.model, task.loss, batch, 0.05)
+    wanted = loop_engine(task.model, task.loss, batch, 0.05)
     found = ENGINES[engine](task.model, task.loss, batch, 0.05)
     assert wanted.norm() > 0.02
     assert (found - wanted).norm() <= 1e-5 * wanted.norm()
 
 
-@pytest.mark.parametrize("engine", [looped, *ENGINES.values()], ids=["looped", *ENGINES])
+@pytest.mark.parametrize("engine", [loop_engine, *ENGINES.values()], ids=["looped", *ENGINES])
 def test_no_patient_moves_the_sum_by_more_than_the_clip(engine: ClippedSum) -> None:
     task, clip = tuned(0).task(), 1e-3
     batch = units(task.expand)
@@ -305,9 +288,9 @@ def test_no_patient_moves_the_sum_by_more_than_the_clip(engine: ClippedSum) -> N
 def test_draws_from_one_stream_for_all_patients_would_break_the_bound() -> None:
     task, clip = tuned(0).task(), 1e-3
 
-    def total(raw: list[Unit]) -> Tensor:
+    def total(raw: list[PrivacyUnit]) -> Tensor:
         shared = Diffusion(DiffusionConfig(SMALL, 3, draws=3), Counted(9)).task().expand  # the same stream anew
-        return looped(task.model, task.loss, [shared(unit) for unit in raw], clip)
+        return loop_engine(task.model, task.loss, [shared(unit) for unit in raw], clip)
 
     raw = units(lambda unit: unit)
     assert (total(raw) - total(raw[1:])).norm() > clip
@@ -337,7 +320,7 @@ def test_a_picture_is_drawn_k_times_with_the_law_of_the_paper() -> None:
     images = torch.full((300, 8, 8), 255, dtype=torch.uint8)
     config = DiffusionConfig(SMALL, 3, draws=8, label_drop=0.25)
     noisy, sigma, clean, labels = (
-        Diffusion(config, Counted(1)).task().expand(Unit((images, torch.ones(300).long()))).rows
+        Diffusion(config, Counted(1)).task().expand(PrivacyUnit((images, torch.ones(300).long()))).rows
     )
     assert noisy.shape == clean.shape == (2400, 1, 8, 8)
     assert torch.equal(clean, torch.ones_like(clean))
@@ -424,7 +407,7 @@ def training(**changes: Any) -> DiffusionTraining:
 
 def test_a_public_training_that_was_cut_off_ends_with_the_very_bytes_of_one_that_was_not() -> None:
     images, labels = squares(20)
-    whole, cut = Memory(), Memory(breaks_after=2)
+    whole, cut = MemoryPlace(), MemoryPlace(breaks_after=2)
     net = train_denoiser(images, labels, training(), 6, whole)
     with pytest.raises(KeyboardInterrupt):
         train_denoiser(images, labels, training(), 6, cut)
@@ -432,16 +415,16 @@ def test_a_public_training_that_was_cut_off_ends_with_the_very_bytes_of_one_that
     again = train_denoiser(images, labels, training(say_every=1), 6, cut, heard.append)
     assert [p.step for p in heard] == [5, 6]
     assert cut.data == whole.data
-    assert diffusion_bytes(again, {}) == diffusion_bytes(net, {})
-    with pytest.raises(OtherRun):
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), net.state_dict().values(), strict=True))
+    with pytest.raises(OtherRunError):
         train_denoiser(images, labels, training(p_mean=-1.0), 6, cut)
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         train_denoiser(images, 1 - labels, training(), 6, cut)
 
 
 def test_a_class_that_no_public_picture_has_begins_as_no_condition() -> None:
     images, labels = squares(20)
-    net = train_denoiser(images, np.where(labels == 1, -1, labels), training(), 3, Memory())
+    net = train_denoiser(images, np.where(labels == 1, -1, labels), training(), 3, MemoryPlace())
     table = net.unet.class_embedding.weight
     assert torch.equal(table[1], table[2])
     assert not torch.equal(table[0], table[2])
@@ -453,7 +436,7 @@ def test_it_learns_in_seconds_to_draw_the_class_that_is_asked_for() -> None:
     config = DiffusionConfig(plain, 0, lr_pretrain=5e-3, pretrain_batch=24, ema=0.97, sampling_steps=8)
     model: GenerativeModel = Diffusion(config)
     heard: list[Progress] = []
-    model.pretrain(images, labels, 120, Memory(), heard.append)
+    model.pretrain(images, labels, 120, MemoryPlace(), heard.append)
     assert heard[-1].losses["loss"] < 0.8  # 1 is a network that has learned nothing
     wanted = np.array([0, 1] * 8)
     for sampler, guidance in (("heun", 1.0), ("ddim", 1.5)):
@@ -474,24 +457,9 @@ def test_the_same_generator_draws_the_same_pictures_and_no_label_none() -> None:
     assert model.sample(np.zeros(0, np.int64), torch.Generator().manual_seed(1)).shape == (0, 8, 8, 3)
 
 
-def test_a_denoiser_comes_back_from_its_file_and_anything_else_is_refused() -> None:
-    net = denoiser(COLOUR)
-    raw = diffusion_bytes(net, {"training": "none"})
-    back, packed = diffusion_from(raw)
-    assert packed.notes == {"training": "none"}
-    assert diffusion_bytes(back, packed.notes) == raw
-    for config in ({}, {"side": 8}, {**packed.config, "widths": [8, 7]}, {**packed.config, "widths": [8, 4096]}):
-        with pytest.raises(BadWeights):
-            diffusion_from(pack("diffusion", config, {}, net.state_dict()))
-    with pytest.raises(BadWeights):
-        diffusion_from(raw[:-4])
-    with pytest.raises(BadWeights):
-        diffusion_from(pack("generator", packed.config, {}, net.state_dict()))
-
-
 def test_pictures_and_labels_that_do_not_fit_are_refused() -> None:
     images, labels = squares(4)
-    fit = functools.partial(train_denoiser, training=training(), steps=1, place=Memory())
+    fit = functools.partial(train_denoiser, training=training(), steps=1, place=MemoryPlace())
     for bad, of, reason in (
         (images.astype(np.float32), labels, "uint8"),
         (images[:, :4], labels, "another shape"),
@@ -531,8 +499,8 @@ def test_low_rank_training_needs_public_weights_and_a_begun_one_takes_no_others(
     with pytest.raises(ValueError, match="begun"):
         model.restore(denoiser().state_dict())
     with pytest.raises(ValueError, match="begun"):
-        model.pretrain(*squares(4), 1, Memory())
-    with pytest.raises(BadWeights):
+        model.pretrain(*squares(4), 1, MemoryPlace())
+    with pytest.raises(WeightsError):
         Diffusion(DiffusionConfig(SMALL, 3)).restore(denoiser(COLOUR).state_dict())
 
 

@@ -15,38 +15,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.nets.autoencoder import Autoencoder, AutoencoderArchitecture, AutoencoderNet, autoencoder_bytes
-from agent.nets.autoencoder import autoencoder_from as read_autoencoder
-from agent.nets.conditions import Conditions
-from agent.nets.latent_diffusion import (
+from agent.dp.clipping import ClippedSum, PrivacyUnit, bookkeeping_engine, loop_engine, vmap_engine
+from agent.dp.dpsgd import PrivateSgd, best_engine, train_privately
+from agent.dp.noise import SystemEntropy
+from agent.errors import DivergedError, OtherRunError
+from agent.mechanisms.common.generative_model import GenerativeModel
+from agent.mechanisms.distillation.latent_model import LatentConfig, LatentDiffusion
+from agent.models.diffusion.autoencoder import Autoencoder, AutoencoderArchitecture, AutoencoderNet, autoencoder_bytes
+from agent.models.diffusion.autoencoder import autoencoder_from as read_autoencoder
+from agent.models.diffusion.latent import (
     PRESETS,
     LatentArchitecture,
     LatentDenoiser,
-    NotFinite,
+    LatentNotFiniteError,
     guided,
     latent_bytes,
     latent_from,
     planes,
 )
-from agent.nets.noise_schedule import BETAS, TIMES, Drawing, Noising, _scheduler, denoised
-from agent.nets.weights import BadWeights, pack, unpack
-from agent.stages.clipping import ClippedSum, Unit, bookkept, chunked, looped
-from agent.stages.finetune import PrivateSgd, best_engine, train_privately
-from agent.stages.generative import GenerativeModel
-from agent.stages.latent import LatentConfig, LatentDiffusion
-from agent.stages.noise import SystemEntropy
-from agent.training.latent_diffusion import (
-    LatentTraining,
-    dropped,
-    encoded,
-    row_losses,
-    train_latent_denoiser,
-)
-from agent.training.loop import Diverged, OtherRun, Progress, own_generator, seeded
+from agent.models.diffusion.latent_training import LatentTraining, dropped, encoded, row_losses, train_latent_denoiser
+from agent.models.diffusion.noise_schedule import BETAS, TIMES, Drawing, Noising, _scheduler, denoised
+from agent.models.diffusion.prompts import Conditions
+from agent.models.training_loop import Progress, seeded, torch_generator
+from agent.models.weights import WeightsError, pack, unpack
+from tests.support.memory_place import MemoryPlace
 
 CONDITIONS = Conditions(("none", "edema", "edema+effusion"), ("image with {}", "{}"), 6)
 KNOWN = {nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding}
-ENGINES = {"chunked": chunked(4), "bookkept": bookkept(4), "best": best_engine("cpu")}
+ENGINES = {"chunked": vmap_engine(4), "bookkept": bookkeeping_engine(4), "best": best_engine("cpu")}
 
 
 def autoencoder(channels: int = 1, seed: int = 1) -> Autoencoder:
@@ -73,23 +69,6 @@ def denoiser(architecture: LatentArchitecture = SMALL) -> LatentDenoiser:
         for parameter in net.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
     return net
-
-
-class Memory:
-    """A place in memory that can break."""
-
-    def __init__(self, breaks_after: int = 10**9) -> None:
-        self.data: bytes | None = None
-        self.left = breaks_after
-
-    def read(self) -> bytes | None:
-        return self.data
-
-    def write(self, data: bytes) -> None:
-        self.data = data
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
 
 
 class Counted:
@@ -304,10 +283,10 @@ def test_an_architecture_is_for_its_autoencoder_and_its_prompts() -> None:
             LatentDiffusion(config(architecture=wrong), CODER, CONDITIONS)
 
 
-def units(of: Callable[[Unit], Unit], sizes: tuple[int, ...] = (1, 2, 2, 1)) -> list[Unit]:
+def units(of: Callable[[PrivacyUnit], PrivacyUnit], sizes: tuple[int, ...] = (1, 2, 2, 1)) -> list[PrivacyUnit]:
     draw = torch.Generator().manual_seed(0)
     raw = [
-        Unit(
+        PrivacyUnit(
             (
                 torch.randint(0, 256, (n, 8, 8), generator=draw, dtype=torch.uint8),
                 torch.randint(-1, 3, (n,), generator=draw),
@@ -323,13 +302,13 @@ def test_the_engines_agree_on_it(engine: str) -> None:
     task = tuned().task()
     for sizes in ((1, 2, 2, 1), (1, 1, 1)):
         batch = units(task.expand, sizes)
-        wanted = looped(task.model, task.loss, batch, 0.05)
+        wanted = loop_engine(task.model, task.loss, batch, 0.05)
         found = ENGINES[engine](task.model, task.loss, batch, 0.05)
         assert wanted.norm() > 0.02
         assert (found - wanted).norm() <= 1e-5 * wanted.norm()
 
 
-@pytest.mark.parametrize("engine", [looped, *ENGINES.values()], ids=["looped", *ENGINES])
+@pytest.mark.parametrize("engine", [loop_engine, *ENGINES.values()], ids=["looped", *ENGINES])
 def test_no_patient_moves_the_sum_by_more_than_the_clip(engine: ClippedSum) -> None:
     task, clip = tuned().task(), 1e-3
     batch = units(task.expand)
@@ -345,9 +324,9 @@ def test_no_patient_moves_the_sum_by_more_than_the_clip(engine: ClippedSum) -> N
 def test_draws_from_one_stream_for_all_patients_would_break_the_bound() -> None:
     task, clip = tuned().task(), 1e-3
 
-    def total(raw: list[Unit]) -> Tensor:
+    def total(raw: list[PrivacyUnit]) -> Tensor:
         shared = model(Counted(9)).task().expand  # the same stream anew
-        return looped(task.model, task.loss, [shared(unit) for unit in raw], clip)
+        return loop_engine(task.model, task.loss, [shared(unit) for unit in raw], clip)
 
     raw = units(lambda unit: unit)
     assert (total(raw) - total(raw[1:])).norm() > clip
@@ -371,7 +350,7 @@ def test_two_models_of_one_seed_draw_different_noise_for_the_same_patient() -> N
 def test_a_picture_is_drawn_k_times_at_times_that_are_uniform(prediction: Any) -> None:
     images = torch.full((300, 8, 8), 200, dtype=torch.uint8)
     own = model(Counted(1), draws=8, label_drop=0.25, prediction=prediction)
-    noisy, t, target, tokens = own.task().expand(Unit((images, torch.ones(300).long()))).rows
+    noisy, t, target, tokens = own.task().expand(PrivacyUnit((images, torch.ones(300).long()))).rows
     assert noisy.shape == target.shape == (2400, 2, 4, 4)
     share = (t.double() + 0.5) / TIMES
     assert (int(t.min()), int(t.max())) >= (0, 990)
@@ -389,7 +368,15 @@ def test_a_picture_is_drawn_k_times_at_times_that_are_uniform(prediction: Any) -
     empty = (tokens == 0).all(dim=1)
     assert empty.float().mean().item() == pytest.approx(0.25, abs=0.04)
     assert len(torch.unique(tokens[~empty], dim=0)) == 2  # both templates
-    assert not model(label_drop=0.0).task().expand(Unit((images, torch.ones(300).long()))).rows[3].eq(0).all(1).any()
+    assert (
+        not model(label_drop=0.0)
+        .task()
+        .expand(PrivacyUnit((images, torch.ones(300).long())))
+        .rows[3]
+        .eq(0)
+        .all(1)
+        .any()
+    )
 
 
 def test_a_picture_is_encoded_once_and_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,18 +395,18 @@ def test_private_training_moves_the_denoiser_and_leaves_the_autoencoder_as_it_is
     own.restore(denoiser().state_dict())
     task, frozen = own.task(), {name: tensor.clone() for name, tensor in CODER.state_dict().items()}
     before = [p.detach().clone() for p in task.model.parameters()]
-    drawn = own.sample(np.array([0, 1]), own_generator(1))
+    drawn = own.sample(np.array([0, 1]), torch_generator(1))
     train_privately(
         task, units(lambda unit: unit), PrivateSgd(1.0, 1.0, 2, 0.1, 2, 4.0), SystemEntropy(), best_engine("cpu")
     )
     assert not any(torch.equal(a, b) for a, b in zip(before, task.model.parameters(), strict=True))
     assert all(torch.equal(tensor, frozen[name]) for name, tensor in CODER.state_dict().items())
-    assert not np.array_equal(own.sample(np.array([0, 1]), own_generator(1)), drawn)
+    assert not np.array_equal(own.sample(np.array([0, 1]), torch_generator(1)), drawn)
     again = model()
     again.restore(own.state())
-    assert np.array_equal(*(m.sample(np.array([0, 1]), own_generator(2)) for m in (own, again)))
+    assert np.array_equal(*(m.sample(np.array([0, 1]), torch_generator(2)) for m in (own, again)))
     assert own.task().follower is task.follower
-    for late in (lambda: own.restore(own.state()), lambda: own.pretrain(*squares(4), 1, Memory())):
+    for late in (lambda: own.restore(own.state()), lambda: own.pretrain(*squares(4), 1, MemoryPlace())):
         with pytest.raises(ValueError, match="begun"):
             late()
 
@@ -442,7 +429,7 @@ def training(**changes: Any) -> LatentTraining:
 def test_a_training_that_was_cut_off_ends_with_the_very_bytes_of_one_that_was_not() -> None:
     images, labels = squares(20)
     data = encoded(images, labels, CODER, CONDITIONS)
-    whole, cut = Memory(), Memory(breaks_after=2)
+    whole, cut = MemoryPlace(), MemoryPlace(breaks_after=2)
     net = train_latent_denoiser(data, training(), 6, whole)
     with pytest.raises(KeyboardInterrupt):
         train_latent_denoiser(data, training(), 6, cut)
@@ -458,7 +445,7 @@ def test_a_training_that_was_cut_off_ends_with_the_very_bytes_of_one_that_was_no
         (encoded(images, labels, CODER, replace(CONDITIONS, templates=("{} with image", "{}"))), training()),
     ]
     for other, run in others:
-        with pytest.raises(OtherRun):
+        with pytest.raises(OtherRunError):
             train_latent_denoiser(other, run, 6, cut)
 
 
@@ -467,7 +454,7 @@ def test_two_trainings_of_one_seed_give_the_same_file() -> None:
     made = []
     for _ in range(2):
         own = model()
-        own.pretrain(images, labels, 2, Memory())
+        own.pretrain(images, labels, 2, MemoryPlace())
         made.append(own.file({"steps": 2}))
     assert made[0] == made[1]
 
@@ -476,23 +463,23 @@ def test_a_training_whose_loss_is_no_number_stops() -> None:
     images, labels = squares(8)
     data = encoded(images, labels, CODER, CONDITIONS)
     broken = replace(data, latents=data.latents * math.nan)
-    with pytest.raises(Diverged):
-        train_latent_denoiser(broken, training(), 2, Memory())
+    with pytest.raises(DivergedError):
+        train_latent_denoiser(broken, training(), 2, MemoryPlace())
 
 
 def test_a_model_that_draws_no_numbers_shows_nothing() -> None:
     own = model()
     own.restore({name: tensor * 1e38 for name, tensor in denoiser().state_dict().items()})
-    with pytest.raises(NotFinite):
-        own.sample(np.array([0]), own_generator(1))
-    with pytest.raises(NotFinite):
-        own.redraw(*squares(1), 0.5, own_generator(1))
+    with pytest.raises(LatentNotFiniteError):
+        own.sample(np.array([0]), torch_generator(1))
+    with pytest.raises(LatentNotFiniteError):
+        own.redraw(*squares(1), 0.5, torch_generator(1))
 
 
 def test_words_that_no_picture_has_begin_as_nothing() -> None:
     images, labels = squares(20)
     data = encoded(images, np.where(labels == 2, -1, labels), CODER, CONDITIONS)
-    table = train_latent_denoiser(data, training(), 2, Memory()).words.weight
+    table = train_latent_denoiser(data, training(), 2, MemoryPlace()).words.weight
     words = {word: place for place, word in enumerate(CONDITIONS.vocabulary.words, start=1)}
     for word in ("effusion", "and"):
         assert torch.equal(table[words[word]], table[0])
@@ -502,8 +489,8 @@ def test_words_that_no_picture_has_begin_as_nothing() -> None:
 
 def test_labels_are_dropped_by_chance() -> None:
     labels = torch.zeros(4000).long()
-    assert (dropped(labels, 0.25, own_generator(1)) == -1).float().mean().item() == pytest.approx(0.25, abs=0.03)
-    assert torch.equal(dropped(labels, 0.0, own_generator(1)), labels)
+    assert (dropped(labels, 0.25, torch_generator(1)) == -1).float().mean().item() == pytest.approx(0.25, abs=0.03)
+    assert torch.equal(dropped(labels, 0.0, torch_generator(1)), labels)
 
 
 class Halves(Autoencoder):
@@ -524,18 +511,18 @@ def test_it_learns_in_seconds_to_draw_the_condition_that_is_asked_for() -> None:
     own = config(architecture=plain, lr=5e-3, batch=24, ema=0.97, sampling_steps=10)
     first: GenerativeModel = LatentDiffusion(own, coder, CONDITIONS)
     heard: list[Progress] = []
-    first.pretrain(images, labels, 150, Memory(), heard.append)
+    first.pretrain(images, labels, 150, MemoryPlace(), heard.append)
     assert heard[-1].losses["loss"] < 0.5  # 1 is a network that has learned nothing
     wanted = np.array([0, 1, 2] * 5)
     for sampler, guidance in (("ddim", 1.0), ("pndm", 1.5)):
         asked = LatentDiffusion(replace(own, sampler=sampler, guidance=guidance), coder, CONDITIONS)  # type: ignore[arg-type]
         asked.restore(first.state())
-        drawn = asked.sample(wanted, own_generator(1))
+        drawn = asked.sample(wanted, torch_generator(1))
         assert drawn.shape == (15, 8, 8)
         assert drawn.dtype == np.uint8
         bright = drawn.reshape(15, -1).mean(axis=1)
         assert ((bright > 128) == (wanted > 0)).mean() > 0.85, bright
-    far = [np.abs(asked.redraw(images[:20], labels[:20], s, own_generator(1)).astype(int) - images[:20]).mean()
+    far = [np.abs(asked.redraw(images[:20], labels[:20], s, torch_generator(1)).astype(int) - images[:20]).mean()
            for s in (0.1, 0.4, 1.0)]  # fmt: skip
     assert far[0] < far[1] < far[2]
 
@@ -544,24 +531,24 @@ def test_the_same_generator_draws_the_same_pictures_and_no_label_none() -> None:
     colour = autoencoder(3)
     own = LatentDiffusion(config(sampling_batch=2, guidance=2.0), colour, CONDITIONS)
     own.restore(denoiser().state_dict())
-    one, other = (own.sample(np.array([0, 1, -1]), own_generator(1)) for _ in range(2))
+    one, other = (own.sample(np.array([0, 1, -1]), torch_generator(1)) for _ in range(2))
     assert one.shape == (3, 8, 8, 3)
     assert np.array_equal(one, other)
-    assert not np.array_equal(one, own.sample(np.array([0, 1, -1]), own_generator(2)))
-    assert own.sample(np.zeros(0, np.int64), own_generator(1)).shape == (0, 8, 8, 3)
-    assert own.redraw(one[:0], np.zeros(0, np.int64), 0.5, own_generator(1)).shape == (0, 8, 8, 3)
-    again = own.redraw(one, np.array([0, 1, -1]), 0.5, own_generator(1))
+    assert not np.array_equal(one, own.sample(np.array([0, 1, -1]), torch_generator(2)))
+    assert own.sample(np.zeros(0, np.int64), torch_generator(1)).shape == (0, 8, 8, 3)
+    assert own.redraw(one[:0], np.zeros(0, np.int64), 0.5, torch_generator(1)).shape == (0, 8, 8, 3)
+    again = own.redraw(one, np.array([0, 1, -1]), 0.5, torch_generator(1))
     assert again.shape == one.shape
-    assert np.array_equal(again, own.redraw(one, np.array([0, 1, -1]), 0.5, own_generator(1)))
+    assert np.array_equal(again, own.redraw(one, np.array([0, 1, -1]), 0.5, torch_generator(1)))
 
 
 def test_bfloat16_draws_nearly_the_same() -> None:
     exactly, roughly = model(), model(precision="bfloat16")
     for own in (exactly, roughly):
         own.restore(denoiser().state_dict())
-    one, other = (m.sample(np.array([0, 1, 2]), own_generator(1)).astype(int) for m in (exactly, roughly))
+    one, other = (m.sample(np.array([0, 1, 2]), torch_generator(1)).astype(int) for m in (exactly, roughly))
     assert 0 < np.abs(one - other).max() < 40
-    roughly.pretrain(*squares(8), 1, Memory())
+    roughly.pretrain(*squares(8), 1, MemoryPlace())
 
 
 def test_a_model_comes_back_from_its_file_and_draws_the_same() -> None:
@@ -571,10 +558,10 @@ def test_a_model_comes_back_from_its_file_and_draws_the_same() -> None:
     assert latent_bytes(back, {"student": True}) == raw
     assert unpack(raw, "latent-diffusion").notes == {"student": True}
     labels = np.array([0, 1, 2, -1])
-    assert np.array_equal(back.sample(labels, own_generator(5)), own.sample(labels, own_generator(5)))
-    drawn = own.sample(labels, own_generator(5))
+    assert np.array_equal(back.sample(labels, torch_generator(5)), own.sample(labels, torch_generator(5)))
+    drawn = own.sample(labels, torch_generator(5))
     assert np.array_equal(
-        back.redraw(drawn, labels, 0.5, own_generator(6)), own.redraw(drawn, labels, 0.5, own_generator(6))
+        back.redraw(drawn, labels, 0.5, torch_generator(6)), own.redraw(drawn, labels, 0.5, torch_generator(6))
     )
     assert back.conditions == CONDITIONS
     assert back.autoencoder.origin.component == "private"
@@ -602,7 +589,7 @@ def test_a_file_that_is_no_whole_model_is_refused() -> None:
         {"more": 1},
     ]
     for change in changes:
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             latent_from(pack("latent-diffusion", {**told.config, **change}, {}, told.state))
     names = sorted(told.state)
     for state in (
@@ -613,10 +600,10 @@ def test_a_file_that_is_no_whole_model_is_refused() -> None:
         {**told.state, names[0]: told.state[names[0]] * math.nan},
         {**told.state, names[0]: told.state[names[0]].half()},
     ):
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             latent_from(pack("latent-diffusion", told.config, {}, state))
     for bad in (raw[:-4], b"", pack("diffusion", told.config, {}, told.state)):
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             latent_from(bad)
 
 
@@ -629,22 +616,22 @@ def test_pictures_and_labels_that_do_not_fit_are_refused() -> None:
         (images[..., None].repeat(3, axis=3), labels, "another shape"),
         (images, labels[:3], "label for each"),
         (images[:0], labels[:0], "label for each"),
-        (images, labels + 3, "none of the conditions"),
-        (images, labels - 5, "none of the conditions"),
+        (images, labels + 3, "not one of the conditions"),
+        (images, labels - 5, "not one of the conditions"),
         (images, labels.astype(np.float64), "int64"),
     ):
         with pytest.raises(ValueError, match=reason):
-            own.pretrain(bad, of, 1, Memory())
+            own.pretrain(bad, of, 1, MemoryPlace())
         if reason not in ("label for each",):
             with pytest.raises(ValueError, match=reason):
-                own.redraw(bad, of, 0.5, own_generator(1))
+                own.redraw(bad, of, 0.5, torch_generator(1))
     with pytest.raises(ValueError, match="label each"):
-        own.redraw(images, labels[:3], 0.5, own_generator(1))
+        own.redraw(images, labels[:3], 0.5, torch_generator(1))
     for strength in (0.0, 1.5, math.nan):
         with pytest.raises(ValueError, match="strength"):
-            own.redraw(images, labels, strength, own_generator(1))
-    with pytest.raises(ValueError, match="none of the conditions"):
-        own.sample(np.array([3]), own_generator(1))
+            own.redraw(images, labels, strength, torch_generator(1))
+    with pytest.raises(ValueError, match="not one of the conditions"):
+        own.sample(np.array([3]), torch_generator(1))
 
 
 def test_a_configuration_that_makes_no_sense_is_refused() -> None:
@@ -665,7 +652,7 @@ def test_a_configuration_that_makes_no_sense_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="not usable"):
             config(**change)
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         model().restore(denoiser(replace(SMALL, context=16)).state_dict())
 
 

@@ -9,9 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.nets.conditions import LONGEST, MOST, TEMPLATES, Conditions, UnknownWord, Vocabulary, conditions_from
-from agent.phantoms.chest import report
-from protos.shards import plain
+from agent.models.diffusion.prompts import (
+    LONGEST,
+    MOST,
+    TEMPLATES,
+    Conditions,
+    UnknownWordError,
+    Vocabulary,
+    conditions_from,
+)
+from deploy.phantoms.chest import report
+from protos.artifacts.shards import plain
 
 NAMES = ("none", "edema", "edema+effusion")
 CHEST = Conditions(NAMES, ("frontal chest radiograph with {}", "chest showing {}"))
@@ -75,7 +83,7 @@ def test_there_is_no_way_to_pass_text_for_a_picture():
     }
     assert asked == {"tokens": {"labels", "generator"}, "prompts": {"name"}, "place": {"name"}, "told": set()}
     for text in ("edema, old fracture", "edema and effusion", ""):
-        with pytest.raises(ValueError, match="none of the conditions") as refused:
+        with pytest.raises(ValueError, match="not one of the conditions") as refused:
             CHEST.prompts(text)
         assert "fracture" not in str(refused.value)
 
@@ -83,10 +91,10 @@ def test_there_is_no_way_to_pass_text_for_a_picture():
 def test_a_word_that_stands_only_in_a_report_at_the_site_cannot_be_expressed():
     canary = "zanzibar"
     written = f"{report(frozenset({'edema'}), np.random.default_rng(0))} {canary}"
-    with pytest.raises(UnknownWord) as refused:
+    with pytest.raises(UnknownWordError) as refused:
         CHEST.vocabulary.tokens([canary], CHEST.length)
     assert canary not in str(refused.value)
-    with pytest.raises(UnknownWord):
+    with pytest.raises(UnknownWordError):
         CHEST.vocabulary.tokens([f"chest showing {canary}"], CHEST.length)
     with pytest.raises(ValueError, match="word"):
         CHEST.vocabulary.tokens([written], LONGEST)

@@ -15,11 +15,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from agent.edges.stable import folder_digest, load_stable
-from agent.nets.official import WrongFile
-from agent.nets.stable import NeedsStable, Schedule, part_of, schedule_of
-from agent.nets.weights import BadWeights
-from agent.training.loop import own_generator
+from agent.models.diffusion.stable_diffusion import Schedule, StableMissingError, part_of, schedule_of
+from agent.models.diffusion.stable_loading import folder_digest, load_stable
+from agent.models.published.loading import PublishedWeightsError
+from agent.models.training_loop import torch_generator
+from agent.models.weights import WeightsError
 
 PARTS = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"}
 _SEEN: list[str] = []  # of the network, by the audit hook
@@ -63,7 +63,7 @@ def load(folder: Path, **more: Any) -> Any:
 def test_a_folder_that_nobody_vouches_for_is_refused_whatever_is_in_it(tmp_path: Path) -> None:
     folder = bare(tmp_path / "f")
     for vouched in (set(), {"0" * 64}, {folder_digest(bare(tmp_path / "g"))[:63]}):
-        with pytest.raises(WrongFile, match="vouches"):
+        with pytest.raises(PublishedWeightsError, match="vouched"):
             load_stable(folder, vouched)
 
 
@@ -77,7 +77,7 @@ def test_a_byte_changed_in_any_file_that_is_used_is_another_folder(tmp_path: Pat
         before = path.read_bytes()
         path.write_bytes(before + b" ")
         assert folder_digest(folder) != digest
-        with pytest.raises(WrongFile):
+        with pytest.raises(PublishedWeightsError):
             load_stable(folder, {digest})
         path.write_bytes(before)
     (folder / "safety_checker").mkdir()
@@ -89,11 +89,11 @@ def test_a_byte_changed_in_any_file_that_is_used_is_another_folder(tmp_path: Pat
 def test_every_file_vouched_for_by_itself_is_enough_and_one_less_is_not(tmp_path: Path) -> None:
     folder = bare(tmp_path / "f")
     each = {hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
-    with pytest.raises((NeedsStable, BadWeights)) as found:  # it gets as far as the networks, which are none
+    with pytest.raises((StableMissingError, WeightsError)) as found:  # it gets as far as the networks, which are none
         load_stable(folder, each)
-    assert not isinstance(found.value, WrongFile)
+    assert not isinstance(found.value, PublishedWeightsError)
     for one in each:
-        with pytest.raises(WrongFile):
+        with pytest.raises(PublishedWeightsError):
             load_stable(folder, each - {one})
 
 
@@ -104,7 +104,7 @@ def test_every_file_vouched_for_by_itself_is_enough_and_one_less_is_not(tmp_path
 def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
     folder = bare(tmp_path)
     (folder / name).unlink()
-    with pytest.raises(BadWeights, match=name):
+    with pytest.raises(WeightsError, match=name):
         folder_digest(folder)
 
 
@@ -113,7 +113,7 @@ def test_pickled_weights_are_never_opened(part: str, tmp_path: Path) -> None:
     folder = bare(tmp_path)
     path = next((folder / part).glob("*.safetensors"))
     path.rename(path.with_suffix(".bin"))
-    with pytest.raises(BadWeights, match=f"{part}: no .*safetensors"):
+    with pytest.raises(WeightsError, match=f"{part}: no .*safetensors"):
         folder_digest(folder)
 
 
@@ -126,7 +126,7 @@ def test_pickled_weights_are_never_opened(part: str, tmp_path: Path) -> None:
 def test_a_folder_of_another_family_is_refused_by_name(keys: dict[str, Any], tmp_path: Path) -> None:
     folder = bare(tmp_path)
     changed(folder / "model_index.json", **keys)
-    with pytest.raises(BadWeights, match=r"model_index\.json"):
+    with pytest.raises(WeightsError, match=r"model_index\.json"):
         load(folder)
 
 
@@ -134,7 +134,7 @@ def test_a_folder_of_another_family_is_refused_by_name(keys: dict[str, Any], tmp
 def test_a_configuration_that_is_no_table_is_refused(raw: bytes, tmp_path: Path) -> None:
     folder = bare(tmp_path)
     (folder / "model_index.json").write_bytes(raw)
-    with pytest.raises(BadWeights, match="configuration"):
+    with pytest.raises(WeightsError, match="configuration"):
         load(folder)
 
 
@@ -143,10 +143,10 @@ def test_weights_that_are_code_no_numbers_or_too_large_are_refused() -> None:
     assert part_of(b'{"_x": 1, "b": 2}', good).config == {"b": 2}
     assert part_of(b"{}", good).state["a"].dtype == torch.float32
     for weights in (b"", b"\x80\x04code", good[:-1], safetensors.torch.save({"a": torch.tensor([math.nan])})):
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             part_of(b"{}", weights)
     for config in (b'{"n": 1e9}', b'{"n": [4, 99999999999]}', b'{"n": Infinity}', b'{"n": NaN}'):
-        with pytest.raises(BadWeights, match="number"):
+        with pytest.raises(WeightsError, match="number"):
             part_of(config, good)
 
 
@@ -166,7 +166,7 @@ def test_the_schedule_is_stable_diffusions_and_others_are_refused() -> None:
         {"rescale_betas_zero_snr": True}, {"beta_start": "0.1"}, {"beta_end": math.nan}, {"num_train_timesteps": 0},
     ]  # fmt: skip
     for keys in wrong:
-        with pytest.raises(BadWeights, match="schedule"):
+        with pytest.raises(WeightsError, match="schedule"):
             schedule_of(told | keys)
 
 
@@ -177,7 +177,7 @@ def test_without_the_libraries_a_sentence_says_what_to_install(
     monkeypatch.setitem(sys.modules, missing, None)
     if missing == "diffusers":
         monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(NeedsStable, match=r"install lazaret\[stable\]"):
+    with pytest.raises(StableMissingError, match=r"install lazaret\[stable\]"):
         load(bare(tmp_path))
 
 
@@ -201,7 +201,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     transformers = pytest.importorskip("transformers", reason="needs transformers: install lazaret[stable]")
     words, merges = vocabulary()
     with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(own_generator(0).get_state())
+        torch.set_rng_state(torch_generator(0).get_state())
         text = transformers.CLIPTextConfig(
             vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
             max_position_embeddings=24, bos_token_id=words["<|startoftext|>"], eos_token_id=words["<|endoftext|>"],
@@ -244,15 +244,15 @@ def test_pictures_and_latents_are_those_of_diffusers(pipeline: tuple[Path, Any])
     assert (own.shape, own.latent, own.scale) == ((16, 16, 3), (4, 8, 8), 0.25)
     assert own.origin.component == "public"
     assert own.origin.sha256 == folder_digest(pipeline[0])
-    x = torch.rand(3, 3, 16, 16, generator=own_generator(0)) * 2 - 1
+    x = torch.rand(3, 3, 16, 16, generator=torch_generator(0)) * 2 - 1
     told = made.vae.encode(x).latent_dist
     assert torch.allclose(own.encode(x), told.mean * 0.25, atol=1e-6)
     assert torch.allclose(own.decode(own.encode(x)), made.vae.decode(told.mean).sample.clamp(-1, 1), atol=1e-5)
-    noise = torch.randn(told.mean.shape, generator=own_generator(1))
-    assert torch.allclose(own.encode(x, own_generator(1)), (told.mean + told.std * noise) * 0.25, atol=1e-6)
+    noise = torch.randn(told.mean.shape, generator=torch_generator(1))
+    assert torch.allclose(own.encode(x, torch_generator(1)), (told.mean + told.std * noise) * 0.25, atol=1e-6)
     grey = load(pipeline[0], shape=(32, 32)).autoencoder
     assert (grey.shape, grey.latent, grey.channels) == ((32, 32), (4, 16, 16), 1)
-    y = torch.rand(2, 1, 32, 32, generator=own_generator(0))
+    y = torch.rand(2, 1, 32, 32, generator=torch_generator(0))
     assert torch.allclose(grey.encode(y), made.vae.encode(y.repeat(1, 3, 1, 1)).latent_dist.mean * 0.25, atol=1e-6)
     assert grey.decode(grey.encode(y)).shape == y.shape
     assert grey.maps(x)[0].shape == (3, 4, 16, 16)
@@ -262,7 +262,7 @@ def test_pictures_and_latents_are_those_of_diffusers(pipeline: tuple[Path, Any])
     with pytest.raises(ValueError, match="latents are"):
         own.decode(x)
     for shape in ((17, 17), (16, 32), (1, 1)):
-        with pytest.raises(BadWeights, match="multiple"):
+        with pytest.raises(WeightsError, match="multiple"):
             load(pipeline[0], shape=shape)
 
 
@@ -274,7 +274,7 @@ def test_what_the_denoiser_says_of_prompts_is_what_diffusers_says(pipeline: tupl
         texts, padding="max_length", max_length=24, truncation=True, return_tensors="pt"
     ).input_ids
     assert torch.equal(tokens, theirs)
-    z = torch.randn(4, 4, 8, 8, generator=own_generator(0))
+    z = torch.randn(4, 4, 8, 8, generator=torch_generator(0))
     t = torch.tensor([0, 10, 500, 999])
     context = made.text_encoder(theirs)[0]
     expected = made.unet(z, t, encoder_hidden_states=context).sample
@@ -330,7 +330,7 @@ def test_the_two_files_of_a_tokenizer_and_the_one_say_the_same(folder: Path) -> 
 
 
 def test_names_of_older_folders_are_understood(folder: Path) -> None:
-    x = torch.rand(1, 3, 16, 16, generator=own_generator(0))
+    x = torch.rand(1, 3, 16, 16, generator=torch_generator(0))
     before = load(folder)
     expected, heard = before.autoencoder.encode(x), before.denoiser.context(before.clip.tokens(["edema"]))
 
@@ -384,7 +384,7 @@ def test_names_of_older_folders_are_understood(folder: Path) -> None:
 )  # fmt: skip
 def test_parts_that_do_not_fit_together_are_refused(file: str, keys: dict[str, Any], folder: Path) -> None:
     changed(folder / file, **keys)
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         load(folder)
 
 
@@ -394,5 +394,5 @@ def test_a_tensor_that_is_missing_or_too_many_is_refused(part: str, folder: Path
     state = safetensors.torch.load(path.read_bytes())
     for other in (dict(list(state.items())[1:]), state | {"more": torch.zeros(1)}):
         path.write_bytes(safetensors.torch.save(other))
-        with pytest.raises(BadWeights, match=r"1 tensor"):
+        with pytest.raises(WeightsError, match=r"1 tensor"):
             load(folder)

@@ -9,19 +9,12 @@ from scipy.linalg import sqrtm
 from scipy.ndimage import gaussian_filter
 from skimage.data import lfw_subset
 
-from agent.nets.features import (
-    FEATURES,
-    FeatureNet,
-    LearnedFeatures,
-    RandomFeatures,
-    Source,
-    features_bytes,
-    features_from,
-)
-from agent.nets.pictures import to_tensor
-from agent.nets.trunk import Trunk, TrunkArchitecture
-from agent.nets.weights import BadWeights, Origin, pack
-from agent.training.loop import seeded
+from agent.models.features.extractors import LearnedFeatures, RandomFeatures, features_bytes, features_from
+from agent.models.features.feature_net import FeatureNet
+from agent.models.features.trunk import Trunk, TrunkArchitecture
+from agent.models.image_tensors import to_tensor
+from agent.models.training_loop import seeded
+from agent.models.weights import Origin, WeightsError, pack
 
 SMALL = TrunkArchitecture(side=16, channels=1, width=8, depth=3)
 
@@ -188,7 +181,7 @@ def test_learned_features_come_back_from_their_file_with_its_digest():
     ],
 )
 def test_a_file_that_describes_no_feature_network_is_refused(config):
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         features_from(pack("features", config, {}, Trunk(SMALL).state_dict()))
 
 
@@ -199,20 +192,10 @@ def test_a_file_whose_weights_are_not_of_its_architecture_is_refused():
     }
     state = Trunk(SMALL).state_dict()
     assert features_from(pack("features", config, {}, state))
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         features_from(pack("features", config, {}, {n: t for n, t in state.items() if n != "stem.bias"}))
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         features_from(pack("recogniser", config, {}, state))
-
-
-def test_the_registry_makes_what_it_names_and_a_file_needs_its_digest():
-    assert FEATURES["random"](Source(seed=3)).origin == RandomFeatures(3).origin
-    raw = learned()
-    net = FEATURES["learned"](Source(raw=raw, sha256=hashlib.sha256(raw).hexdigest()))
-    assert net.origin.provenance == "file"
-    for name in FEATURES:
-        with pytest.raises(BadWeights):
-            FEATURES[name](Source(raw=raw, sha256="0" * 64))
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,19 @@ from scipy.ndimage import gaussian_filter
 from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 
-from agent.nets.features import features_bytes, features_from
-from agent.nets.pictures import to_tensor
-from agent.nets.trunk import Trunk, TrunkArchitecture
-from agent.training import representation
-from agent.training.loop import CHECKPOINT, OtherRun, seeded
-from agent.training.representation import Collapsed, RepresentationConfig, contrast, train_features
-from agent.training.views import IDENTITY, SELF_SUPERVISED, Pool, Views, eased, run_digest, view
+from agent.errors import OtherRunError
+from agent.models.augmentations import IDENTITY, SELF_SUPERVISED, Pool, Views, eased, run_digest, view
+from agent.models.features import simclr_training
+from agent.models.features.extractors import features_bytes, features_from
+from agent.models.features.simclr_training import (
+    FeaturesCollapsedError,
+    RepresentationConfig,
+    contrast,
+    train_features,
+)
+from agent.models.features.trunk import Trunk, TrunkArchitecture
+from agent.models.image_tensors import to_tensor
+from agent.models.training_loop import CHECKPOINT, seeded
 
 TRUNK = TrunkArchitecture(side=16, channels=1, width=8, depth=3)
 STILL = Views(shift=0.0, turn=0.0, zoom=(1.0, 1.0), light=0.0, noise=0.0)
@@ -81,16 +87,16 @@ def test_a_run_that_was_killed_ends_with_the_same_file_and_no_global_generator_m
     with pytest.raises(KilledError):
         train_features(images, plan, tmp_path / "killed", kill)
     assert train_features(images, plan, tmp_path / "killed") == whole
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         train_features(images, config(steps=6, temperature=0.5), tmp_path / "killed")
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         train_features(255 - images, plan, tmp_path / "killed")
 
 
 def test_what_holds_nothing_to_learn_is_refused(tmp_path):
     images, _ = digits(60)
     for wrong in (images[:10], np.zeros_like(images), images.astype(np.float32), images[:, 0], images[:0]):
-        with pytest.raises(ValueError, match="pictures"):
+        with pytest.raises(ValueError, match=r"images|pictures"):
             train_features(wrong, config(), tmp_path)
     for change in ({"steps": 0}, {"batch": 1}, {"temperature": math.nan}, {"learning_rate": 0.0}):
         with pytest.raises(ValueError, match=r"steps|rates"):
@@ -207,8 +213,8 @@ def test_a_trunks_maps_have_the_sizes_and_widths_that_its_architecture_says():
 
 
 def test_a_network_that_tells_no_picture_from_another_is_refused_and_its_checkpoint_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(representation, "LEAST_APART", 2.0)  # what no network reaches
-    with pytest.raises(Collapsed, match="tells no picture"):
+    monkeypatch.setattr(simclr_training, "LEAST_APART", 2.0)  # what no network reaches
+    with pytest.raises(FeaturesCollapsedError, match="does not distinguish images"):
         train_features(digits(60)[0], config(steps=2, batch=8), tmp_path)
     assert (tmp_path / CHECKPOINT).exists()
 
@@ -221,4 +227,4 @@ def test_apart_is_the_mean_over_pairs_of_one_minus_the_cosine():
     seen = trunk(pool.take(torch.arange(9)))[-1].mean(dim=(2, 3)).detach().numpy().astype(float)
     seen /= np.linalg.norm(seen, axis=1, keepdims=True)
     pairs = [1 - seen[i] @ seen[j] for i in range(9) for j in range(9) if i != j]
-    assert representation._apart(trunk, pool, 9) == pytest.approx(np.mean(pairs), abs=1e-6)
+    assert simclr_training._apart(trunk, pool, 9) == pytest.approx(np.mean(pairs), abs=1e-6)

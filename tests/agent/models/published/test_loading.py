@@ -11,17 +11,27 @@ import safetensors.torch
 import torch
 from torch.nn.functional import conv2d, conv_transpose2d, leaky_relu
 
-from agent.nets.features import FEATURES, Source
-from agent.nets.inception import InceptionV3
-from agent.nets.official import OFFICIAL, Restyle, WrongFile, load_official, tensors
-from agent.nets.official_stylegan import decoder_of, generator_of
-from agent.nets.resnet import ResNet
-from agent.nets.restyle import average_code, invert_images
-from agent.nets.restyle_official import FaceEncoder, Fit, ResNetEncoder
-from agent.nets.stylegan import Architecture, Generator, generator_bytes
-from agent.nets.vgg import Vgg19
-from agent.nets.weights import BadWeights, Origin
-from agent.training.loop import seeded
+from agent.models.features.inception import InceptionV3
+from agent.models.features.resnet import ResNet
+from agent.models.features.vgg import Vgg19
+from agent.models.published.loading import OFFICIAL, PublishedWeightsError, Restyle, load_official, tensors
+from agent.models.published.stylegan import decoder_of, generator_of
+from agent.models.stylegan.network import Generator, generator_bytes
+from agent.models.stylegan.restyle import average_code, invert_images
+from agent.models.stylegan.restyle_published import EncoderShape, FaceEncoder, ResNetEncoder
+from agent.models.weights import Origin, WeightsError
+from deploy.reproduction.feature_networks import FEATURES, Source
+from tests.support.published_weights import (
+    KERNEL,
+    decoder_state,
+    head_names,
+    norm_names,
+    random_state,
+    resnet34_body_names,
+    shapes_of,
+    tiny_ada,
+    torch_bytes,
+)
 
 ORIGIN = Origin("file", "0" * 64)
 
@@ -30,31 +40,9 @@ def digest(raw):
     return hashlib.sha256(raw).hexdigest()
 
 
-def torch_bytes(value, **how):
-    out = io.BytesIO()
-    torch.save(value, out, **how)
-    return out.getvalue()
-
-
-def random_state(shapes, seed=0, gain=0.05):
-    drawn = gain * torch.randn(1_000_003, generator=torch.Generator().manual_seed(seed))  # cut at many places: fast
-    state = {}
-    for number, (name, shape) in enumerate(shapes.items()):
-        size, begin = math.prod(shape), 7_919 * number % 1_000_003
-        state[name] = drawn.repeat(2 + size // 1_000_003)[begin : begin + size].reshape(shape).clone()
-        if name.endswith(("running_var", "bn.weight", "bn1.weight", "bn2.weight", "bn3.weight")):
-            state[name] = state[name].abs() + 1.0
-    return state
-
-
 def hollow(shapes):
     """One number in memory for each tensor: right names and shapes for little."""
     return {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
-
-
-def shapes_of(build):
-    with torch.device("meta"):
-        return {name: tuple(t.shape) for name, t in build().state_dict().items()}
 
 
 # --- oracles of names and shapes, written from the papers' tables and the published files, not from our modules ---
@@ -78,18 +66,6 @@ VGG_CLASSIFIER = {
 }  # fmt: skip
 
 
-def norm_names(prefix, channels):
-    return {f"{prefix}.{n}": (channels,) for n in ("weight", "bias", "running_mean", "running_var")}
-
-
-def basic_names(prefix, inputs, width, shortcut):
-    out = {f"{prefix}.conv1.weight": (width, inputs, 3, 3), f"{prefix}.conv2.weight": (width, width, 3, 3)}
-    out |= norm_names(f"{prefix}.bn1", width) | norm_names(f"{prefix}.bn2", width)
-    if shortcut:
-        out |= {f"{prefix}.downsample.0.weight": (width, inputs, 1, 1)} | norm_names(f"{prefix}.downsample.1", width)
-    return out
-
-
 def resnet50_names():
     out = {"conv1.weight": (64, 3, 7, 7)} | norm_names("bn1", 64)
     inputs = 64
@@ -104,24 +80,6 @@ def resnet50_names():
                 out |= {f"{p}.downsample.0.weight": (4 * width, inputs, 1, 1)}
                 out |= norm_names(f"{p}.downsample.1", 4 * width)
             inputs = 4 * width
-    return out
-
-
-def resnet34_body_names():
-    out, place, inputs = {}, 0, 64
-    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for _ in range(count):
-            out |= basic_names(f"body.{place}", inputs, width, inputs != width)
-            inputs, place = width, place + 1
-    return out
-
-
-def head_names(count):
-    out = {}
-    for i in range(count):
-        for j in (0, 2, 4, 6):
-            out |= {f"styles.{i}.convs.{j}.weight": (512, 512, 3, 3), f"styles.{i}.convs.{j}.bias": (512,)}
-        out |= {f"styles.{i}.linear.weight": (512, 512), f"styles.{i}.linear.bias": (512,)}
     return out
 
 
@@ -167,7 +125,7 @@ def test_inception_has_the_published_number_of_parameters_and_names():
 
 
 def test_the_restyle_encoder_has_the_published_names_and_number_of_parameters():
-    shapes = shapes_of(lambda: ResNetEncoder(Fit(512, 16)))
+    shapes = shapes_of(lambda: ResNetEncoder(EncoderShape(512, 16)))
     expected = {"conv1.weight": (64, 6, 7, 7), "relu.weight": (64,)} | norm_names("bn1", 64)
     assert shapes == expected | resnet34_body_names() | head_names(16)
     # ResNet-34 without its classifier, three channels more to begin with, PReLU's 64; and a head a layer
@@ -177,7 +135,7 @@ def test_the_restyle_encoder_has_the_published_names_and_number_of_parameters():
 
 
 def test_the_face_encoder_has_the_published_names():
-    shapes = shapes_of(lambda: FaceEncoder(Fit(1024, 18)))
+    shapes = shapes_of(lambda: FaceEncoder(EncoderShape(1024, 18)))
     told = {
         "input_layer.0.weight": (64, 6, 3, 3), "input_layer.1.running_mean": (64,), "input_layer.2.weight": (64,),
         "body.0.res_layer.1.weight": (64, 64, 3, 3), "body.0.res_layer.5.fc1.weight": (4, 64, 1, 1),
@@ -187,7 +145,7 @@ def test_the_face_encoder_has_the_published_names():
     }  # fmt: skip
     assert {n: shapes[n] for n in told} == told
     assert not any(n.startswith(("body.0.shortcut_layer", "body.24")) for n in shapes)
-    net = FaceEncoder(Fit(32, 2))
+    net = FaceEncoder(EncoderShape(32, 2))
     assert net.trunk(torch.zeros(1, 6, 64, 64)).shape == (1, 512, 4, 4)
 
 
@@ -245,9 +203,9 @@ def test_frozen_normalisation_is_torchs_in_evaluation(resnet18):
 def test_another_digest_is_refused_before_the_file_is_read(resnet18):
     raw = b"never looked at"
     for wrong in ("", "0" * 64, digest(b"x"), digest(raw).upper()):
-        with pytest.raises(WrongFile):
+        with pytest.raises(PublishedWeightsError):
             load_official("resnet18", raw, wrong)
-    with pytest.raises(BadWeights, match="kinds"):
+    with pytest.raises(WeightsError, match="kinds"):
         load_official("resnet19", raw, digest(raw))
 
 
@@ -256,7 +214,7 @@ def test_another_digest_is_refused_before_the_file_is_read(resnet18):
 def test_a_truncated_file_is_refused(form, share):
     raw = forms({"a.weight": torch.ones(64, 64)})[form]
     raw = raw[: int(share * len(raw))]
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         load_official("resnet18", raw, digest(raw))
 
 
@@ -268,15 +226,15 @@ def test_missing_unknown_misshapen_and_infinite_tensors_are_named_or_refused():
         return load_official("resnet18", raw, digest(raw))
 
     assert loaded(resnet18)
-    with pytest.raises(BadWeights, match=r"layer4\.1\.bn2\.bias"):
+    with pytest.raises(WeightsError, match=r"layer4\.1\.bn2\.bias"):
         loaded({n: t for n, t in resnet18.items() if n != "layer4.1.bn2.bias"})
-    with pytest.raises(BadWeights, match="layer5"):
+    with pytest.raises(WeightsError, match="layer5"):
         loaded(resnet18 | {"layer5.weight": torch.ones(1)})
-    with pytest.raises(BadWeights, match=r"conv1\.weight"):
+    with pytest.raises(WeightsError, match=r"conv1\.weight"):
         loaded(resnet18 | {"conv1.weight": torch.ones(64, 1, 7, 7)})
-    with pytest.raises(BadWeights, match=r"conv1\.weight"):
+    with pytest.raises(WeightsError, match=r"conv1\.weight"):
         loaded(resnet18 | {"conv1.weight": torch.ones(64, 3, 7, 7, dtype=torch.float16)})
-    with pytest.raises(BadWeights, match="finite"):
+    with pytest.raises(WeightsError, match="finite"):
         loaded(resnet18 | {"bn1.bias": torch.full((64,), math.nan)})
 
 
@@ -293,7 +251,7 @@ class Bomb:
 def test_code_in_a_file_never_runs(tmp_path, kind, how):
     canary = tmp_path / "ran"
     raw = torch_bytes({"state_dict": {"conv1.weight": torch.ones(1)}, "opts": Bomb(canary)}, **how)
-    with pytest.raises(BadWeights, match="never run"):
+    with pytest.raises(WeightsError, match="never run"):
         load_official(kind, raw, digest(raw))
     assert not canary.exists()
     torch.load(io.BytesIO(raw), weights_only=False)  # the bomb is a real one
@@ -306,14 +264,14 @@ def test_a_plain_pickle_as_stylegan_publishes_is_refused_with_what_to_do(tmp_pat
 
     canary = tmp_path / "ran"
     raw = pickle.dumps({"G_ema": Bomb(canary)})
-    with pytest.raises(BadWeights, match="state_dict"):
+    with pytest.raises(WeightsError, match="state_dict"):
         load_official("stylegan2-ada", raw, digest(raw))
     assert not canary.exists()
 
 
 def test_a_header_that_lies_about_its_length_is_refused():
     for raw in (struct.pack("<Q", 1 << 60) + b"{}", struct.pack("<Q", 2) + b"{}", b"", b"{" * 100):
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             tensors(raw)
 
 
@@ -355,7 +313,7 @@ def test_moco_takes_the_query_encoder_and_leaves_the_rest():
     with torch.no_grad():
         assert net.embed(torch.zeros(1, 3, 32, 32)).shape == (1, 2048)
     raw = safetensors.torch.save(file | {"module.other": torch.ones(1)})
-    with pytest.raises(BadWeights, match=r"module\.other"):
+    with pytest.raises(WeightsError, match=r"module\.other"):
         load_official("moco", raw, digest(raw))
 
 
@@ -374,20 +332,9 @@ def test_inception_gives_2048_numbers_of_a_picture_at_299():
 # --- generators ---
 
 
-def tiny(resolution=16, channels=3):
-    with seeded(3):
-        g = Generator(Architecture(resolution, channels, 24, 32, 3, 128, 16))
-    with torch.no_grad():
-        for name, p in g.named_parameters():
-            if name.endswith(("bias", "noise_strength")):
-                p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
-        g.mapping.w_avg.copy_(torch.linspace(-1, 1, 32))
-    return g.eval()
-
-
 @pytest.mark.parametrize("prefix", ["", "G_ema."])
 def test_a_stylegan2_ada_state_gives_its_pictures_and_its_sizes(prefix):
-    g = tiny()
+    g = tiny_ada()
     raw = safetensors.torch.save({prefix + n: t.contiguous() for n, t in g.state_dict().items()})
     read, origin = load_official("stylegan2-ada", raw, digest(raw))
     assert isinstance(read, Generator)
@@ -398,7 +345,7 @@ def test_a_stylegan2_ada_state_gives_its_pictures_and_its_sizes(prefix):
 
 
 def test_a_stylegan2_ada_state_with_classes_or_holes_is_refused():
-    state = dict(tiny().state_dict())
+    state = dict(tiny_ada().state_dict())
     for wrong in (
         state | {"mapping.embed.weight": torch.ones(24, 3)},
         {n: t for n, t in state.items() if n != "synthesis.b8.conv0.affine.bias"},
@@ -406,44 +353,10 @@ def test_a_stylegan2_ada_state_with_classes_or_holes_is_refused():
         state | {"synthesis.b2048.torgb.weight": torch.ones(3, 8, 1, 1)},
         {},
     ):
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             generator_of(wrong)
-    with pytest.raises(BadWeights, match="embed"):
+    with pytest.raises(WeightsError, match="embed"):
         generator_of(state | {"mapping.embed.weight": torch.ones(24, 3)})
-
-
-def decoder_shapes(size, width, w_dim, layers):
-    """Names and shapes of the other implementation's generator, from its published files."""
-    out = {"input.input": (1, width[4], 4, 4)}
-    for i in range(1, layers + 1):
-        out |= {f"style.{i}.weight": (w_dim, w_dim), f"style.{i}.bias": (w_dim,)}
-
-    def styled(p, a, b, kernel, up):
-        told = {f"{p}.conv.weight": (1, b, a, kernel, kernel), f"{p}.conv.modulation.weight": (a, w_dim)}
-        told |= {f"{p}.conv.modulation.bias": (a,)}
-        if kernel == 1:
-            return told | {f"{p}.bias": (1, b, 1, 1)} | ({f"{p}.upsample.kernel": (4, 4)} if up else {})
-        told |= {f"{p}.noise.weight": (1,), f"{p}.activate.bias": (b,)}
-        return told | ({f"{p}.conv.blur.kernel": (4, 4)} if up else {})
-
-    out |= styled("conv1", width[4], width[4], 3, False) | styled("to_rgb1", width[4], 3, 1, False)
-    out |= {"noises.noise_0": (1, 1, 4, 4)}
-    for level in range(1, int(math.log2(size)) - 1):
-        r = 4 << level
-        out |= styled(f"convs.{2 * level - 2}", width[r // 2], width[r], 3, True)
-        out |= styled(f"convs.{2 * level - 1}", width[r], width[r], 3, False)
-        out |= styled(f"to_rgbs.{level - 1}", width[r], 3, 1, True)
-        out |= {f"noises.noise_{2 * level - 1}": (1, 1, r, r), f"noises.noise_{2 * level}": (1, 1, r, r)}
-    return out
-
-
-KERNEL = torch.outer(torch.tensor([1.0, 3, 3, 1]), torch.tensor([1.0, 3, 3, 1])) / 16
-
-
-def decoder_state(size=16, width=None, w_dim=32, layers=2, seed=5):
-    width = width or {4: 12, 8: 12, 16: 8}
-    state = random_state(decoder_shapes(size, width, w_dim, layers), seed, gain=0.7)
-    return {n: KERNEL if n.endswith("kernel") else t for n, t in state.items()}
 
 
 def reference(state, ws):
@@ -498,13 +411,13 @@ def test_a_decoder_of_the_other_implementation_draws_the_same_pictures_here():
 
 def test_a_decoder_that_is_not_one_is_refused():
     state, average = decoder_state(), torch.zeros(32)
-    with pytest.raises(BadWeights, match="filter"):
+    with pytest.raises(WeightsError, match="filter"):
         decoder_of(state | {"convs.0.conv.blur.kernel": KERNEL.flip(0) + 0.1}, average)
-    with pytest.raises(BadWeights, match=r"conv9"):
+    with pytest.raises(WeightsError, match=r"conv9"):
         decoder_of(state | {"conv9.weight": torch.ones(1)}, average)
-    with pytest.raises(BadWeights, match="noise_const"):
+    with pytest.raises(WeightsError, match="noise_const"):
         decoder_of({n: t for n, t in state.items() if n != "noises.noise_2"}, average)
-    with pytest.raises(BadWeights, match="average"):
+    with pytest.raises(WeightsError, match="average"):
         decoder_of(state, torch.arange(6.0)[:, None].expand(6, 32))
 
 
@@ -562,13 +475,13 @@ def test_a_restyle_file_without_a_part_is_refused():
         {"state_dict": state, "latent_avg": average + math.inf},
     ):
         raw = torch_bytes(wrong)
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             load_official("restyle", raw, digest(raw))
 
 
 def test_a_file_of_ours_is_not_taken_for_an_official_one():
-    raw = generator_bytes(tiny(), {})
+    raw = generator_bytes(tiny_ada(), {})
     assert json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     for kind in ("vgg19", "moco", "inception", "restyle"):
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             load_official(kind, raw, digest(raw))

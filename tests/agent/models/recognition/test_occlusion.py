@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
-from agent.nets.occlusion import Judging, heat
-from agent.nets.trunk import TrunkArchitecture
-from agent.nets.verifier import VerifierArchitecture, VerifierNet
-from agent.training.loop import seeded
+from agent.models.features.trunk import TrunkArchitecture
+from agent.models.recognition.occlusion import PairVerifier, heat
+from agent.models.recognition.verifier import VerifierArchitecture, VerifierNet
+from agent.models.training_loop import seeded
 from tests.support.verifiers import chests, tiny_verifier
 
 
@@ -98,7 +98,7 @@ def test_a_mirrored_copy_is_seen_as_a_copy() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("verifier", [Cells(), Product()])
-def test_constant_pictures_give_finite_maps(verifier: Judging, value: float) -> None:
+def test_constant_pictures_give_finite_maps(verifier: PairVerifier, value: float) -> None:
     flat = np.full((64, 64), value, np.float32)
     assert not heat(verifier, flat, flat).any()
     found = heat(verifier, flat, noise(2, 64))

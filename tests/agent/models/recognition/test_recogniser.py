@@ -7,29 +7,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.ndimage import gaussian_filter
 from sklearn.metrics import roc_curve
 
-from agent.nets.siamese import (
+from agent.errors import OtherRunError
+from agent.intervals import Proportion
+from agent.models.augmentations import Views
+from agent.models.features.trunk import TrunkArchitecture
+from agent.models.recognition.recogniser import (
     APART,
     KNOWN,
     AngularMargin,
     Calibration,
     IdentityNet,
-    Judged,
-    KnowsNobody,
     RecogniserArchitecture,
-    Share,
+    RecogniserError,
+    RecogniserQuality,
     distances,
     recogniser_bytes,
     recogniser_from,
 )
-from agent.nets.trunk import TrunkArchitecture
-from agent.nets.weights import BadWeights, unpack
-from agent.training.loop import OtherRun, seeded
-from agent.training.recognition import (
+from agent.models.recognition.recogniser_training import (
     RecognitionConfig,
-    TooFewPeople,
+    TooFewPeopleError,
     calibrated,
     compared,
     fit_recogniser,
@@ -39,29 +38,13 @@ from agent.training.recognition import (
     suited,
     train_recogniser,
 )
-from agent.training.views import Views
-from tests.support.networks import unsafe_calibration
+from agent.models.training_loop import seeded
+from agent.models.weights import WeightsError, unpack
+from tests.support.networks import pattern_pictures, unsafe_calibration
 
 TINY = RecogniserArchitecture(TrunkArchitecture(side=16, channels=1, width=8, depth=2), embedding=16, grid=4)
 CALIBRATION = unsafe_calibration(0.5)
 LIE = {"value": 0.5, "low": 0.6, "high": 0.7}
-
-
-def made(people=40, pictures=4, side=16, seed=0, channels=1):
-    """People as smooth patterns; each picture is moved by up to three pixels, lit otherwise, and noisy."""
-    rng = np.random.default_rng(seed)
-    images, who = [], []
-    for person in range(people):
-        face = gaussian_filter(rng.standard_normal((side + 3, side + 3)), 1.5)
-        face = face / face.std()
-        for _ in range(pictures):
-            i, j = rng.integers(0, 4, 2)
-            seen = face[i : i + side, j : j + side] * rng.uniform(0.7, 1.3) + rng.uniform(-0.3, 0.3)
-            seen = seen + 0.2 * rng.standard_normal(seen.shape)
-            images.append(np.clip(127.5 + 50 * seen, 0, 255).astype(np.uint8))
-            who.append(person)
-    out = np.stack(images)
-    return (out if channels == 1 else np.repeat(out[..., None], 3, axis=3)), np.array(who)
 
 
 def config(**changes):
@@ -82,7 +65,7 @@ def config(**changes):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    images, who = made(people=100)
+    images, who = pattern_pictures(people=100)
     return train_recogniser(images, who, config(), tmp_path_factory.mktemp("run"))
 
 
@@ -92,7 +75,9 @@ def recogniser(seed=0, architecture=TINY):
 
 
 def test_it_knows_people_it_never_saw_far_better_than_chance(trained):
-    images, who = made(people=30, pictures=4, seed=77)  # others again, and nobody of the set it was trained on
+    images, who = pattern_pictures(
+        people=30, pictures=4, seed=77
+    )  # others again, and nobody of the set it was trained on
     net = recogniser_from(trained.file, "public")
     vectors = net.embed(torch.from_numpy(images[:, None].astype(np.float32)) / 127.5 - 1)
     found = judge(vectors, who, net.threshold)
@@ -104,7 +89,7 @@ def test_it_knows_people_it_never_saw_far_better_than_chance(trained):
 
 
 def test_training_beats_the_same_network_untrained(trained):
-    images, who = made(people=30, pictures=4, seed=77)
+    images, who = pattern_pictures(people=30, pictures=4, seed=77)
     pictures = torch.from_numpy(images[:, None].astype(np.float32)) / 127.5 - 1
     errors = [
         judge(recogniser_from(raw).embed(pictures), who, 0.5).equal_error for raw in (recogniser(1), trained.file)
@@ -127,7 +112,7 @@ def test_a_recogniser_comes_back_from_its_file_with_threshold_and_digest(trained
 
 
 def test_a_run_that_was_killed_ends_with_the_same_file(tmp_path):
-    images, who = made(people=20, pictures=3)
+    images, who = pattern_pictures(people=20, pictures=3)
     plan = config(steps=6, checkpoint_every=2, false_match_rate=0.2)
     whole = fit_recogniser(images, who, plan, tmp_path / "whole").file
 
@@ -141,14 +126,14 @@ def test_a_run_that_was_killed_ends_with_the_same_file(tmp_path):
     with pytest.raises(KilledError):
         fit_recogniser(images, who, plan, tmp_path / "killed", kill)
     assert fit_recogniser(images, who, plan, tmp_path / "killed").file == whole
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         fit_recogniser(images, who, config(steps=6, false_match_rate=0.2, seed=2), tmp_path / "killed")
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         fit_recogniser(255 - images, who, plan, tmp_path / "killed")
 
 
 def test_two_seeds_or_architectures_are_two_opinions(tmp_path):
-    images, who = made(people=20, pictures=3)
+    images, who = pattern_pictures(people=20, pictures=3)
     other = RecogniserArchitecture(TrunkArchitecture(side=16, channels=1, width=8, depth=3), embedding=12, grid=2)
     plans = [config(steps=2, false_match_rate=0.2)]
     plans += [config(steps=2, false_match_rate=0.2, seed=5)]
@@ -185,7 +170,7 @@ DRAWN = recogniser_from(recogniser())
 
 
 def test_colour_networks_see_colour_pictures_and_grey_ones(tmp_path):
-    images, who = made(people=20, pictures=3, channels=3)
+    images, who = pattern_pictures(people=20, pictures=3, channels=3)
     trunk = TrunkArchitecture(side=8, channels=3, width=8, depth=2)
     plan = config(steps=2, false_match_rate=0.2, architecture=RecogniserArchitecture(trunk, 8, 2))
     net = recogniser_from(fit_recogniser(images, who, plan, tmp_path).file)
@@ -259,7 +244,7 @@ def test_the_judgement_agrees_with_sklearns_roc_and_with_counting():
 
 
 def test_nobody_is_in_two_parts_and_all_pictures_of_one_person_are_in_one():
-    images, who = made(people=30, pictures=3)
+    images, who = pattern_pictures(people=30, pictures=3)
     parts = split(images, who, config())
     people = [set(who[part]) for part in parts]
     assert set.union(*people) == set(who)
@@ -273,7 +258,7 @@ def test_nobody_is_in_two_parts_and_all_pictures_of_one_person_are_in_one():
 
 
 def test_what_cannot_train_or_calibrate_is_refused_without_saying_how_many(tmp_path):
-    images, who = made(people=20, pictures=3)
+    images, who = pattern_pictures(people=20, pictures=3)
     single = who.copy()
     single[0] = 999
     for wrong, plan in (
@@ -282,7 +267,7 @@ def test_what_cannot_train_or_calibrate_is_refused_without_saying_how_many(tmp_p
         (np.repeat(np.arange(2), 30), config()),
         (who, config(false_match_rate=1e-4)),
     ):
-        with pytest.raises(TooFewPeople) as told:
+        with pytest.raises(TooFewPeopleError) as told:
             train_recogniser(images, wrong, plan, tmp_path)
         assert not any(c.isdigit() for c in str(told.value))
     for images_, who_ in (
@@ -296,7 +281,7 @@ def test_what_cannot_train_or_calibrate_is_refused_without_saying_how_many(tmp_p
 
 def test_vectors_that_are_all_alike_get_no_threshold():
     seen = (torch.ones(24, 1), np.repeat(np.arange(12), 2))
-    with pytest.raises(KnowsNobody, match="tell people apart"):
+    with pytest.raises(RecogniserError, match="distinguish people"):
         calibrated(seen, seen, 0.1)
 
 
@@ -307,7 +292,7 @@ def test_a_threshold_that_means_nothing_cannot_be_built(threshold):
 
 
 def test_a_file_that_describes_no_recogniser_is_refused():
-    from agent.nets.weights import pack
+    from agent.models.weights import pack
 
     packed = unpack(recogniser(), "recogniser")
     good = dict(packed.config)
@@ -331,9 +316,9 @@ def test_a_file_that_describes_no_recogniser_is_refused():
         {**good, "architecture": {**good["architecture"], "trunk": {"side": 16}}},
         {**good, "architecture": []},
     ):
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             recogniser_from(pack("recogniser", wrong, {}, packed.state))
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         recogniser_from(pack("recogniser", good, {}, {n: t for n, t in packed.state.items() if n != "project.bias"}))
 
 
@@ -371,7 +356,7 @@ def test_what_is_suited_keeps_eight_pixels_a_side_apart_where_there_are_so_many(
 
 
 def judged(matched, mistaken=(0.01, 0.0, 0.05)):
-    return Judged(0.1, Share(*matched), Share(*mistaken), Share(0.5, 0.4, 0.6))
+    return RecogniserQuality(0.1, Proportion(*matched), Proportion(*mistaken), Proportion(0.5, 0.4, 0.6))
 
 
 @pytest.mark.parametrize(
@@ -392,25 +377,25 @@ def test_what_is_demanded_is_the_worse_end_of_both_intervals(true, false, enough
     if enough:
         calibration.demand()
         return
-    with pytest.raises(KnowsNobody, match=r"train it longer, in a new folder, or on more people"):
+    with pytest.raises(RecogniserError, match=r"train it longer, in a new folder, or on more people"):
         calibration.demand()
 
 
 def test_a_recogniser_that_knows_nobody_is_not_given_out_and_its_checkpoint_stays(tmp_path):
-    images, who = made(people=40)
+    images, who = pattern_pictures(people=40)
     plan = config(steps=2, false_match_rate=0.1)
     reached = fit_recogniser(images, who, plan, tmp_path / "fitted").judged.matched
     assert not reached.low > KNOWN
     for _ in range(2):  # the second time there is nothing left to train, and the answer is the same
-        with pytest.raises(KnowsNobody, match=f"matches {reached.value:.3f}"):
+        with pytest.raises(RecogniserError, match=f"matches {reached.value:.3f}"):
             train_recogniser(images, who, plan, tmp_path / "run")
         assert [path.is_file() for path in (tmp_path / "run").iterdir()] == [True]
 
 
 def test_people_who_cannot_be_told_apart_give_no_recogniser_however_long_it_trains(tmp_path):
-    images, _ = made(people=40)
+    images, _ = pattern_pictures(people=40)
     anybody = np.random.default_rng(0).permutation(np.repeat(np.arange(40), 4))  # whose pictures, by lot
-    with pytest.raises(KnowsNobody):
+    with pytest.raises(RecogniserError):
         train_recogniser(images, anybody, config(steps=40, false_match_rate=0.1), tmp_path)
 
 
@@ -431,7 +416,7 @@ def test_more_pictures_of_the_same_few_people_make_no_figure_surer():
 )
 def test_a_share_that_is_none_cannot_be_built(wrong):
     with pytest.raises(ValueError, match="share"):
-        Share(*wrong)
+        Proportion(*wrong)
 
 
 def test_the_judgement_is_in_the_file_and_comes_back(trained):

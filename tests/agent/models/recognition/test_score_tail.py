@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from agent.nets.tail import FEWEST, STEEPEST, Tail, TooFewPeople, fit_tail, tail_from
+from agent.models.recognition.score_tail import FEWEST, STEEPEST, Tail, TooFewScoresError, fit_tail, tail_from
 
 Array = NDArray[np.float64]
 
@@ -164,17 +164,17 @@ def test_people_who_come_in_groups_make_the_interval_wider_than_pairs_would() ->
 
 @pytest.mark.parametrize("people", [0, 1, 2, FEWEST - 1])
 def test_too_few_people_are_refused_without_a_number_of_them(people: int) -> None:
-    with pytest.raises(TooFewPeople) as refusal:
+    with pytest.raises(TooFewScoresError) as refusal:
         fit_tail(symmetric(stats.norm, people, 0), np.arange(people), np.random.default_rng(0))
-    assert str(refusal.value) == str(TooFewPeople())
-    with pytest.raises(TooFewPeople):  # many pictures of few people are no more people
+    assert str(refusal.value) == str(TooFewScoresError())
+    with pytest.raises(TooFewScoresError):  # many pictures of few people are no more people
         fit_tail(symmetric(stats.norm, 100, 0), np.arange(100) % 20, np.random.default_rng(0))
 
 
 def test_scores_that_do_not_differ_are_refused() -> None:
-    with pytest.raises(TooFewPeople):
+    with pytest.raises(TooFewScoresError):
         fit_tail(np.zeros((50, 50)), np.arange(50), np.random.default_rng(0))
-    with pytest.raises(TooFewPeople):  # saturated: one value above all others, held by too many
+    with pytest.raises(TooFewScoresError):  # saturated: one value above all others, held by too many
         fit_tail(np.minimum(symmetric(stats.norm, 60, 0), 0.5), np.arange(60), np.random.default_rng(0))
 
 

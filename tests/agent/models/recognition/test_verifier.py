@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from agent.nets.siamese import KnowsNobody, Share
-from agent.nets.tail import Tail
-from agent.nets.tail import TooFewPeople as NoTail
-from agent.nets.trunk import TrunkArchitecture
-from agent.nets.verifier import (
+from agent.errors import OtherRunError
+from agent.intervals import Proportion
+from agent.models.features.trunk import TrunkArchitecture
+from agent.models.recognition.recogniser import RecogniserError
+from agent.models.recognition.recogniser_training import TooFewPeopleError
+from agent.models.recognition.score_tail import Tail
+from agent.models.recognition.score_tail import TooFewScoresError as NoTail
+from agent.models.recognition.verifier import (
     CHANGES,
     FALSE_MATCHES,
     GALLERY,
@@ -27,10 +30,7 @@ from agent.nets.verifier import (
     verifier_bytes,
     verifier_from,
 )
-from agent.nets.weights import BadWeights, Origin, pack, unpack
-from agent.training.loop import OtherRun, own_generator, seeded
-from agent.training.recognition import TooFewPeople
-from agent.training.verification import (
+from agent.models.recognition.verifier_training import (
     PLANTED,
     VISITS,
     VerificationConfig,
@@ -46,6 +46,8 @@ from agent.training.verification import (
     tail_of,
     train_verifier,
 )
+from agent.models.training_loop import seeded, torch_generator
+from agent.models.weights import Origin, WeightsError, pack, unpack
 from tests.support.verifiers import (
     TINY,
     chests,
@@ -86,7 +88,7 @@ def strangers():
 @settings(max_examples=15, deadline=None)
 @given(st.integers(5, 40), st.integers(5, 40), st.sampled_from([1, 3]), st.integers(0, 99))
 def test_both_heads_give_unit_vectors_at_any_size_whatever_else_is_in_the_batch(h, w, c, seed):
-    images = torch.rand(3, c, h, w, generator=own_generator(seed)) * 2 - 1
+    images = torch.rand(3, c, h, w, generator=torch_generator(seed)) * 2 - 1
     seen = DRAWN.look(images)
     for vectors in seen:
         assert vectors.dtype == torch.float32
@@ -99,7 +101,7 @@ def test_both_heads_give_unit_vectors_at_any_size_whatever_else_is_in_the_batch(
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 999))
 def test_the_logits_are_the_same_in_either_order_and_not_squashed(seed):
-    a, b = torch.randn(2, 7, 16, generator=own_generator(seed))
+    a, b = torch.randn(2, 7, 16, generator=torch_generator(seed))
     logits = DRAWN.logits(a, b)
     assert logits.dtype == torch.float32
     assert torch.equal(logits, DRAWN.logits(b, a))
@@ -108,7 +110,7 @@ def test_the_logits_are_the_same_in_either_order_and_not_squashed(seed):
 
 
 def test_a_sigmoid_would_call_alike_what_the_logits_tell_apart():
-    a = torch.nn.functional.normalize(torch.randn(2, 16, generator=own_generator(1)), dim=1)
+    a = torch.nn.functional.normalize(torch.randn(2, 16, generator=torch_generator(1)), dim=1)
     with torch.no_grad():
         DRAWN.net.fusion.line.bias.add_(100.0)
         try:
@@ -121,7 +123,7 @@ def test_a_sigmoid_would_call_alike_what_the_logits_tell_apart():
 
 
 def test_a_copy_has_the_same_score_whoever_is_copied():
-    a = torch.nn.functional.normalize(torch.randn(9, 16, generator=own_generator(2)), dim=1)
+    a = torch.nn.functional.normalize(torch.randn(9, 16, generator=torch_generator(2)), dim=1)
     copied = DRAWN.logits(a, a)
     assert torch.allclose(copied, copied[:1].expand(9))
     with seeded(0):
@@ -149,7 +151,7 @@ def test_an_empty_picture_is_seen_with_finite_numbers():
 
 
 def test_the_maps_lie_over_the_picture_and_bear_gradients():
-    images = torch.rand(2, 1, 16, 16, generator=own_generator(0)) * 2 - 1
+    images = torch.rand(2, 1, 16, 16, generator=torch_generator(0)) * 2 - 1
     maps = DRAWN.maps(images.requires_grad_())
     assert [tuple(m.shape) for m in maps] == [(2, 16, 16, 16), (2, 32, 8, 8)]
     seen = DRAWN.seen(maps[-1])
@@ -259,9 +261,9 @@ def test_a_run_that_was_killed_ends_with_the_same_file(tmp_path, people):
         fit_verifier(*people, config(), tmp_path / "killed", kill, near)
     assert fit_verifier(*people, config(), tmp_path / "killed", near=near).file == whole
     for plan, maker in ((config(seed=4), near), (config(), None)):
-        with pytest.raises(OtherRun):
+        with pytest.raises(OtherRunError):
             fit_verifier(*people, plan, tmp_path / "killed", near=maker)
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         fit_verifier(255 - people[0], people[1], config(), tmp_path / "killed", near=near)
 
 
@@ -300,7 +302,7 @@ def test_what_cannot_train_or_calibrate_is_refused_before_anything_begins(tmp_pa
     single = whose.copy()
     single[0] = 999
     for some, wrong in ((images, single), (images[:200], whose[:200]), (images[:0], whose[:0])):
-        with pytest.raises(TooFewPeople) as told:
+        with pytest.raises(TooFewPeopleError) as told:
             fit_verifier(some, wrong, config(), tmp_path)
         assert "130" not in str(told.value)
         assert "100" not in str(told.value)
@@ -314,10 +316,10 @@ def test_what_cannot_train_or_calibrate_is_refused_before_anything_begins(tmp_pa
 
 
 def test_a_verifier_that_knows_too_little_is_not_given_out(tmp_path, people):
-    with pytest.raises(KnowsNobody, match="train it longer"):
+    with pytest.raises(RecogniserError, match="train it longer"):
         train_verifier(*people, config(), tmp_path)
     shuffled = np.random.default_rng(0).permutation(people[1])
-    with pytest.raises(KnowsNobody):
+    with pytest.raises(RecogniserError):
         train_verifier(people[0], shuffled, config(), tmp_path / "shuffled")
 
 
@@ -340,7 +342,7 @@ def test_a_configuration_that_cannot_train_is_refused(wrong):
 
 
 def test_the_contrastive_loss_is_khosla_et_als_formula():
-    z = torch.nn.functional.normalize(torch.randn(7, 5, generator=own_generator(0)), dim=1).double()
+    z = torch.nn.functional.normalize(torch.randn(7, 5, generator=torch_generator(0)), dim=1).double()
     whose = torch.tensor([0, 0, 1, 1, 1, 2, 2])
     expected = 0.0
     for i in range(7):
@@ -359,7 +361,7 @@ def test_the_balanced_loss_takes_as_many_pairs_of_two_persons_and_half_of_them_t
     for i, j in hardest:
         logits[i, j] = logits[j, i] = 1.0
     calm, hard = math.log1p(math.exp(-3.0)), math.log1p(math.exp(1.0))
-    losses = {round(float(balanced(logits, whose, own_generator(seed))), 5) for seed in range(30)}
+    losses = {round(float(balanced(logits, whose, torch_generator(seed))), 5) for seed in range(30)}
     own = math.log1p(math.exp(-2.0))
     assert min(losses) == pytest.approx(own + (3 * hard + 3 * calm) / 6, abs=1e-4)
     assert losses <= {round(own + ((3 + n) * hard + (3 - n) * calm) / 6, 5) for n in range(4)}
@@ -466,7 +468,7 @@ def test_a_file_that_describes_no_verifier_is_refused():
     for what, raw in wrong_files().items():
         try:
             verifier_from(raw)
-        except BadWeights:
+        except WeightsError:
             continue
         pytest.fail(f"read: {what}")
 
@@ -477,7 +479,7 @@ def test_the_file_from_which_the_wrong_ones_are_made_is_read():
 
 
 def judged(auc=(0.95, 0.9, 1.0), caught=(0.9, 0.8, 1.0)):
-    return replace(unsafe_judged(), auc=Share(*auc), caught=dict.fromkeys(CHANGES, Share(*caught)))
+    return replace(unsafe_judged(), auc=Proportion(*auc), caught=dict.fromkeys(CHANGES, Proportion(*caught)))
 
 
 @pytest.mark.parametrize(
@@ -497,7 +499,7 @@ def test_what_is_demanded_is_the_worse_end_of_the_intervals(found, enough):
     if enough:
         verifier.demand()
         return
-    with pytest.raises(KnowsNobody, match="train it longer"):
+    with pytest.raises(RecogniserError, match="train it longer"):
         verifier.demand()
 
 

@@ -12,21 +12,29 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.metrics import normalized_mutual_info_score
 
-from agent.nets.features import RandomFeatures, features_bytes, features_from
-from agent.nets.semantics import Classifier, Codebook, Nearest, Semantics, semantics_bytes, semantics_from
-from agent.nets.trunk import Trunk, TrunkArchitecture
-from agent.nets.weights import BadWeights, Origin, pack, unpack
-from agent.training import semantics as training
-from agent.training.loop import OtherRun, seeded
-from agent.training.semantics import (
+from agent.errors import OtherRunError
+from agent.models.features.extractors import RandomFeatures, features_bytes, features_from
+from agent.models.features.trunk import Trunk, TrunkArchitecture
+from agent.models.semantics import training
+from agent.models.semantics.classifier import (
+    Classifier,
+    Codebook,
+    Nearest,
+    Semantics,
+    semantics_bytes,
+    semantics_from,
+)
+from agent.models.semantics.training import (
     SemanticsConfig,
-    TooFewPictures,
+    TooFewLabelledImagesError,
     TrainedSemantics,
     cluster_semantics,
     split,
     suited,
     train_semantics,
 )
+from agent.models.training_loop import seeded
+from agent.models.weights import Origin, WeightsError, pack, unpack
 
 DIGITS = load_digits()
 IMAGES = np.rint(DIGITS.images / 16 * 255).astype(np.uint8)
@@ -98,7 +106,7 @@ def test_a_killed_run_ends_with_the_same_file_and_another_run_is_refused(
         with pytest.raises(KeyboardInterrupt):
             train_semantics(IMAGES, LABELS, CONFIG, tmp_path)
     assert train_semantics(IMAGES, LABELS, CONFIG, tmp_path).file == trained.file
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         train_semantics(IMAGES, (LABELS + 1) % 10, CONFIG, tmp_path)
 
 
@@ -195,10 +203,10 @@ def test_labels_that_are_no_bins_are_refused(labels: Any, told: str, tmp_path: P
 
 def test_what_is_too_few_is_said_by_name(tmp_path: Path) -> None:
     labels = np.r_[np.arange(9).repeat(11), 9]
-    with pytest.raises(TooFewPictures, match="1 have fewer: 9"):
+    with pytest.raises(TooFewLabelledImagesError, match="1 have fewer: 9"):
         train_semantics(IMAGES[:100], labels, CONFIG, tmp_path)
     same = np.repeat(IMAGES[:3], 5, axis=0)
-    with pytest.raises(TooFewPictures, match="do not make 4 clusters"):
+    with pytest.raises(TooFewLabelledImagesError, match="do not make 4 clusters"):
         cluster_semantics(RandomFeatures(0, 8, 2), same, 4, 0)
     alone = semantics_from(cluster_semantics(RandomFeatures(0, 8, 2), same, 3, 0).file)
     assert len(set(alone.most_probable(IMAGES[:3]).tolist())) == 3
@@ -247,12 +255,12 @@ def test_a_file_that_describes_no_query_function_is_refused(trained: TrainedSema
     ]
     files = [changed(trained.file, **one) for one in of_labels] + [changed(book, **one) for one in of_clusters]
     for bad in (*files, b"", trained.file[:-1]):
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             semantics_from(bad)
     packed = unpack(book, "semantics")
     for name, value in (("width", 0.0), ("spread", 0.0), ("width", -1.0)):
         state = {**packed.state, f"codebook.{name}": torch.full_like(packed.state[f"codebook.{name}"], value)}
-        with pytest.raises(BadWeights):
+        with pytest.raises(WeightsError):
             semantics_from(pack("semantics", packed.config, packed.notes, state))
 
 

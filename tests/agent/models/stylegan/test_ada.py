@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
-from agent.nets.ada import Control, augmented, colours, geometry, sampled
+from agent.models.stylegan.ada import Control, augmented, colours, geometry, sampled
 
 
 def stream(seed: int = 0) -> torch.Generator:
@@ -104,7 +104,7 @@ def test_moves_by_whole_pixels_and_quarter_turns_lose_nothing() -> None:
     torch.testing.assert_close(shifted[..., 13:], images[..., 13:].flip(3), atol=1e-5, rtol=0)  # mirrored at the edge
 
 
-def mean_picture(images: Tensor, p: float, seed: int) -> Tensor:
+def mean_image(images: Tensor, p: float, seed: int) -> Tensor:
     return augmented(images, p, stream(seed)).mean(dim=(0, 1))
 
 
@@ -112,14 +112,14 @@ def test_augmentation_does_not_leak_below_p_one_for_pictures_that_point_somewher
     # section 2.2: the upright picture stays the most frequent, so that the corner which is brightest stays so
     images = torch.full((3000, 1, 8, 8), -1.0)
     images[:, :, :4, :4] = 1.0
-    corner = mean_picture(images, 0.5, 0).reshape(2, 4, 2, 4).mean(dim=(1, 3)).flatten()
+    corner = mean_image(images, 0.5, 0).reshape(2, 4, 2, 4).mean(dim=(1, 3)).flatten()
     assert corner.argmax().item() == 0
     assert corner[0] - corner[1:].max() > 0.05
 
 
 def test_two_distributions_stay_apart_when_augmented_alike() -> None:
     bright, dark = torch.full((2000, 1, 8, 8), 0.5), torch.full((2000, 1, 8, 8), 0.1)
-    apart = [mean_picture(x, 0.6, s).mean().item() for s, x in enumerate((bright, dark, bright))]
+    apart = [mean_image(x, 0.6, s).mean().item() for s, x in enumerate((bright, dark, bright))]
     assert apart[0] - apart[1] > 0.1
     assert abs(apart[0] - apart[2]) < 0.06
 

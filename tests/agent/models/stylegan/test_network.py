@@ -11,9 +11,8 @@ from scipy.signal import convolve2d
 from torch import Tensor
 from torch.nn.functional import conv2d, conv_transpose2d, leaky_relu, pad
 
-from agent.nets import weights
-from agent.nets.blur import doubled, halved, low_pass, smoothed
-from agent.nets.stylegan import (
+from agent.models import weights
+from agent.models.stylegan.network import (
     PRESETS,
     Architecture,
     Discriminator,
@@ -24,7 +23,8 @@ from agent.nets.stylegan import (
     generator_from,
     spread,
 )
-from agent.training.loop import seeded
+from agent.models.stylegan.resampling import doubled, halved, low_pass, smoothed
+from agent.models.training_loop import seeded
 
 SMALL = Architecture(16, 3, 12, 10, 2, 256, 24)
 
@@ -288,7 +288,7 @@ def test_a_file_that_is_no_generator_is_refused() -> None:
         "cut": generator_bytes(small(), {})[:-9],
     }
     for raw in bad.values():
-        with pytest.raises(weights.BadWeights):
+        with pytest.raises(weights.WeightsError):
             generator_from(raw)
 
 

@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from agent.nets.restyle import (
+from agent.models.stylegan.network import PRESETS, Architecture, Generator
+from agent.models.stylegan.restyle import (
     Encoder,
     EncoderArchitecture,
     Polish,
     architecture_for,
     average_code,
-    average_picture,
+    average_image,
     encoder_bytes,
     encoder_from,
     fingerprint,
@@ -19,9 +20,8 @@ from agent.nets.restyle import (
     invert_recorded,
     polish,
 )
-from agent.nets.stylegan import PRESETS, Architecture, Generator
-from agent.nets.weights import BadWeights, pack, unpack
-from agent.training.loop import seeded
+from agent.models.training_loop import seeded
+from agent.models.weights import WeightsError, pack, unpack
 
 GREY = Architecture(16, 1, 16, 16, 2, 256, 16)
 COLOUR = GREY.with_channels(3)
@@ -96,7 +96,7 @@ def test_inversion_is_the_formula_of_the_paper_written_out(architecture, passes)
     assert torch.allclose(ws, w, atol=1e-5)
     assert torch.equal(ws, invert_images(encoder, generator, x, passes))
     assert len(seen) == passes + 1
-    assert torch.allclose(seen[0][:1], average_picture(generator), atol=1e-6)
+    assert torch.allclose(seen[0][:1], average_image(generator), atol=1e-6)
     assert torch.allclose(seen[-1], y, atol=1e-5)
     assert not ws.requires_grad
 
@@ -183,13 +183,13 @@ def test_an_encoder_comes_back_from_its_file_and_nobodys_generator_moves():
 def test_a_file_whose_sizes_are_not_those_of_its_weights_is_refused_before_memory_is_taken(change):
     packed = unpack(encoder_bytes(_encoder(_generator(GREY)), {}), "encoder")
     raw = pack("encoder", dict(packed.config) | change, {}, packed.state)
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         encoder_from(raw)
 
 
 @pytest.mark.parametrize("raw", [b"", b"\x80\x04K\x01.", b"\xff" * 64])
 def test_what_is_no_file_of_ours_is_refused(raw):
-    with pytest.raises(BadWeights):
+    with pytest.raises(WeightsError):
         encoder_from(raw)
 
 

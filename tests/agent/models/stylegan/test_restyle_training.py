@@ -7,13 +7,27 @@ import pytest
 import torch
 from PIL import Image as Picture
 
-from agent.nets.features import RandomFeatures
-from agent.nets.pictures import to_unit
-from agent.nets.restyle import Encoder, EncoderArchitecture, encoder_from, fingerprint, invert_recorded, scatter
-from agent.nets.stylegan import PRESETS as GENERATORS
-from agent.nets.stylegan import Architecture, Generator
-from agent.training.inversion import InversionConfig, InversionTrainer, Losses, draw_codes, train_encoder
-from agent.training.loop import OtherRun, seeded
+from agent.errors import OtherRunError
+from agent.models.features.extractors import RandomFeatures
+from agent.models.image_tensors import to_unit
+from agent.models.stylegan.network import PRESETS as GENERATORS
+from agent.models.stylegan.network import Architecture, Generator
+from agent.models.stylegan.restyle import (
+    Encoder,
+    EncoderArchitecture,
+    encoder_from,
+    fingerprint,
+    invert_recorded,
+    scatter,
+)
+from agent.models.stylegan.restyle_training import (
+    InversionConfig,
+    InversionTrainer,
+    Losses,
+    draw_codes,
+    train_encoder,
+)
+from agent.models.training_loop import seeded
 
 SMALL = Architecture(16, 1, 16, 16, 2, 256, 16)
 SMALL_ENCODER = EncoderArchitecture(16, 1, SMALL.num_ws, 16, 16, (16, 24, 32), (1, 1, 1), 32)
@@ -129,9 +143,9 @@ def test_another_seed_or_another_generator_is_another_run(tmp_path):
     generator = _generator(SMALL)
     config = dataclasses.replace(QUICK, image_steps=0)
     first = train_encoder(generator, None, config, tmp_path).read_bytes()
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         train_encoder(_generator(SMALL, seed=1), None, config, tmp_path)
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         train_encoder(generator, None, dataclasses.replace(config, seed=1), tmp_path)
     assert (tmp_path / "encoder.safetensors").read_bytes() == first
 

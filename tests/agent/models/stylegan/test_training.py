@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from agent.nets.ada import Control
-from agent.nets.pictures import to_unit
-from agent.nets.stylegan import PRESETS, Architecture, generator_from
-from agent.training.gan import GENERATOR, GanConfig, GanTrainer, auto, train_generator
-from agent.training.grids import grid, write_grid
-from agent.training.loop import CHECKPOINT, OtherRun
+from agent.errors import OtherRunError
+from agent.models.grids import grid, write_grid
+from agent.models.image_tensors import to_unit
+from agent.models.stylegan.ada import Control
+from agent.models.stylegan.network import PRESETS, Architecture, generator_from
+from agent.models.stylegan.training import GENERATOR, GanConfig, GanTrainer, auto, train_generator
+from agent.models.training_loop import CHECKPOINT
 
 MINI = Architecture(8, 1, 8, 8, 1, 64, 12)
 
@@ -64,26 +65,26 @@ def test_the_average_halves_its_memory_in_its_half_life_and_is_short_at_first() 
 
 def test_steps_of_a_regulariser_slow_the_optimiser_down() -> None:
     trainer = GanTrainer(config(), planes())
-    d, g = trainer.d_optimizer.param_groups[0], trainer.g_optimizer.param_groups[0]
+    d, g = trainer.optimizers["d_optimizer"].param_groups[0], trainer.optimizers["g_optimizer"].param_groups[0]
     assert d["lr"] == pytest.approx(0.0025 * 16 / 17)
     assert d["betas"] == pytest.approx((0.0, 0.99 ** (16 / 17)))
     assert (g["lr"], g["betas"]) == (0.0025, (0.0, 0.99))
-    slowed = GanTrainer(config(path_length=2.0), planes()).g_optimizer.param_groups[0]
+    slowed = GanTrainer(config(path_length=2.0), planes()).optimizers["g_optimizer"].param_groups[0]
     assert slowed["lr"] == pytest.approx(0.0025 * 4 / 5)
 
 
 def test_the_average_generator_follows_the_weights_by_its_formula() -> None:
     trainer, draw = GanTrainer(config(), planes()), stream()
-    expected = [p.detach().clone() for p in trainer.average.parameters()]
+    expected = [p.detach().clone() for p in trainer.averaged.parameters()]
     for count in range(1, 4):
         trainer.step(draw)
         beta = trainer.config.decay(4 * count)
         expected = [
             beta * e + (1 - beta) * p.detach() for e, p in zip(expected, trainer.generator.parameters(), strict=True)
         ]
-    for e, mean in zip(expected, trainer.average.parameters(), strict=True):
+    for e, mean in zip(expected, trainer.averaged.parameters(), strict=True):
         torch.testing.assert_close(mean, e, atol=1e-5, rtol=1e-4)
-    assert torch.equal(trainer.average.w_avg, trainer.generator.w_avg)
+    assert torch.equal(trainer.averaged.w_avg, trainer.generator.w_avg)
     assert trainer.generator.w_avg.abs().sum() > 0
 
 
@@ -170,7 +171,7 @@ def test_a_run_that_goes_on_equals_one_that_was_never_interrupted(tmp_path: Path
     train_generator(pictures(), config(steps=6), tmp_path / "parts")
     whole, parts = ((tmp_path / n / GENERATOR).read_bytes() for n in ("whole", "parts"))
     assert whole == parts
-    with pytest.raises(ValueError, match="longer already"):
+    with pytest.raises(ValueError, match="already longer"):
         train_generator(pictures(), config(steps=3), tmp_path / "parts")
 
 
@@ -178,9 +179,9 @@ def test_a_run_that_goes_on_equals_one_that_was_never_interrupted(tmp_path: Path
 def test_a_folder_of_another_run_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     train_generator(pictures(), config(steps=1), tmp_path)
     before = (tmp_path / CHECKPOINT).read_bytes()
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         train_generator(pictures(), config(steps=1, **change), tmp_path)
-    with pytest.raises(OtherRun):
+    with pytest.raises(OtherRunError):
         train_generator(255 - pictures(), config(steps=1), tmp_path)
     assert (tmp_path / CHECKPOINT).read_bytes() == before
 
@@ -217,7 +218,7 @@ def test_a_generator_learns_where_it_is_bright(tmp_path: Path) -> None:
         (np.full((4, 8, 8), np.nan), "uint8"),
         (pictures(channels=2), "grey"),
         (pictures()[0], "grey"),
-        (np.zeros((4, 8, 8), np.uint8), "the same"),
+        (np.zeros((4, 8, 8), np.uint8), "are equal"),
     ],
 )
 def test_pictures_that_cannot_be_learned_are_refused_before_anything_is_written(

@@ -12,7 +12,7 @@ from dicomweb_client.web import DICOMwebClient
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.edges.multipart import Limits, MultipartError, Part, Splitter, media_type
+from agent.pacs.dicomweb.multipart import Limits, MultipartError, Part, Splitter, media_type
 
 HEAD = b"Content-Type: application/dicom\r\n\r\n"
 

@@ -23,10 +23,10 @@ import pydicom
 import pytest
 from pydicom.data import get_testdata_file
 
-from agent.edges.dicomweb import Web, WebError
-from agent.edges.remote import Query
-from agent.edges.room import Room
-from agent.edges.wado import Puller, Sink, Time
+from agent.pacs.archive import Query
+from agent.pacs.dicomweb.qido import DicomWebArchive, DicomWebError
+from agent.pacs.dicomweb.wado import Sink, Time, WadoRetriever
+from agent.storage.spool import Spool
 from tests.support.pacs import Pacs, make_instances, orthanc
 from tests.support.pki import Authority
 
@@ -40,17 +40,17 @@ def secret(folder: Path, text: str) -> Path:
     return path
 
 
-def web_of(pacs: Pacs, folder: Path, **changed: Any) -> Web:
+def web_of(pacs: Pacs, folder: Path, **changed: Any) -> DicomWebArchive:
     password = secret(folder, pacs.password)
     usual = {"user": pacs.user, "password_file": password, "least_free_bytes": 0, "retries": 2}
-    return Web("ward", pacs.dicomweb_url, **{**usual, **changed})
+    return DicomWebArchive("ward", pacs.dicomweb_url, **{**usual, **changed})
 
 
 def sink_of(folder: Path, already: Callable[[str], bool] = lambda _uid: False) -> Sink:
-    return Sink(Room(folder / "inbox", KEY), already)
+    return Sink(Spool(folder / "inbox", KEY), already)
 
 
-def bodies(room: Room) -> list[bytes]:
+def bodies(room: Spool) -> list[bytes]:
     arrivals = [room.open(name) for name in room.names()]
     assert all((a.road, a.source) == ("wado", "ward") for a in arrivals)
     return sorted(a.body for a in arrivals)
@@ -79,14 +79,14 @@ def theirs(pacs: Pacs) -> dict[str, bytes]:
 
 def test_everything_arrives_as_the_archive_stores_it(pacs: Pacs, theirs: dict[str, bytes], tmp_path: Path) -> None:
     sink, seen = sink_of(tmp_path), []
-    done = Puller(web_of(pacs, tmp_path), sink, progress=lambda brought, known: seen.append((brought, known))).run(
-        Query()
-    )
+    done = WadoRetriever(
+        web_of(pacs, tmp_path), sink, progress=lambda brought, known: seen.append((brought, known))
+    ).run(Query())
     assert len(theirs) == 62
     assert bodies(sink.room) == sorted(theirs.values())
     assert (done.instances, done.brought, done.known, done.left, done.complete) == (62, 62, 0, {}, True)
     assert seen[-1] == (62, 0)
-    again = Puller(web_of(pacs, tmp_path), sink).run(Query())
+    again = WadoRetriever(web_of(pacs, tmp_path), sink).run(Query())
     assert (again.brought, again.known, again.complete) == (0, 62, True)
 
 
@@ -125,7 +125,7 @@ def test_a_query_brings_what_matches_and_nothing_else(
         )
 
     sink = sink_of(tmp_path)
-    done = Puller(web_of(pacs, tmp_path), sink).run(query)
+    done = WadoRetriever(web_of(pacs, tmp_path), sink).run(query)
     assert bodies(sink.room) == sorted(filter(matches, theirs.values()))
     assert done.complete
 
@@ -134,27 +134,27 @@ def test_what_is_known_is_not_asked_for_again(pacs: Pacs, theirs: dict[str, byte
     for share in (2, 5):  # most of a series wanted; few of it
         known = {uid for uid, body in theirs.items() if int(of(body).InstanceNumber or 0) % share}
         sink = sink_of(tmp_path / str(share), known.__contains__)
-        done = Puller(web_of(pacs, tmp_path), sink).run(Query())
+        done = WadoRetriever(web_of(pacs, tmp_path), sink).run(Query())
         assert bodies(sink.room) == sorted(body for uid, body in theirs.items() if uid not in known)
         assert (done.brought, done.known) == (62 - len(known), len(known))
 
 
 def test_it_goes_on_after_kill_9_of_the_agent(pacs: Pacs, theirs: dict[str, bytes], tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom pathlib import Path\nfrom agent.edges.dicomweb import Web\n"
-        "from agent.edges.remote import Query\nfrom agent.edges.room import Room\n"
-        "from agent.edges.wado import Puller, Sink\n"
-        "web = Web('ward', sys.argv[1], user=sys.argv[2], password_file=Path(sys.argv[3]), least_free_bytes=0,\n"
-        "          per_minute=1200)\n"
-        "sink = Sink(Room(Path(sys.argv[4]), bytes(range(32))), lambda uid: False)\n"
-        "Puller(web, sink, progress=lambda brought, known: print(brought, flush=True)).run(Query())\n"
+        "import sys\nfrom pathlib import Path\nfrom agent.pacs.dicomweb.config import DicomWebArchive\n"
+        "from agent.pacs.archive import Query\nfrom agent.storage.spool import Spool\n"
+        "from agent.pacs.dicomweb.wado import WadoRetriever, Sink\n"
+        "web = DicomWebArchive('ward', sys.argv[1], user=sys.argv[2], password_file=Path(sys.argv[3]),\n"
+        "                      least_free_bytes=0, per_minute=1200)\n"
+        "sink = Sink(Spool(Path(sys.argv[4]), bytes(range(32))), lambda uid: False)\n"
+        "WadoRetriever(web, sink, progress=lambda brought, known: print(brought, flush=True)).run(Query())\n"
     )
     arguments = [pacs.dicomweb_url, pacs.user, str(secret(tmp_path, pacs.password)), str(tmp_path / "inbox")]
     with subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[4])},
     ) as agent:
         assert agent.stdout is not None
         while int(agent.stdout.readline()) < 15:
@@ -164,7 +164,7 @@ def test_it_goes_on_after_kill_9_of_the_agent(pacs: Pacs, theirs: dict[str, byte
     sink.room.sweep()
     before = len(sink.room.names())
     assert 15 <= before < 62
-    done = Puller(web_of(pacs, tmp_path), sink).run(Query())
+    done = WadoRetriever(web_of(pacs, tmp_path), sink).run(Query())
     assert (done.brought, done.known, done.complete) == (62 - before, before, True)
     assert bodies(sink.room) == sorted(theirs.values())
 
@@ -180,7 +180,7 @@ def test_it_goes_on_after_kill_9_of_the_archive(pacs: Pacs, theirs: dict[str, by
 
     found: list[Any] = []
     web = web_of(pacs, tmp_path, retries=8)
-    puller = Puller(web, sink, progress=progress)
+    puller = WadoRetriever(web, sink, progress=progress)
     thread = threading.Thread(target=lambda: found.append(puller.run(Query())))
     thread.start()
     assert begun.wait(60)
@@ -194,9 +194,9 @@ def test_it_goes_on_after_kill_9_of_the_archive(pacs: Pacs, theirs: dict[str, by
 
 def test_an_archive_that_stays_away_is_an_error_and_keeps_what_came(tmp_path: Path) -> None:
     waits: list[float] = []
-    web = Web("ward", "http://127.0.0.1:9/dicom-web", retries=3, least_free_bytes=0)
-    with pytest.raises(WebError, match="ward cannot be reached"):
-        Puller(web, sink_of(tmp_path), clocks=Time(sleep=waits.append)).run(Query())
+    web = DicomWebArchive("ward", "http://127.0.0.1:9/dicom-web", retries=3, least_free_bytes=0)
+    with pytest.raises(DicomWebError, match="ward cannot be reached"):
+        WadoRetriever(web, sink_of(tmp_path), clocks=Time(sleep=waits.append)).run(Query())
     assert waits == sorted(waits)
     assert len(waits) == 3
 
@@ -227,13 +227,13 @@ def test_what_goes_wrong_is_said_without_patients(
         changed = {"password_file": secret(tmp_path / "other", "wrong")}
     given = {"name": "ward", "url": pacs.dicomweb_url, "user": pacs.user, "least_free_bytes": 0, "retries": 0}
     given["password_file"] = secret(tmp_path, pacs.password)
-    puller = Puller(Web(**{**given, **changed}), sink_of(tmp_path))
+    puller = WadoRetriever(DicomWebArchive(**{**given, **changed}), sink_of(tmp_path))
     if said is None:
         done = puller.run(Query())
         assert (done.brought, done.left, done.complete) == (0, {"too_large": 62}, False)
         told = repr(done)
     else:
-        with pytest.raises(WebError, match=said) as caught:
+        with pytest.raises(DicomWebError, match=said) as caught:
             puller.run(Query())
         told = str(caught.value) + repr(caught.value.__cause__)
     for secret_text in [pacs.password, "PAT-", "studies/", *theirs]:
@@ -252,27 +252,29 @@ def test_tls_is_checked_both_ways(files: list[bytes], tmp_path: Path) -> None:
         assert (done.brought, got) == (6, sorted(files))
         for ca, pair in ((strangers.ca, known), (None, known), (ours.ca, stranger), (ours.ca, (None, None))):
             before = len(server.asked)
-            with pytest.raises(WebError, match=r"TLS failed|broke off"):
+            with pytest.raises(DicomWebError, match=r"TLS failed|closed the connection"):
                 pull(server, tmp_path / "out", ca=ca, certificate=pair[0], key=pair[1])
             assert len(server.asked) == before
 
 
 def test_nothing_is_asked_outside_its_hours_or_after_a_stop(tmp_path: Path) -> None:
     with misbehaving({}) as server:
-        web = Web("ward", server.url, hours="22:00-06:00", least_free_bytes=0)
+        web = DicomWebArchive("ward", server.url, hours="22:00-06:00", least_free_bytes=0)
         for hour, paused in ((23, False), (0, False), (5, False), (6, True), (12, True), (21, True)):
             clocks = Time(now=lambda hour=hour: dt.datetime(2026, 1, 5, hour))
-            done = Puller(web, sink_of(tmp_path), clocks=clocks).run(Query())
+            done = WadoRetriever(web, sink_of(tmp_path), clocks=clocks).run(Query())
             assert (done.paused, done.asked) == (paused, not paused)
         asked = len(server.asked)
         assert asked == 3
-        assert Puller(web, sink_of(tmp_path), stop=lambda: True).run(Query()).paused
+        assert WadoRetriever(web, sink_of(tmp_path), stop=lambda: True).run(Query()).paused
         assert len(server.asked) == asked
 
 
 def test_a_stop_comes_between_two_instances(pacs: Pacs, tmp_path: Path) -> None:
     sink = sink_of(tmp_path)
-    done = Puller(web_of(pacs, tmp_path, connections=1), sink, stop=lambda: len(sink.room.names()) >= 7).run(Query())
+    done = WadoRetriever(web_of(pacs, tmp_path, connections=1), sink, stop=lambda: len(sink.room.names()) >= 7).run(
+        Query()
+    )
     assert 7 <= done.brought <= 12  # some were being written when it was said
     assert (done.paused, done.complete, len(sink.room.names())) == (True, False, done.brought)
 
@@ -285,7 +287,7 @@ def test_the_rate_is_kept(pacs: Pacs, tmp_path: Path) -> None:
         now[0] += seconds
 
     web = web_of(pacs, tmp_path, per_minute=30, connections=1, whole_s=1e6)
-    done = Puller(web, sink_of(tmp_path), clocks=Time(monotonic=lambda: now[0], sleep=sleep)).run(
+    done = WadoRetriever(web, sink_of(tmp_path), clocks=Time(monotonic=lambda: now[0], sleep=sleep)).run(
         Query(patients=("PAT-w1",))
     )
     assert done.brought == 10
@@ -388,9 +390,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 
 def pull(server: Misbehaving, folder: Path, query: Query | None = None, **changed: Any) -> tuple[Any, list[bytes]]:
-    web = Web("ward", server.url, **{"retries": 2, "least_free_bytes": 0, "connections": 1, **changed})
+    web = DicomWebArchive("ward", server.url, **{"retries": 2, "least_free_bytes": 0, "connections": 1, **changed})
     sink = sink_of(folder)
-    done = Puller(web, sink, clocks=Time(sleep=lambda _seconds: None)).run(query or Query())
+    done = WadoRetriever(web, sink, clocks=Time(sleep=lambda _seconds: None)).run(query or Query())
     return done, bodies(sink.room)
 
 
@@ -426,7 +428,9 @@ def test_an_archive_that_lost_two_files_sends_all_others(tmp_path: Path) -> None
         pacs.store(made)
         pacs.lose(lost)
         for brought, known in ((38, 0), (0, 38)):
-            done = Puller(web_of(pacs, tmp_path, retries=6), sink, clocks=Time(sleep=waits.append)).run(Query())
+            done = WadoRetriever(web_of(pacs, tmp_path, retries=6), sink, clocks=Time(sleep=waits.append)).run(
+                Query()
+            )
             assert (done.instances, done.brought, done.known, done.left) == (40, brought, known, {"failed": 2})
             assert sum(waits) < 30
     here = {str(of(body).SOPInstanceUID) for body in bodies(sink.room)}
@@ -462,8 +466,8 @@ def test_series_that_the_archive_has_a_fault_with_cost_no_other(files: list[byte
         waits: list[float] = []
         for brought in (1, 0):  # again and again: the run ends by itself
             sink = sink_of(tmp_path)
-            web = Web("ward", server.url, least_free_bytes=0, connections=1)
-            done = Puller(web, sink, clocks=Time(sleep=waits.append)).run(Query())
+            web = DicomWebArchive("ward", server.url, least_free_bytes=0, connections=1)
+            done = WadoRetriever(web, sink, clocks=Time(sleep=waits.append)).run(Query())
             assert (done.brought, done.left) == (brought, {"failed": 15})
         assert sum(waits) < 2 * 90
 
@@ -476,7 +480,7 @@ def test_an_archive_that_fails_for_everything_ends_the_run(
         for i in range(30):
             server.answers[f"/series/1.3.{i}"] = (status, {}, b"")
             server.answers[f"/series/1.3.{i}/instances/{of(files[i % 6]).SOPInstanceUID}.{i}"] = (status, {}, b"")
-        with pytest.raises(WebError, match=f"HTTP {status}"):
+        with pytest.raises(DicomWebError, match=f"HTTP {status}"):
             pull(server, tmp_path)
         assert sum("/1.3." in path and "?" not in path for path in server.asked) < most
 
@@ -519,7 +523,7 @@ def test_an_archive_that_ignores_the_offset_is_not_asked_for_ever(files: list[by
     answers = archive(files, multipart(*files))
     with misbehaving(answers) as server:
         server.answers["later"] = answers["/studies"]  # no new match on any further page
-        with contextlib.suppress(WebError):
+        with contextlib.suppress(DicomWebError):
             pull(server, tmp_path)
         assert len(server.asked) < 20
 
@@ -527,7 +531,7 @@ def test_an_archive_that_ignores_the_offset_is_not_asked_for_ever(files: list[by
 def test_credentials_go_nowhere_else(tmp_path: Path) -> None:
     with misbehaving({}) as elsewhere, misbehaving({}) as server:
         server.answers["/studies"] = (302, {"Location": f"{elsewhere.url}/studies"}, b"")
-        with pytest.raises(WebError, match="sends us elsewhere"):
+        with pytest.raises(DicomWebError, match="redirects to another address"):
             pull(server, tmp_path, user="u", password_file=secret(tmp_path, "hunter2"))
         assert elsewhere.asked == []
         assert "Authorization" in server.heads[0]
@@ -556,15 +560,15 @@ def _endless(handler: http.server.BaseHTTPRequestHandler, head: bytes, piece: by
     [
         (b"Content-Type: application/dicom+json", b"[" * 65_536, "more than 64 MiB"),
         (b"Content-Encoding: gzip", b"\x1f\x8b" * 1000, "compresses"),
-        (b"Transfer-Encoding: chunked", b"1" * 65_536, "broke off"),
-        (b"X: " + b"y" * 70_000, b"", "broke off"),
+        (b"Transfer-Encoding: chunked", b"1" * 65_536, "closed the connection"),
+        (b"X: " + b"y" * 70_000, b"", "closed the connection"),
     ],
 )
 def test_an_endless_answer_ends(tmp_path: Path, head: bytes, piece: bytes, said: str) -> None:
     def answer(handler: http.server.BaseHTTPRequestHandler) -> None:
         _endless(handler, head, piece)
 
-    with misbehaving({"/studies": answer}) as server, pytest.raises(WebError, match=said):
+    with misbehaving({"/studies": answer}) as server, pytest.raises(DicomWebError, match=said):
         pull(server, tmp_path, retries=0)
 
 
@@ -575,7 +579,7 @@ def test_a_slow_answer_ends(files: list[bytes], tmp_path: Path) -> None:
             handler.wfile.write(b"[")
             time.sleep(0.05)
 
-    with misbehaving({"/studies": drip}) as server, pytest.raises(WebError, match="takes longer"):
+    with misbehaving({"/studies": drip}) as server, pytest.raises(DicomWebError, match="takes longer"):
         pull(server, tmp_path, retries=0, whole_s=0.5)
 
 
@@ -593,11 +597,11 @@ def test_a_slow_answer_ends(files: list[bytes], tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_dicomweb_is_said_so(tmp_path: Path, body: bytes) -> None:
-    with misbehaving({"/studies": (200, {}, body)}) as server, pytest.raises(WebError, match=r"url|valid UID"):
+    with misbehaving({"/studies": (200, {}, body)}) as server, pytest.raises(DicomWebError, match=r"url|valid UID"):
         pull(server, tmp_path)
     with misbehaving({**archive([], (200, {"Content-Type": "text/html"}, body))}) as server:
         server.answers["/series/1.3/instances"] = matches_of("00080018", "1.4")
-        with pytest.raises(WebError, match="multipart/related"):
+        with pytest.raises(DicomWebError, match="multipart/related"):
             pull(server, tmp_path)
 
 
@@ -622,13 +626,13 @@ def test_what_is_no_dicomweb_is_said_so(tmp_path: Path, body: bytes) -> None:
     ],
 )
 def test_settings_that_cannot_work_or_would_leak_are_refused(wrong: dict[str, Any]) -> None:
-    Web("ward", "https://pacs.example.org/dicom-web")
+    DicomWebArchive("ward", "https://pacs.example.org/dicom-web")
     with pytest.raises(ValueError, match=r"\w"):
-        Web(**{"name": "ward", "url": "https://pacs.example.org/dicom-web", **wrong})
+        DicomWebArchive(**{"name": "ward", "url": "https://pacs.example.org/dicom-web", **wrong})
 
 
 def test_a_password_that_others_can_read_is_not_used(tmp_path: Path) -> None:
     loose = secret(tmp_path, "x")
     loose.chmod(0o640)
-    with misbehaving({}) as server, pytest.raises(WebError, match="chmod 600"):
+    with misbehaving({}) as server, pytest.raises(DicomWebError, match="chmod 600"):
         pull(server, tmp_path, user="u", password_file=loose)

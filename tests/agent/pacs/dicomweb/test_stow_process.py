@@ -22,9 +22,9 @@ import pytest
 import requests
 from dicomweb_client.web import DICOMwebClient
 
-from agent.edges.room import Room
-from agent.edges.secret import make_secret
-from agent.edges.stow import Stow, StowError, StowSettings
+from agent.pacs.dicomweb.stow_process import Stow, StowError, StowSettings
+from agent.pacs.secret_files import make_secret
+from agent.storage.spool import Spool
 from tests.support.pacs import make_instances, orthanc
 from tests.support.peers import need
 from tests.support.pki import Authority
@@ -53,16 +53,16 @@ def settings_of(token_file: Path, **changed: Any) -> StowSettings:
 
 
 @pytest.fixture(scope="module")
-def usual(tmp_path_factory: pytest.TempPathFactory, token_file: Path) -> Iterator[tuple[Stow, Room]]:
+def usual(tmp_path_factory: pytest.TempPathFactory, token_file: Path) -> Iterator[tuple[Stow, Spool]]:
     """One receiver for the tests that need nothing of their own; with small limits."""
-    room = Room(tmp_path_factory.mktemp("home") / "inbox", KEY)
+    room = Spool(tmp_path_factory.mktemp("home") / "inbox", KEY)
     limits = {"max_bytes": 2**20, "body_bytes": 64 * 2**20, "most_instances": 1000, "header_s": 1.0, "grace_s": 1.0}
     with Stow(settings_of(token_file, **limits), room.folder, KEY) as stow:
         yield stow, room
 
 
 @pytest.fixture
-def receiver(usual: tuple[Stow, Room]) -> tuple[Stow, Room]:
+def receiver(usual: tuple[Stow, Spool]) -> tuple[Stow, Spool]:
     """The usual one, its room empty."""
     for name in usual[1].names():
         usual[1].remove(name)
@@ -78,7 +78,7 @@ def post(stow: Stow, token_file: Path, body: Any, path: str = "/studies", **head
     return requests.post(url_of(stow, path), data=body, headers=told, timeout=60)
 
 
-def bodies(room: Room) -> list[bytes]:
+def bodies(room: Spool) -> list[bytes]:
     arrivals = [room.open(name) for name in room.names()]
     assert all((a.road, a.source) == ("stow", "stow") for a in arrivals)
     return sorted(a.body for a in arrivals)
@@ -98,7 +98,7 @@ def alive(stow: Stow, token_file: Path, file: bytes) -> bool:
 
 
 def test_what_dicomweb_client_stores_arrives(
-    receiver: tuple[Stow, Room], token_file: Path, files: list[bytes]
+    receiver: tuple[Stow, Spool], token_file: Path, files: list[bytes]
 ) -> None:
     stow, room = receiver
     session = requests.Session()
@@ -112,7 +112,7 @@ def test_what_dicomweb_client_stores_arrives(
 
 
 def test_what_curl_sends_arrives_bit_for_bit(
-    receiver: tuple[Stow, Room], token_file: Path, files: list[bytes], tmp_path: Path
+    receiver: tuple[Stow, Spool], token_file: Path, files: list[bytes], tmp_path: Path
 ) -> None:
     need("curl")
     stow, room = receiver
@@ -129,7 +129,7 @@ def test_what_curl_sends_arrives_bit_for_bit(
 
 
 def test_what_orthanc_stores_arrives_bit_for_bit(token_file: Path, files: list[bytes], tmp_path: Path) -> None:
-    room = Room(tmp_path / "inbox", KEY)
+    room = Spool(tmp_path / "inbox", KEY)
     with Stow(settings_of(token_file), room.folder, KEY) as stow:
         server = {
             "Url": url_of(stow, "/"),
@@ -145,7 +145,9 @@ def test_what_orthanc_stores_arrives_bit_for_bit(token_file: Path, files: list[b
     assert set(theirs) == {uid_of(one) for one in files}
 
 
-def test_nothing_is_told_without_the_token(receiver: tuple[Stow, Room], token_file: Path, files: list[bytes]) -> None:
+def test_nothing_is_told_without_the_token(
+    receiver: tuple[Stow, Spool], token_file: Path, files: list[bytes]
+) -> None:
     stow, room = receiver
     good = token_file.read_text().strip()
     for wrong in ("", "Bearer", "Bearer " + good[:-1], f"Bearer {good}x", f"Basic {good}", good, "Bearer \xe9"):
@@ -171,7 +173,7 @@ def test_nothing_is_told_without_the_token(receiver: tuple[Stow, Room], token_fi
     ],
 )
 def test_there_is_one_thing_to_do_and_one_place(
-    receiver: tuple[Stow, Room], token_file: Path, method: str, path: str, status: int
+    receiver: tuple[Stow, Spool], token_file: Path, method: str, path: str, status: int
 ) -> None:
     stow, _ = receiver
     token = token_file.read_text().strip()
@@ -200,7 +202,7 @@ def test_there_is_one_thing_to_do_and_one_place(
     ],
 )
 def test_what_cannot_be_stored_is_refused_as_the_standard_says(
-    receiver: tuple[Stow, Room], token_file: Path, headers: dict[str, str], body: bytes, status: int
+    receiver: tuple[Stow, Spool], token_file: Path, headers: dict[str, str], body: bytes, status: int
 ) -> None:
     stow, room = receiver
     try:
@@ -212,7 +214,7 @@ def test_what_cannot_be_stored_is_refused_as_the_standard_says(
     assert room.names() == []
 
 
-def test_one_bad_part_costs_no_other(receiver: tuple[Stow, Room], token_file: Path, files: list[bytes]) -> None:
+def test_one_bad_part_costs_no_other(receiver: tuple[Stow, Spool], token_file: Path, files: list[bytes]) -> None:
     stow, room = receiver
     large = files[1] + bytes(2**20)
     body = PART + files[0] + PART + b"junk" + PART + large + PART + files[2] + END
@@ -226,7 +228,7 @@ def test_one_bad_part_costs_no_other(receiver: tuple[Stow, Room], token_file: Pa
 
 
 def test_only_instances_of_the_named_study_are_stored_under_it(
-    receiver: tuple[Stow, Room], token_file: Path, files: list[bytes]
+    receiver: tuple[Stow, Spool], token_file: Path, files: list[bytes]
 ) -> None:
     stow, room = receiver
     studies = [str(pydicom.dcmread(BytesIO(one)).StudyInstanceUID) for one in files[:2]]
@@ -238,14 +240,14 @@ def test_only_instances_of_the_named_study_are_stored_under_it(
     assert bodies(room) == [files[0]]
 
 
-def test_compressed_bodies_are_not_unpacked(receiver: tuple[Stow, Room], token_file: Path) -> None:
+def test_compressed_bodies_are_not_unpacked(receiver: tuple[Stow, Spool], token_file: Path) -> None:
     stow, room = receiver
     bomb = gzip.compress(PART + bytes(50 * 2**20))
     assert post(stow, token_file, bomb, **{"Content-Encoding": "gzip"}).status_code == 415
     assert room.names() == []
 
 
-def test_huge_headers_are_refused(receiver: tuple[Stow, Room], token_file: Path, files: list[bytes]) -> None:
+def test_huge_headers_are_refused(receiver: tuple[Stow, Spool], token_file: Path, files: list[bytes]) -> None:
     stow, _ = receiver
     with socket.create_connection(("127.0.0.1", stow.port), 10) as line:
         line.sendall(b"POST /dicom-web/studies HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 60_000)
@@ -271,7 +273,7 @@ def _until_closed(line: socket.socket, send: bytes, most: float) -> bytes:
     pytest.fail("the connection is still held")
 
 
-def test_slow_senders_are_cut_off(receiver: tuple[Stow, Room], token_file: Path, files: list[bytes]) -> None:
+def test_slow_senders_are_cut_off(receiver: tuple[Stow, Spool], token_file: Path, files: list[bytes]) -> None:
     stow, room = receiver
     token = token_file.read_text().strip()
     head = (
@@ -287,7 +289,7 @@ def test_slow_senders_are_cut_off(receiver: tuple[Stow, Room], token_file: Path,
 
 
 def test_many_silent_connections_do_not_keep_others_out_for_long(
-    receiver: tuple[Stow, Room], token_file: Path, files: list[bytes]
+    receiver: tuple[Stow, Spool], token_file: Path, files: list[bytes]
 ) -> None:
     stow, _ = receiver
     lines = [socket.create_connection(("127.0.0.1", stow.port), 10) for _ in range(60)]
@@ -306,7 +308,7 @@ def test_many_silent_connections_do_not_keep_others_out_for_long(
 
 
 def test_a_sender_that_breaks_off_loses_only_what_was_not_whole(
-    receiver: tuple[Stow, Room], token_file: Path, files: list[bytes]
+    receiver: tuple[Stow, Spool], token_file: Path, files: list[bytes]
 ) -> None:
     stow, room = receiver
     token = token_file.read_text().strip()
@@ -326,7 +328,7 @@ def test_a_sender_that_breaks_off_loses_only_what_was_not_whole(
 def test_a_full_disk_or_too_many_requests_are_said_with_a_time_to_come_back(
     token_file: Path, files: list[bytes], tmp_path: Path
 ) -> None:
-    room = Room(tmp_path / "inbox", KEY)
+    room = Spool(tmp_path / "inbox", KEY)
     full = settings_of(token_file, least_free_bytes=2**60)
     with Stow(full, room.folder, KEY) as stow:
         reply = post(stow, token_file, PART + files[0] + END)
@@ -349,7 +351,7 @@ def test_a_full_disk_or_too_many_requests_are_said_with_a_time_to_come_back(
 
 
 def test_only_listed_addresses_may_connect(token_file: Path, files: list[bytes], tmp_path: Path) -> None:
-    room = Room(tmp_path / "inbox", KEY)
+    room = Spool(tmp_path / "inbox", KEY)
     with (
         Stow(settings_of(token_file, addresses=("192.0.2.0/24",)), room.folder, KEY) as stow,
         pytest.raises(requests.ConnectionError),
@@ -361,7 +363,7 @@ def test_only_listed_addresses_may_connect(token_file: Path, files: list[bytes],
 def test_senders_prove_themselves_by_certificate(files: list[bytes], tmp_path: Path) -> None:
     ours, strangers = Authority(tmp_path / "ours"), Authority(tmp_path / "strangers")
     certificate, key = ours.server()
-    room = Room(tmp_path / "inbox", KEY)
+    room = Spool(tmp_path / "inbox", KEY)
     settings = StowSettings(
         port=0, certificate=certificate, key=key, client_ca=ours.ca, client_names=("ct1",), least_free_bytes=0
     )
@@ -398,7 +400,7 @@ def _memory(pid: int) -> int:
 
 
 def test_memory_stays_flat_while_200_mb_come_in(token_file: Path, files: list[bytes], tmp_path: Path) -> None:
-    room = Room(tmp_path / "inbox", KEY, durable=False)
+    room = Spool(tmp_path / "inbox", KEY, durable=False)
     with Stow(settings_of(token_file), room.folder, KEY) as stow:
         assert stow.pid is not None
         seen: list[int] = []
@@ -420,7 +422,8 @@ def test_memory_stays_flat_while_200_mb_come_in(token_file: Path, files: list[by
 
 def test_it_dies_with_its_agent_and_leaves_no_core(token_file: Path, tmp_path: Path) -> None:
     program = (
-        "import sys, time\nfrom pathlib import Path\nfrom agent.edges.stow import Stow, StowSettings\n"
+        "import sys, time\nfrom pathlib import Path\n"
+        "from agent.pacs.dicomweb.stow_process import Stow, StowSettings\n"
         "stow = Stow(StowSettings(port=0, token_file=Path(sys.argv[1])), Path(sys.argv[2]), bytes(32))\n"
         "stow.start()\nprint(stow.pid, flush=True)\ntime.sleep(600)\n"
     )
@@ -428,7 +431,7 @@ def test_it_dies_with_its_agent_and_leaves_no_core(token_file: Path, tmp_path: P
         [sys.executable, "-c", program, str(token_file), str(tmp_path / "inbox")],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[4])},
     ) as agent:
         assert agent.stdout is not None
         child = Path(f"/proc/{int(agent.stdout.readline())}")
@@ -443,7 +446,7 @@ def test_it_dies_with_its_agent_and_leaves_no_core(token_file: Path, tmp_path: P
 def test_a_restart_takes_the_same_room_and_stop_is_harmless_twice(
     token_file: Path, files: list[bytes], tmp_path: Path
 ) -> None:
-    room = Room(tmp_path / "inbox", KEY)
+    room = Spool(tmp_path / "inbox", KEY)
     stow = Stow(settings_of(token_file), room.folder, KEY)
     for i in (0, 1):
         stow.start()

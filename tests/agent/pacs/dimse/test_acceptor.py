@@ -25,23 +25,13 @@ from pynetdicom.pdu_primitives import (
     UserIdentityNegotiation,
 )
 
-from agent.edges.association import (
-    STORABLE,
-    STORAGE,
-    Accepted,
-    Caller,
-    Ended,
-    Identity,
-    ListenerSettings,
-    Rejected,
-    Tls,
-    Wire,
-    negotiate,
-    plain_address,
-)
-from agent.edges.dimse import EVENTS, Association, Services, Tally
-from agent.edges.dimse_message import UID, Command, file_head, read_command, response
-from agent.edges.room import Room
+from agent.pacs.dimse.acceptor import STORABLE, STORAGE, Accepted, Rejected, negotiate
+from agent.pacs.dimse.config import Caller, Identity, ListenerSettings, plain_address
+from agent.pacs.dimse.messages import UID, Command, file_head, read_command, response
+from agent.pacs.dimse.pdu import AssociationEnded, PduStream
+from agent.pacs.dimse.storage_scp import EVENTS, Association, EventTally, Services
+from agent.pacs.tls import Tls
+from agent.storage.spool import Spool
 
 pytestmark = pytest.mark.filterwarnings("ignore:Invalid value for VR UI")  # by pydicom, in the codec of requests
 CT, VERIFY = "1.2.840.10008.5.1.4.1.1.2", "1.2.840.10008.1.1"
@@ -105,7 +95,7 @@ class Talk:
     """A connection to an association in a thread."""
 
     def __init__(self, folder: Path, ours=OURS, address="127.0.0.1", over=False):
-        self.room, self.tally = Room(folder / "room", bytes(32), durable=False), Tally()
+        self.room, self.tally = Spool(folder / "room", bytes(32), durable=False), EventTally()
         self.services = Services(ours, self.room, self.tally)
         self.stop, self.error = threading.Event(), None
         self.near, far = socket.socketpair()
@@ -115,7 +105,7 @@ class Talk:
 
     def _serve(self, far, address, over):
         try:
-            Association(Wire(far), address, self.services, self.stop.is_set).serve(over=over)
+            Association(PduStream(far), address, self.services, self.stop.is_set).serve(over=over)
         except BaseException as error:
             self.error = error
             raise
@@ -189,7 +179,7 @@ def test_a_command_set_of_pynetdicom_is_read(message, instance):
 def test_any_bytes_are_a_command_set_or_end_the_association(data):
     try:
         assert read_command(data).message < 1 << 16
-    except Ended as end:
+    except AssociationEnded as end:
         if end.code != "malformed":
             raise
 
@@ -311,7 +301,7 @@ def test_a_mutated_request_is_answered_or_ends_the_association(data):
     raw = raw[: data.draw(st.integers(0, len(raw)))]
     try:
         assert isinstance(negotiate(bytes(raw), "127.0.0.1", OURS), Accepted | Rejected)
-    except Ended as end:
+    except AssociationEnded as end:
         if end.code != "malformed":
             raise
 
@@ -321,7 +311,7 @@ def test_a_request_of_nothing_but_items_costs_little():
     for item in (b"\x21\0\0\0", b"\x50\0\0\0", b"\x20\0\0\4\1\0\0\0", b"\x50\0\0\4\x51\0\0\0"):
         raw = struct.pack(">BBI", 1, 0, 0) + body + item * ((65536 - len(body)) // len(item))
         began = time.process_time()
-        with pytest.raises(Ended):
+        with pytest.raises(AssociationEnded):
             negotiate(raw, "127.0.0.1", OURS)
         assert time.process_time() - began < 1.0  # the issue's bound for a hostile sender
 

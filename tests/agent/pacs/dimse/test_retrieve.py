@@ -15,11 +15,12 @@ from pydicom import dcmread
 from pydicom.data import get_testdata_file
 from pydicom.dataset import Dataset
 
-from agent.edges.association import Caller, ListenerSettings, Tls
-from agent.edges.hours import Hours
-from agent.edges.listener import Listener
-from agent.edges.pull import PacsError, Progress, Pull, Query, Remote
-from agent.edges.room import Arrival
+from agent.pacs.dimse.config import Caller, ListenerSettings
+from agent.pacs.dimse.listener_process import Listener
+from agent.pacs.dimse.retrieve import ArchiveConfig, ArchiveError, Progress, Query, Retriever
+from agent.pacs.schedule import Hours
+from agent.pacs.tls import Tls
+from agent.storage.spool import ReceivedFile
 from tests.support.archives import rogue_move
 from tests.support.pacs import Pacs, make_instances, orthanc, uid_of
 from tests.support.pki import Authority
@@ -49,8 +50,10 @@ def pacs(tmp_path_factory: pytest.TempPathFactory, files: list[Path], listener_p
         yield running
 
 
-def remote_of(pacs: Pacs) -> Remote:
-    return Remote("pacs", pacs.aet, pacs.host, pacs.dicom_port, "LAZARET", connect_seconds=30.0, answer_seconds=30.0)
+def remote_of(pacs: Pacs) -> ArchiveConfig:
+    return ArchiveConfig(
+        "pacs", pacs.aet, pacs.host, pacs.dicom_port, "LAZARET", connect_seconds=30.0, answer_seconds=30.0
+    )
 
 
 def pushed(files: Sequence[Path]) -> dict[str, bytes]:
@@ -91,7 +94,7 @@ def test_exactly_what_the_query_says_is_fetched(
 
 
 def test_more_matches_than_allowed_are_an_error_and_not_a_part_of_them(pacs: Pacs, tmp_path: Path) -> None:
-    with pytest.raises(PacsError, match="max_matches"):
+    with pytest.raises(ArchiveError, match="max_matches"):
         pulled(replace(remote_of(pacs), max_matches=3), site := Site(tmp_path))
     assert site.room.names() == []
 
@@ -102,7 +105,7 @@ def test_more_matches_than_allowed_are_an_error_and_not_a_part_of_them(pacs: Pac
 def test_what_comes_by_c_get_is_what_was_pushed_byte_for_byte(pacs: Pacs, files: list[Path], tmp_path: Path) -> None:
     seen: list[Progress] = []
     site = Site(tmp_path)
-    report = Pull(remote_of(pacs), site.ports(seen.append)).run()
+    report = Retriever(remote_of(pacs), site.ports(seen.append)).run()
     assert {uid: data_set(body) for uid, body in site.bodies().items()} == pushed(files)
     assert (report.studies, report.fetched, report.missing, report.unasked) == (5, COUNT, 0, 0)
     assert report.complete
@@ -166,7 +169,7 @@ def test_a_destination_the_archive_does_not_know_is_reported(pacs: Pacs, tmp_pat
     report = pulled(remote, Site(tmp_path))
     assert (report.fetched, report.missing) == (0, COUNT)
     assert report.status == 0xC000  # what Orthanc says to it; others say A801, which ends the run
-    with rogue_move(0xA801) as port, pytest.raises(PacsError, match="destination of C-MOVE"):
+    with rogue_move(0xA801) as port, pytest.raises(ArchiveError, match="destination of C-MOVE"):
         pulled(replace(remote, aet="ROGUE", port=port), Site(tmp_path / "2"))
 
 
@@ -251,9 +254,9 @@ def test_tls_with_certificates_on_both_sides(tmp_path: Path) -> None:
         good = replace(remote_of(pacs), tls=Tls(certificate, key, authority.ca))
         pulled(good, site := Site(tmp_path / "site"))
         assert {uid: data_set(body) for uid, body in site.bodies().items()} == pushed(made)
-        with pytest.raises(PacsError, match="certificate"):
+        with pytest.raises(ArchiveError, match="certificate"):
             pulled(replace(good, tls=Tls(certificate, key, stranger.ca)), Site(tmp_path / "2"))
-        with pytest.raises(PacsError, match="cannot be read"):
+        with pytest.raises(ArchiveError, match="cannot be read"):
             pulled(replace(good, tls=Tls(tmp_path / "none", key, authority.ca)), Site(tmp_path / "3"))
 
 
@@ -263,20 +266,20 @@ def test_tls_with_certificates_on_both_sides(tmp_path: Path) -> None:
 def test_each_refusal_says_what_to_do(pacs: Pacs, tmp_path: Path) -> None:
     good = remote_of(pacs)
     for wrong, sentence in (
-        (replace(good, calling="ROGUE"), "does not know our AE title"),
-        (replace(good, aet="OTHER"), "another AE title"),
-        (replace(good, port=free_port()), "nobody answers"),
+        (replace(good, calling="ROGUE"), "does not know this site's AE title"),
+        (replace(good, aet="OTHER"), "its AE title is not the one"),
+        (replace(good, port=free_port()), "nothing answers"),
         (
             replace(good, port=pacs.http_port, answer_seconds=5.0),
             "answers too slowly|bytes that are not DICOM|connection ended|not answer",
         ),
     ):
-        with pytest.raises(PacsError, match=sentence):
+        with pytest.raises(ArchiveError, match=sentence):
             pulled(wrong, Site(tmp_path))
 
 
 def test_a_disk_that_is_too_full_ends_the_pull_and_says_so(pacs: Pacs, tmp_path: Path) -> None:
-    with pytest.raises(PacsError, match="disk"):
+    with pytest.raises(ArchiveError, match="disk"):
         pulled(replace(remote_of(pacs), least_free_bytes=2**62), site := Site(tmp_path))
     assert site.room.names() == []
 
@@ -315,7 +318,7 @@ def test_an_archive_killed_midway_and_restarted_is_pulled_to_the_end(files: list
                 pacs.restart()
 
         ports = replace(site.ports(kill), sleep=rest)
-        report = Pull(remote_of(pacs), ports).run()
+        report = Retriever(remote_of(pacs), ports).run()
         assert kills == [5, 30]
     assert report.complete
     assert {uid: data_set(body) for uid, body in site.bodies().items()} == pushed(files)
@@ -332,8 +335,8 @@ def test_an_archive_that_stays_away_ends_the_run_and_the_next_fetches_the_rest(
             if progress.instances_done == 20:
                 pacs.kill()
 
-        with pytest.raises(PacsError, match="nobody answers"):
-            Pull(remote_of(pacs), site.ports(kill)).run()
+        with pytest.raises(ArchiveError, match="nothing answers"):
+            Retriever(remote_of(pacs), site.ports(kill)).run()
         came = len(site.bodies())
         assert 20 <= came < COUNT
         pacs.restart()
@@ -352,7 +355,9 @@ def at(hour: int, minute: int = 0, second: int = 0) -> dt.datetime:
 def test_outside_its_hours_the_archive_is_not_even_called(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.clock.at = at(21)
-    nobody = Remote("pacs", "X", "127.0.0.1", free_port(), "LAZARET", hours="22:00-06:00", outside_hours="stop")
+    nobody = ArchiveConfig(
+        "pacs", "X", "127.0.0.1", free_port(), "LAZARET", hours="22:00-06:00", outside_hours="stop"
+    )
     report = pulled(nobody, site)
     assert (report.stopped, report.studies, report.complete, report.asked) == (True, 0, False, False)
     assert site.clock.slept == 0
@@ -363,7 +368,7 @@ def test_a_pull_waits_for_its_hours(pacs: Pacs, tmp_path: Path) -> None:
     site.clock.at = at(21, 30)
     told: list[dt.datetime] = []
     remote = replace(remote_of(pacs), hours="22:00-06:00")
-    report = Pull(remote, replace(site.ports(), waiting=told.append)).run()
+    report = Retriever(remote, replace(site.ports(), waiting=told.append)).run()
     assert told == [at(22)]
     assert report.asked
     assert report.complete
@@ -377,7 +382,7 @@ def test_when_the_hours_end_midway_the_rest_comes_the_next_night(
     site.clock.at = at(5, 59, 30)
     remote = replace(remote_of(pacs), hours="22:00-06:00", per_minute=60)  # one a second: thirty are left this night
     when: list[dt.datetime] = []
-    report = Pull(remote, site.ports(lambda _progress: when.append(site.clock.at))).run()
+    report = Retriever(remote, site.ports(lambda _progress: when.append(site.clock.at))).run()
     assert report.complete
     assert set(site.bodies()) == set(pushed(files))
     hours = Hours.parse("22:00-06:00")
@@ -397,7 +402,7 @@ def test_no_minute_sees_more_instances_than_the_cap(pacs: Pacs, tmp_path: Path, 
     moments: list[dt.datetime] = []
     put = site.room.put
 
-    def noted(arrival: Arrival) -> str:
+    def noted(arrival: ReceivedFile) -> str:
         moments.append(site.clock.at)
         return put(arrival)
 

@@ -21,11 +21,12 @@ from pynetdicom.dsutils import encode
 from pynetdicom.sop_class import MRImageStorage, StudyRootQueryRetrieveInformationModelFind
 
 from agent.deidentify.prescan import IMPLICIT_LE
-from agent.edges.association import Ended, Tls
-from agent.edges.dimse_message import read_fields
-from agent.edges.identifiers import identifier, read_match
-from agent.edges.pull import PacsError, PullReport, Query, Remote
-from agent.edges.query import GET, Requestor
+from agent.pacs.dimse.identifiers import identifier, read_match
+from agent.pacs.dimse.messages import read_fields
+from agent.pacs.dimse.pdu import AssociationEnded
+from agent.pacs.dimse.query_retrieve_scu import GET, QueryRetrieveScu
+from agent.pacs.dimse.retrieve import ArchiveConfig, ArchiveError, PullReport, Query
+from agent.pacs.tls import Tls
 from tests.support.archives import FOUR, associate, dataset_of, nested, raw, reply, rogue, unit
 from tests.support.pacs import uid_of
 from tests.support.pki import Authority
@@ -41,19 +42,19 @@ def test_a_wrong_passcode_is_rejected_and_said(tmp_path: Path) -> None:
     words = tmp_path / "passcode"
     with rogue(authority=authority, passcode=b"right") as port:
         remote = replace(
-            Remote("pacs", "ROGUE", "127.0.0.1", port, "LAZARET"), tls=Tls(certificate, key, authority.ca)
+            ArchiveConfig("pacs", "ROGUE", "127.0.0.1", port, "LAZARET"), tls=Tls(certificate, key, authority.ca)
         )
         words.write_text("right\n")
         report = pulled(replace(remote, user="site", passcode_file=words), Site(tmp_path / "1"))
         assert report.fetched == 4
         words.write_text("wrong\n")
-        with pytest.raises(PacsError, match="the user or the passcode is wrong") as caught:
+        with pytest.raises(ArchiveError, match="the user or the passcode is wrong") as caught:
             pulled(replace(remote, user="site", passcode_file=words), Site(tmp_path / "2"))
     assert "wrong\n" not in str(caught.value)
 
 
 def ask(port: int, folder: Path, **settings: object) -> tuple[PullReport, Site]:
-    remote = Remote("pacs", "ROGUE", "127.0.0.1", port, "LAZARET", answer_seconds=30.0, connect_seconds=30.0)
+    remote = ArchiveConfig("pacs", "ROGUE", "127.0.0.1", port, "LAZARET", answer_seconds=30.0, connect_seconds=30.0)
     site = Site(folder)
     return pulled(replace(remote, **settings), site), site  # type: ignore[arg-type]
 
@@ -103,7 +104,7 @@ def test_what_never_comes_is_counted_and_after_some_runs_given_up(tmp_path: Path
         report, site = ask(port, tmp_path, retries=3, runs=2)
         assert (report.fetched, report.missing, report.incomplete, report.complete) == (3, 1, 1, False)
         assert len(calls) == 4  # one that brought three, and three that brought nothing
-        remote = Remote("pacs", "ROGUE", "127.0.0.1", port, "LAZARET", retries=1, runs=2)
+        remote = ArchiveConfig("pacs", "ROGUE", "127.0.0.1", port, "LAZARET", retries=1, runs=2)
         assert pulled(remote, site).missing == 1
         asked = len(calls)
         report = pulled(remote, site)
@@ -127,7 +128,7 @@ def test_a_study_that_lists_fewer_than_it_counts_is_not_complete(tmp_path: Path)
     with rogue(changes=changes) as port:
         report, site = ask(port, tmp_path)
         assert (report.fetched, report.unlisted, report.complete) == (4, 2, False)
-        again = pulled(Remote("pacs", "ROGUE", "127.0.0.1", port, "LAZARET"), site)
+        again = pulled(ArchiveConfig("pacs", "ROGUE", "127.0.0.1", port, "LAZARET"), site)
     assert (again.unchanged, again.had) == (0, 4)
 
 
@@ -167,12 +168,12 @@ def _endless(peer: socket.socket) -> None:
 
 
 SENTENCES = {
-    "not DICOM's": (
+    "that are not DICOM": (
         "garbage", "accepts what nobody proposed", "nests deep", "a length beyond the end",
     ),
     "connection ended": ("closes",),
-    "longer than any": ("four gigabytes before the association", "four gigabytes after it"),
-    "broke the association off": ("aborts",),
+    "that is too long": ("four gigabytes before the association", "four gigabytes after it"),
+    "aborted the association": ("aborts",),
     "does not allow": ("answers another question", "a value in no context", "stores when asked to find"),
     "max_matches": ("never stops",),
     "does not answer": ("says nothing",),
@@ -213,7 +214,7 @@ def test_an_archive_that_misbehaves_is_left_with_a_sentence(tmp_path: Path, misd
     silent = misdeed in SENTENCES["does not answer"]
     with raw(misbehave) as port:
         began = time.process_time()
-        with pytest.raises(PacsError) as caught:
+        with pytest.raises(ArchiveError) as caught:
             ask(port, tmp_path, answer_seconds=1.0 if silent else 30.0, retries=1, max_matches=5000)
     assert str(caught.value).startswith("pacs: ")
     assert [part for part, names in SENTENCES.items() if misdeed in names and part in str(caught.value)]
@@ -228,10 +229,10 @@ def test_storage_roles_are_proposed_as_pynetdicom_reads_them() -> None:
     entity.add_supported_context(StudyRootQueryRetrieveInformationModelFind)
     handlers = [(evt.EVT_REQUESTED, lambda event: asked.append(event.assoc.requestor.role_selection))]
     server = entity.start_server(("127.0.0.1", 0), block=False, evt_handlers=handlers)
-    remote = Remote("pacs", "ROGUE", "127.0.0.1", int(server.server_address[1]), "LAZARET")
+    remote = ArchiveConfig("pacs", "ROGUE", "127.0.0.1", int(server.server_address[1]), "LAZARET")
     try:
-        with pytest.raises(PacsError, match="does not offer C-GET"):
-            Requestor(remote, [(GET, IMPLICIT_LE), (str(MRImageStorage), "1.2.840.10008.1.2.1")])
+        with pytest.raises(ArchiveError, match="does not offer C-GET"):
+            QueryRetrieveScu(remote, [(GET, IMPLICIT_LE), (str(MRImageStorage), "1.2.840.10008.1.2.1")])
     finally:
         server.shutdown()
     assert {str(uid): (role.scu_role, role.scp_role) for uid, role in asked[0].items()} == {
@@ -259,9 +260,9 @@ def test_an_archive_that_is_for_ever_busy_with_nothing_is_left(tmp_path: Path) -
             peer.sendall(reply(0xFF00, operation=0x8010))
 
     with raw(busy) as port:
-        remote = Remote("pacs", "ROGUE", "127.0.0.1", port, "LAZARET", stall_seconds=0.5)
-        asked = Requestor(remote, [(GET, IMPLICIT_LE)])
-        with pytest.raises(PacsError, match="too slowly"):
+        remote = ArchiveConfig("pacs", "ROGUE", "127.0.0.1", port, "LAZARET", stall_seconds=0.5)
+        asked = QueryRetrieveScu(remote, [(GET, IMPLICIT_LE)])
+        with pytest.raises(ArchiveError, match="too slowly"):
             asked.get("STUDY", {"StudyInstanceUID": "1.2.3"}, Nobody())
 
 
@@ -276,7 +277,7 @@ def test_an_answer_that_never_ends_is_cut(tmp_path: Path) -> None:
             peer.sendall(unit(4, value))
             sent.append(65536)
 
-    with raw(endless) as port, pytest.raises(PacsError, match="longer than any"):
+    with raw(endless) as port, pytest.raises(ArchiveError, match="that is too long"):
         ask(port, tmp_path, retries=1)
     assert sum(sent) < 32 * 2**20
 
@@ -288,7 +289,7 @@ def test_memory_is_not_taken_for_what_is_only_announced(tmp_path: Path) -> None:
 
     tracemalloc.start()
     try:
-        with raw(announce) as port, pytest.raises(PacsError, match="longer than any"):
+        with raw(announce) as port, pytest.raises(ArchiveError, match="that is too long"):
             ask(port, tmp_path, retries=1)
         assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
     finally:
@@ -303,7 +304,7 @@ GOOD = encode(identifier("IMAGE", ASKED), True, True) or b""
 def test_whatever_an_identifier_holds_it_is_read_or_refused(what: bytes | tuple[int, bytes]) -> None:
     data = what if isinstance(what, bytes) else GOOD[: what[0]] + what[1] + GOOD[what[0] + len(what[1]) :]
     for read in (lambda: read_match(data, ("SOPInstanceUID", "SOPClassUID")), lambda: read_fields(data)):
-        with contextlib.suppress(Ended):
+        with contextlib.suppress(AssociationEnded):
             assert all(isinstance(value, str | bytes) for value in read().values())
 
 

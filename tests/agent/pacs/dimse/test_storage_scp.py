@@ -20,12 +20,14 @@ from pydicom.data import get_testdata_file
 from pydicom.uid import generate_uid
 from pynetdicom import AE, dsutils
 
-from agent.edges.association import STORABLE, Caller, Identity, ListenerSettings, Tls
-from agent.edges.dimse import EVENTS
-from agent.edges.listener import Listener, ListenerFailed
-from agent.edges.room import Room
+from agent.pacs.dimse.acceptor import STORABLE
+from agent.pacs.dimse.config import Caller, Identity, ListenerSettings
+from agent.pacs.dimse.listener_process import Listener, ListenerError
+from agent.pacs.dimse.storage_scp import EVENTS
+from agent.pacs.tls import Tls
+from agent.storage.spool import Spool
 from tests.support.pacs import ENVIRONMENT
-from tests.support.peers import missing, need
+from tests.support.peers import need
 from tests.support.pki import Authority
 from tests.support.ports import free_port
 
@@ -41,7 +43,7 @@ OURS = ListenerSettings(
     least_free_bytes=0,
     durable=False,
 )
-HOME = Path(__file__).resolve().parents[3]
+HOME = Path(__file__).resolve().parents[4]
 
 
 def tool(name):
@@ -54,13 +56,13 @@ def receiver(tmp_path_factory):
     """One receiver for all tests that leave it as it was, and its room."""
     folder = tmp_path_factory.mktemp("receiver") / "room"
     with Listener(OURS, folder, KEY) as listener:
-        yield listener, Room(folder, KEY)
+        yield listener, Spool(folder, KEY)
 
 
 @contextmanager
 def listening(folder, **changes):
     with Listener(replace(OURS, **changes), folder / "room", KEY) as listener:
-        yield listener, Room(folder / "room", KEY)
+        yield listener, Spool(folder / "room", KEY)
 
 
 def run(command, **more):
@@ -295,7 +297,7 @@ def secured(tmp_path_factory):
         workers=1,
     )
     with Listener(settings, folder / "room", KEY) as listener:
-        yield listener, Room(folder / "room", KEY), authority.ca, client, other
+        yield listener, Spool(folder / "room", KEY), authority.ca, client, other
 
 
 def over_tls(secured, who, *more):
@@ -333,8 +335,8 @@ def test_without_a_certificate_of_ours_nothing_comes_in(secured):
     assert taken(secured[1]) == []
 
 
-@pytest.mark.skipif(bool(missing("openssl")), reason=missing("openssl"))
 def test_old_tls_and_weak_ciphers_are_not_spoken(secured):
+    need("openssl")
     listener, _, ca, (certificate, key), _ = secured
     base = ["openssl", "s_client", "-connect", f"127.0.0.1:{listener.port}", "-CAfile", str(ca)]
     base += ["-cert", str(certificate), "-key", str(key)]
@@ -351,7 +353,7 @@ def test_old_tls_and_weak_ciphers_are_not_spoken(secured):
 
 def test_a_missing_certificate_is_said_at_the_start(tmp_path):
     missing = Tls(tmp_path / "no.crt", tmp_path / "no.key", tmp_path / "no.ca")
-    with pytest.raises(ListenerFailed, match="cannot listen"):
+    with pytest.raises(ListenerError, match="cannot listen"):
         Listener(replace(OURS, tls=missing, plain_tcp=False), tmp_path / "room", KEY).start()
 
 
@@ -462,8 +464,8 @@ def test_a_killed_agent_takes_its_workers_along_and_what_was_answered_is_there(t
     program = textwrap.dedent("""
         import sys, time
         from pathlib import Path
-        from agent.edges.association import Caller, ListenerSettings
-        from agent.edges.listener import Listener
+        from agent.pacs.dimse.config import Caller, ListenerSettings
+        from agent.pacs.dimse.listener_process import Listener
         settings = ListenerSettings("LAZARET", (Caller("PACS", ("127.0.0.1",)),), plain_tcp=True, port=0, workers=2,
                                     full_at=1.0, least_free_bytes=0)
         with Listener(settings, Path(sys.argv[1]), bytes(range(32))) as listener:
@@ -475,7 +477,7 @@ def test_a_killed_agent_takes_its_workers_along_and_what_was_answered_is_there(t
     )
     try:
         port, *pids = map(int, agent.stdout.readline().split())
-        room = Room(tmp_path / "room", KEY)
+        room = Spool(tmp_path / "room", KEY)
         address = ["-aet", "PACS", "-aec", "LAZARET", "127.0.0.1", str(port)]
         sender = subprocess.Popen(
             [tool("storescu"), "-v", *address, *map(str, files)], env=ENVIRONMENT, stderr=subprocess.STDOUT,
@@ -504,7 +506,7 @@ def test_stopping_ends_idle_associations_and_closes_the_port(tmp_path):
     assert time.monotonic() - began < 100  # and not after the 120 s of an idle association
     wait(lambda: association.is_aborted)
     assert listener.counts()["stopped"] == 1
-    with pytest.raises(ListenerFailed):
+    with pytest.raises(ListenerError):
         _ = listener.port
 
 

@@ -5,15 +5,15 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from agent.attacks.collusion import Known, Shown, collusion, guessed
-from agent.measures.intervals import Resampling
-from agent.nets.features import RandomFeatures
-from agent.nouns import Cohort, Image, Latents, Patient
-from agent.stages.average import average
-from agent.stages.cluster import partition
-from agent.stages.gallery import gallery_of
-from agent.stages.invert import fit_basis, invert
-from agent.stages.mix import Mixing, Setting, mix, secret_weights
+from agent.domain import Cohort, Image, Latents, Patient
+from agent.intervals import Resampling
+from agent.mechanisms.anonfaces.gallery import gallery_of
+from agent.mechanisms.anonfaces.identity_mixing import Mixing, Setting, mix, secret_weights
+from agent.mechanisms.common.linear_codec import fit_basis, invert
+from agent.microaggregation.aggregation import average
+from agent.microaggregation.partition import partition
+from agent.models.features.extractors import RandomFeatures
+from deploy.reproduction.attacks.collusion import Known, Shown, collusion, guessed
 
 FEW = Resampling(100)
 DELTA = Mixing(11).delta  # as shipped: 0.3

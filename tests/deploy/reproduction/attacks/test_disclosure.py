@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 from sklearn.datasets import load_digits
 
-from agent.attacks.disclosure import (
+from agent.domain import Latents
+from agent.intervals import Resampling
+from agent.mechanisms.common.linear_codec import fit_basis
+from agent.microaggregation.aggregation import average
+from agent.microaggregation.partition import greedy, partition
+from deploy.reproduction.attacks.disclosure import (
     Sums,
     Trials,
     cohort_order,
@@ -20,12 +25,6 @@ from agent.attacks.disclosure import (
     nearest_representative,
     order_leak,
 )
-from agent.measures.intervals import Resampling
-from agent.nouns import Latents
-from agent.stages.average import average
-from agent.stages.baselines import greedy
-from agent.stages.cluster import partition
-from agent.stages.invert import fit_basis
 from tests.support.shipped import frozen, recomputed
 
 FEW = Resampling(100)

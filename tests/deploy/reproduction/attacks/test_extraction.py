@@ -9,11 +9,11 @@ import pytest
 from scipy.ndimage import gaussian_filter
 from scipy.spatial.distance import cdist
 
-from agent.attacks.distillation import DELTAS, by_threshold, extraction, planted_caught
-from agent.nets.conditions import Conditions, UnknownWord
-from agent.nouns import Image, Patient
-from agent.stages.vet import Reference, reference_of, vet
-from tests.support import courses
+from agent.domain import Image, Patient
+from agent.models.diffusion.prompts import Conditions, UnknownWordError
+from agent.vetting.filter import Reference, reference_of, vet
+from deploy.reproduction.attacks.extraction import DELTAS, by_threshold, extraction, planted_caught
+from tests.support import small_distillation as small
 
 DICE = np.random.default_rng(3)
 
@@ -86,14 +86,22 @@ def test_a_score_that_is_no_number_counts_as_re_identified() -> None:
 
 def people(count: int = 30) -> list[Patient]:
     return [
-        Patient(f"p{who:03d}", (Image(courses.dressed(courses.DIGITS[who], who), str(courses.TRUTH[who])),))
+        Patient(
+            f"p{who:03d}",
+            (
+                Image(
+                    small.dressed(small.DIGITS[who], who),
+                    str(small.TRUTH[who]),
+                ),
+            ),
+        )
         for who in range(count)
     ]
 
 
 def stranger() -> Patient:
-    digit, label = courses.DIGITS[400], str(courses.TRUTH[400])
-    return Patient("canary", tuple(Image(courses.dressed(digit, who), label) for who in (900, 901)))
+    digit, label = small.DIGITS[400], str(small.TRUTH[400])
+    return Patient("canary", tuple(Image(small.dressed(digit, who), label) for who in (900, 901)))
 
 
 def pixels(patients: list[Patient]) -> np.ndarray:
@@ -101,16 +109,14 @@ def pixels(patients: list[Patient]) -> np.ndarray:
 
 
 def gallery(patients: list[Patient]) -> Reference:
-    return reference_of(patients, courses.course().vetting)
+    return reference_of(patients, small.course().vetting)
 
 
 def made_by_a_teacher(planted: Patient, copies: int) -> np.ndarray:
     """What a teacher draws that knows the planted picture by heart: near copies of it, and pictures of nobody."""
     own = pixels([planted])[:1]
     copied = near(own.repeat(copies, 0)) if copies else own[:0]
-    others = pixels(
-        [Patient("x", (Image(courses.dressed(courses.DIGITS[500 + n], 500 + n), ""),)) for n in range(20)]
-    )
+    others = pixels([Patient("x", (Image(small.dressed(small.DIGITS[500 + n], 500 + n), ""),)) for n in range(20)])
     return np.concatenate([copied, others])
 
 
@@ -118,7 +124,7 @@ def test_what_shows_a_planted_patient_is_found_and_dropped() -> None:
     planted, cohort = stranger(), people()
     made = made_by_a_teacher(planted, 12)
     of = gallery([*cohort, planted])
-    kept = vet(made, of, courses.course().vetting).kept
+    kept = vet(made, of, small.course().vetting).kept
     found = planted_caught(made, kept, pixels([planted])[0], pixels(cohort))
     assert found.drawn.value == 12 / 32
     assert found.caught is not None
@@ -130,7 +136,7 @@ def test_a_vetting_that_does_not_hold_the_planted_patient_is_seen_to_miss(monkey
     """The same question, broken on purpose: without the patient in the reference, nothing is dropped."""
     planted, cohort = stranger(), people()
     made = made_by_a_teacher(planted, 12)
-    kept = vet(made, gallery(cohort), courses.course().vetting).kept
+    kept = vet(made, gallery(cohort), small.course().vetting).kept
     found = planted_caught(made, kept, pixels([planted])[0], pixels(cohort))
     assert found.caught is not None
     assert found.caught.value < 0.2
@@ -152,7 +158,7 @@ def test_no_word_of_a_report_can_be_asked_for() -> None:
     conditions = Conditions(("effusion", "none"))
     vocabulary = conditions.vocabulary
     for said in ("effusion in ___ as of ___", "mrs xylophone with effusion", "effusion 12-03-2019"):
-        with pytest.raises(UnknownWord) as told:
+        with pytest.raises(UnknownWordError) as told:
             vocabulary.tokens([said], conditions.length)
         assert not {"xylophone", "___", "12-03-2019"} & set(str(told.value).split()), "nor is it repeated"
     with pytest.raises(ValueError, match="32 characters"):

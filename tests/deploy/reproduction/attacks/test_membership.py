@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from agent.attacks.membership import (
+from agent.intervals import Resampling
+from agent.microaggregation.partition import greedy
+from deploy.reproduction.attacks.membership import (
     Game,
     NearestFeatures,
     NearestPixels,
@@ -21,8 +23,6 @@ from agent.attacks.membership import (
     tpr,
     train_attack,
 )
-from agent.measures.intervals import Resampling
-from agent.stages.cluster import greedy
 
 FEW = Resampling(100)
 

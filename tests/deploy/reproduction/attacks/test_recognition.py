@@ -7,9 +7,17 @@ import pytest
 import torch
 from skimage.data import lfw_subset
 
-from agent.attacks.membership import Pool, Published
-from agent.attacks.recognition import naive, naive_open_set, open_set, parrot, rank_one, reverse, vectors
-from agent.stages.cluster import greedy
+from agent.microaggregation.partition import greedy
+from deploy.reproduction.attacks.membership import Pool, Published
+from deploy.reproduction.attacks.recognition import (
+    naive,
+    naive_open_set,
+    open_set,
+    parrot,
+    rank_one,
+    reverse,
+    vectors,
+)
 
 
 class Pixels:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
-from agent.measures.findings import area, auc, train_findings
-from agent.measures.utility import Recipe
-from agent.phantoms.chest import FINDINGS, chest_patients, stacked
-from agent.training.loop import Diverged
+from agent.errors import DivergedError
+from agent.evaluation.utility import Recipe
+from deploy.phantoms.chest import FINDINGS, chest_patients, stacked
+from deploy.reproduction.measures.chest_findings import area, auc, train_findings
 
 QUICK = Recipe(epochs=8, side=32, width=8)
 
@@ -98,5 +98,5 @@ def test_what_cannot_be_told_is_refused():
     with pytest.raises(ValueError, match="other findings"):
         auc(zeros, images, findings[:, :2], owners, rng)
     steep = train_findings(images, findings, Recipe(epochs=2, rate=1e30, side=16, width=4), 0)
-    with pytest.raises(Diverged):
+    with pytest.raises(DivergedError):
         steep(images)

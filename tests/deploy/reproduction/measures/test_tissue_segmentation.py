@@ -9,11 +9,22 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agent.heads.brain import Atlas
-from agent.heads.removal import METHODS
-from agent.measures import tissue
-from agent.measures.tissue import CSF, GM, PARTS, WM, Tissues, by_skull, classified, compared, dice, segment
-from agent.nouns import Volume
+from agent.defacing.brain_extraction import Atlas
+from agent.defacing.removal_methods import METHODS
+from agent.domain import Volume
+from deploy.reproduction.measures import tissue_segmentation
+from deploy.reproduction.measures.tissue_segmentation import (
+    CSF,
+    GM,
+    PARTS,
+    WM,
+    Tissues,
+    by_skull,
+    classified,
+    compared,
+    dice,
+    segment,
+)
 from tests.support import heads
 
 RNG = np.random.default_rng(0)
@@ -76,7 +87,7 @@ def test_a_bias_field_changes_little_and_would_change_much_without_the_correctio
     inside = heads.scan(0).brain
     once = labels_of(values)
     corrected = float((once == labels_of(values * slope))[inside].mean())
-    monkeypatch.setattr(tissue, "STIFF", 1e9)  # a field that may not bend
+    monkeypatch.setattr(tissue_segmentation, "STIFF", 1e9)  # a field that may not bend
     bare = float((labels_of(values) == labels_of(values * slope))[inside].mean())
     assert corrected > 0.93
     assert bare < corrected - 0.1

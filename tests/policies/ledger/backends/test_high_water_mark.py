@@ -11,17 +11,24 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.edges.home import Home
-from policies import high_water_mark
-from policies.entries import Refused
-from policies.high_water_mark import SLOT, Mark, MarkFile
-from policies.merkle import EMPTY_ROOT
-from policies.migrations.upgrade import upgrade_sqlite
-from policies.reading import read_store
-from policies.sqlite import Sqlite, backup_file, look, mark_of, open_sqlite
-from policies.store import Draft, Head, LedgerStopped, LedgerTurnedBackError, LedgerUnsound, Store
+from coordinator.storage.directory import CoordinatorDirectory
+from policies.ledger.backends import high_water_mark
+from policies.ledger.backends.high_water_mark import SLOT, Mark, MarkFile
+from policies.ledger.backends.migrations.upgrade import upgrade_sqlite
+from policies.ledger.backends.sqlite import Sqlite, backup_file, mark_of, open_read_only, open_sqlite
+from policies.ledger.entries import Refused
+from policies.ledger.merkle import EMPTY_ROOT
+from policies.ledger.read_only import read_store
+from policies.ledger.store import (
+    AppendRequest,
+    LedgerStoppedError,
+    LedgerTurnedBackError,
+    LedgerUnsoundError,
+    SealedHead,
+    Store,
+)
 from tests.support.older import older
-from tests.support.turned_back import FRAME, HEAD, damaged_logs
+from tests.support.rolled_back_ledgers import FRAME, HEAD, damaged_logs
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 ORIGIN = "lazaret/test"
@@ -40,7 +47,7 @@ def opened(path: Path, key: Ed25519PrivateKey = KEY) -> Store:
 
 def grow(store: Store, count: int = 1, word: str = "x") -> None:
     for _ in range(count):
-        store.append(f"{word}-{store.state.size}", Draft((Refused("x", "site-a", "", "call", [word], b""),)))
+        store.append(f"{word}-{store.state.size}", AppendRequest((Refused("x", "site-a", "", "call", [word], b""),)))
 
 
 def killed(path: Path, to: Path) -> Path:
@@ -75,7 +82,7 @@ def ends(worked: tuple[Path, int], folder: Path) -> Iterator[tuple[str, str]]:
         try:
             with opened(copy) as store:
                 yield name, "whole" if store.state.size >= acknowledged else "silent"
-        except LedgerUnsound:
+        except LedgerUnsoundError:
             yield name, "refused"
         shutil.rmtree(folder / str(n))
 
@@ -117,7 +124,7 @@ def test_a_copy_that_is_brought_back_is_refused_until_a_new_epoch_is_opened(path
         with pytest.raises(LedgerTurnedBackError, match=r"has 3 entries.*mark is at 5.*`restore`"):
             opened(path)
     with pytest.raises(LedgerTurnedBackError):
-        read_store(look(path), ORIGIN, KEY)
+        read_store(open_read_only(path), ORIGIN, KEY)
     with contextlib.closing(open_sqlite(path)) as disk:  # a restore that dies before its entry is durable
         disk.brought_back()
         Store(disk, ORIGIN, KEY, lambda: 7)
@@ -157,19 +164,19 @@ def test_a_mark_that_is_missing_or_damaged_or_another_ledgers_is_a_refusal(path:
         grow(store, 3)
     whole = mark_of(path).path.read_bytes()
     mark_of(path).path.unlink()
-    with pytest.raises(LedgerUnsound, match=r"ledger\.mark\) is missing.*`restore`"):
+    with pytest.raises(LedgerUnsoundError, match=r"ledger\.mark\) is missing.*`restore`"):
         opened(path)
-    with pytest.raises(LedgerUnsound, match="missing"):
-        read_store(look(path), ORIGIN, KEY)
+    with pytest.raises(LedgerUnsoundError, match="missing"):
+        read_store(open_read_only(path), ORIGIN, KEY)
     upgrade_sqlite(path, ORIGIN, KEY)
-    with pytest.raises(LedgerUnsound, match="missing"):  # an upgrade of what is upgraded makes none
+    with pytest.raises(LedgerUnsoundError, match="missing"):  # an upgrade of what is upgraded makes none
         opened(path)
     for damaged in (b"", bytes(2 * SLOT), whole[::-1]):
         mark_of(path).path.write_bytes(damaged)
-        with pytest.raises(LedgerUnsound, match="cannot be read"):
+        with pytest.raises(LedgerUnsoundError, match="cannot be read"):
             opened(path)
     mark_of(path).path.write_bytes(whole[:SLOT] + bytes(SLOT))
-    with pytest.raises(LedgerUnsound, match="a newer one may have stood there"):
+    with pytest.raises(LedgerUnsoundError, match="a newer one may have stood there"):
         opened(path)
     with Store(open_sqlite(tmp_path / "other.db"), ORIGIN, Ed25519PrivateKey.generate(), lambda: 7) as store:
         grow(store)
@@ -186,7 +193,7 @@ def test_a_ledger_that_is_gone_begins_no_other_one(path: Path) -> None:
         grow(store)
     path.unlink()
     for _ in range(2):
-        with pytest.raises(LedgerTurnedBackError, match=r"empty or gone, and ledger\.mark is there"):
+        with pytest.raises(LedgerTurnedBackError, match=r"empty or missing, but ledger\.mark exists"):
             opened(path)
     assert path.read_bytes() == b"", "nothing was begun"
 
@@ -211,7 +218,7 @@ def test_a_refusal_leaves_file_and_log_as_they_were_found(
 
 def test_an_older_form_in_its_place_is_not_upgraded_past_the_mark(tmp_path: Path) -> None:
     before = older(tmp_path)
-    path, key = before.coordinator / "ledger.db", Home(before.coordinator).ledger_key()
+    path, key = before.coordinator / "ledger.db", CoordinatorDirectory(before.coordinator).ledger_key()
     shutil.copy(path, tmp_path / "form-1.db")
     upgrade_sqlite(path, "lazaret/coordinator", key)
     with Store(open_sqlite(path), "lazaret/coordinator", key, lambda: 7) as store:
@@ -228,7 +235,7 @@ def test_an_entry_is_answered_when_its_mark_is_synced_and_not_before(
     with opened(path) as store:
         grow(store)
         monkeypatch.setattr(high_water_mark.os, "fdatasync", _fails)
-        with pytest.raises(LedgerStopped):
+        with pytest.raises(LedgerStoppedError):
             grow(store)
         assert store.stopped
         monkeypatch.undo()
@@ -242,14 +249,14 @@ def _fails(_handle: int) -> None:
     raise OSError(5, "input/output error")
 
 
-def head(size: int) -> Head:
-    return Head(size, bytes([size]) * 32, bytes(32))
+def head(size: int) -> SealedHead:
+    return SealedHead(size, bytes([size]) * 32, bytes(32))
 
 
 def test_a_slot_that_a_crash_tore_leaves_the_one_before_and_is_told(tmp_path: Path) -> None:
     mark, file = MarkFile(tmp_path / "m"), tmp_path / "m"
     assert mark.read() is None
-    mark.begin(Head(0, EMPTY_ROOT, bytes(32)))
+    mark.begin(SealedHead(0, EMPTY_ROOT, bytes(32)))
     for size in range(1, 6):
         before = file.read_bytes()
         mark.write(head(size))

@@ -25,33 +25,36 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 
-from policies.accounting import cost
-from policies.claims import SubsampledGaussian
-from policies.entries import InvalidEntry, Refused
-from policies.export import Unsound
-from policies.ledger import KeyReused
-from policies.policy import parse, strictest
-from policies.postgres import Postgres, hosts_of, install, look_postgres, open_postgres
-from policies.reading import read_store
-from policies.register import Register
-from policies.sqlite import look, open_sqlite
-from policies.store import (
+from policies.accounting.accountant import cost
+from policies.accounting.claims import SubsampledGaussian
+from policies.audit.verify import verify
+from policies.ledger.backends import postgres
+from policies.ledger.backends.postgres import Postgres, install, open_postgres, open_read_only_postgres
+from policies.ledger.backends.postgres_connection import hosts_of
+from policies.ledger.backends.sqlite import open_read_only, open_sqlite
+from policies.ledger.entries import InvalidEntryError, Refused
+from policies.ledger.export import ExportError
+from policies.ledger.read_only import read_store
+from policies.ledger.state import KeyReusedError
+from policies.ledger.store import (
+    AppendRequest,
     Batch,
-    Disk,
-    Draft,
-    Head,
-    LedgerBusy,
-    LedgerStopped,
+    LedgerBackend,
+    LedgerBusyError,
+    LedgerStoppedError,
     LedgerTurnedBackError,
-    LedgerUnsound,
+    LedgerUnsoundError,
+    MarkUnknownError,
+    SealedHead,
     Store,
     export,
     lines,
 )
-from policies.verify import verify
-from tests.support.books import Clock, Hospital, policy
+from policies.ledger_service import LedgerService
+from policies.review.policy import parse, strictest
+from tests.support.ledger_world import Clock, Hospital, policy
 from tests.support.postgres import GUARDED, OWNER, PASSWORD, WRITER, Cluster, standby_of, throwaway
-from tests.support.turned_back import marked_as_it_is
+from tests.support.rolled_back_ledgers import marked_as_it_is
 
 ORIGIN = "lazaret/test"
 CLAIM = SubsampledGaussian(0.25, 1.8, 15)
@@ -61,8 +64,8 @@ NAMES = (f"ledger-{n}" for n in itertools.count())
 class Place(Protocol):
     """Somewhere a ledger can be."""
 
-    def open(self) -> Disk: ...
-    def look(self) -> Disk: ...
+    def open(self) -> LedgerBackend: ...
+    def look(self) -> LedgerBackend: ...
     def edit(self, *statements: str) -> None:
         """Change it behind the ledger's back, with every right there is."""
 
@@ -71,11 +74,11 @@ class Place(Protocol):
 class InSqlite:
     path: Path
 
-    def open(self) -> Disk:
+    def open(self) -> LedgerBackend:
         return open_sqlite(self.path)
 
-    def look(self) -> Disk:
-        return look(self.path)
+    def look(self) -> LedgerBackend:
+        return open_read_only(self.path)
 
     def edit(self, *statements: str) -> None:
         with contextlib.closing(apsw.Connection(str(self.path))) as db:
@@ -101,7 +104,7 @@ class InPostgres:
         return open_postgres(self.server.dsn(WRITER), self.ledger, patience)
 
     def look(self) -> Postgres:
-        return look_postgres(self.server.dsn(WRITER), self.ledger)
+        return open_read_only_postgres(self.server.dsn(WRITER), self.ledger)
 
     def edit(self, *statements: str) -> None:
         with psycopg.connect(self.server.dsn("postgres"), autocommit=True) as db:
@@ -134,18 +137,18 @@ def key() -> Ed25519PrivateKey:
     return Ed25519PrivateKey.generate()
 
 
-def entry(n: int | str) -> Draft:
-    return Draft((Refused(f"subject-{n}", "site-a", "ksame", "call", ["test"], b""),))
+def entry(n: int | str) -> AppendRequest:
+    return AppendRequest((Refused(f"subject-{n}", "site-a", "ksame", "call", ["test"], b""),))
 
 
-def store(disk: Disk, key: Ed25519PrivateKey) -> Store:
+def store(disk: LedgerBackend, key: Ed25519PrivateKey) -> Store:
     return Store(disk, ORIGIN, key, Clock())
 
 
-def register(disk: Disk, key: Ed25519PrivateKey, hospital: Hospital) -> Register:
+def register(disk: LedgerBackend, key: Ed25519PrivateKey, hospital: Hospital) -> LedgerService:
     """A register over this disk, with the hospital enrolled."""
     agreed = strictest(parse(hospital.policy_text, "site"), parse(policy(max_releases_per_patient=9), "federation"))
-    books = Register(store(disk, key), lambda _site: agreed)
+    books = LedgerService(store(disk, key), lambda _site: agreed)
     if not books.store.state.sites:
         books.enrol(*hospital.enrolment(), agreed)
     return books
@@ -159,7 +162,7 @@ def filled(place: Place, key: Ed25519PrivateKey, size: int = 6) -> str:
         return books.checkpoint()
 
 
-def roots(place: Place) -> Head | None:
+def roots(place: Place) -> SealedHead | None:
     with contextlib.closing(place.look()) as disk:
         return disk.head()
 
@@ -170,13 +173,15 @@ def roots(place: Place) -> Head | None:
 def test_an_answer_is_what_was_appended_and_stays_so_after_reopening(place: Place, key: Ed25519PrivateKey) -> None:
     with store(place.open(), key) as books:
         first = books.append("one", entry(1))
-        both = books.append("two", Draft((*entry(2).entries, *entry(3).entries), (b"an envelope", b"another")))
+        both = books.append(
+            "two", AppendRequest((*entry(2).entries, *entry(3).entries), (b"an envelope", b"another"))
+        )
         assert [line.seq for line in first + both] == [0, 1, 2]
         assert books.append("one", entry(1)) == first  # exactly once
         head = books.checkpoint()
     with store(place.open(), key) as books:
         assert (books.answer("one"), books.answer("two"), books.answer("three")) == (first, both, [])
-        assert books.append("two", Draft((*entry(2).entries, *entry(3).entries))) == both
+        assert books.append("two", AppendRequest((*entry(2).entries, *entry(3).entries))) == both
         assert books.envelope(hashlib.sha256(b"another").digest()) == b"another"
         assert books.envelope(b"\0" * 32) is None
         assert books.checkpoint() == head
@@ -192,7 +197,7 @@ def test_a_key_with_other_content_is_refused_and_nothing_is_written(place: Place
     with store(place.open(), key) as books:
         books.append("one", entry(1))
         before = roots(place)
-        with pytest.raises(KeyReused):
+        with pytest.raises(KeyReusedError):
             books.append("one", entry(2))
     assert roots(place) == before
 
@@ -202,8 +207,8 @@ def test_a_refused_entry_leaves_everything_as_before(place: Place, key: Ed25519P
         books.append("one", entry(1))
         before, head = roots(place), books.checkpoint()
         reasonless = Refused("subject", "site-a", "ksame", "call", [], b"")
-        bad = Draft((*entry(2).entries, reasonless), (b"its envelope",))
-        with pytest.raises(InvalidEntry):
+        bad = AppendRequest((*entry(2).entries, reasonless), (b"its envelope",))
+        with pytest.raises(InvalidEntryError):
             books.append("two", bad)
         assert (books.state.size, books.checkpoint(), roots(place)) == (1, head, before)
         assert books.envelope(hashlib.sha256(b"its envelope").digest()) is None
@@ -215,7 +220,7 @@ def test_a_refused_entry_leaves_everything_as_before(place: Place, key: Ed25519P
 def test_the_same_envelope_twice_is_kept_once(place: Place, key: Ed25519PrivateKey) -> None:
     with store(place.open(), key) as books:
         for n in range(3):
-            books.append(f"key-{n}", Draft(entry(n).entries, (b"same", b"same")))
+            books.append(f"key-{n}", AppendRequest(entry(n).entries, (b"same", b"same")))
     with contextlib.closing(place.look()) as disk:
         assert list(disk.envelopes()) == [b"same"]
 
@@ -247,7 +252,7 @@ HEAD_EDITS = [
 def test_an_edited_ledger_does_not_open(place: Place, key: Ed25519PrivateKey, edit: str) -> None:
     filled(place, key)
     place.edit(edit)
-    with pytest.raises(LedgerUnsound):
+    with pytest.raises(LedgerUnsoundError):
         store(place.open(), key)
 
 
@@ -257,7 +262,7 @@ def test_the_auditor_finds_an_edit_with_an_older_checkpoint(place: Place, key: E
     with contextlib.closing(place.look()) as disk:
         verify(export(disk, ORIGIN, key), since=noted)
     place.edit(edit, *(["UPDATE head SET size = (SELECT count(*) FROM entry)"] if "WHERE" in edit else []))
-    with contextlib.closing(place.look()) as disk, pytest.raises((Unsound, LedgerUnsound)):
+    with contextlib.closing(place.look()) as disk, pytest.raises((ExportError, LedgerUnsoundError)):
         verify(export(disk, ORIGIN, key), since=noted)
 
 
@@ -281,13 +286,13 @@ def test_a_rollback_with_its_own_old_seal_is_found_by_the_mark_and_with_it_by_th
         marked_as_it_is(place.path)
     with store(place.open(), key) as books:  # the mark was turned back, too, or there is no standby to ask
         assert books.state.size == 4
-    with contextlib.closing(place.look()) as disk, pytest.raises(Unsound, match="cut short"):
+    with contextlib.closing(place.look()) as disk, pytest.raises(ExportError, match="cut short"):
         verify(export(disk, ORIGIN, key), since=noted)
 
 
 def test_another_key_cannot_open_the_ledger(place: Place, key: Ed25519PrivateKey) -> None:
     filled(place, key)
-    with pytest.raises(LedgerUnsound, match="this key"):
+    with pytest.raises(LedgerUnsoundError, match="this key"):
         store(place.open(), Ed25519PrivateKey.generate())
     with store(place.open(), key) as books:  # and the refused one has let go of it
         assert books.state.size == 6
@@ -339,7 +344,7 @@ def test_an_export_beside_the_writer_is_sound(place: Place, key: Ed25519PrivateK
 
 def test_a_second_writer_is_refused_until_the_first_is_done(place: Place, key: Ed25519PrivateKey) -> None:
     first = store(place.open(), key)
-    with pytest.raises(LedgerBusy, match="stop it first"):
+    with pytest.raises(LedgerBusyError, match=r"stop (it|`serve`, or the other command,) first"):
         place.open()
     first.append("one", entry(1))
     first.close()
@@ -356,7 +361,7 @@ def test_a_writer_whose_session_was_ended_cannot_append(there: InPostgres, key: 
     there.server.admin("SELECT pg_terminate_backend(%s)", disk._link.process)
     with store(there.open(), key) as other:
         other.append("two", entry(2))
-        with pytest.raises(LedgerStopped):
+        with pytest.raises(LedgerStoppedError):
             stale.append("stale", entry("stale"))
         other.append("three", entry(3))
     stale.close()
@@ -377,9 +382,9 @@ def test_a_writer_that_lost_only_its_lock_cannot_append(
         for n in range(appends):
             other.append(f"other-{n}", entry(n))
         before = roots(there)
-        with pytest.raises(LedgerBusy, match="taken this ledger over"):
-            disk.commit(Batch(1, (b"stale",), (b"stale envelope",), Head(2, b"r" * 32, b"s" * 32)))
-        with pytest.raises(LedgerStopped):
+        with pytest.raises(LedgerBusyError, match="taken this ledger over"):
+            disk.commit(Batch(1, (b"stale",), (b"stale envelope",), SealedHead(2, b"r" * 32, b"s" * 32)))
+        with pytest.raises(LedgerStoppedError):
             stale.append("stale", entry("stale"))
         assert roots(there) == before
         assert len(lines(there.look())) == 1 + appends
@@ -411,7 +416,7 @@ def test_the_function_compares_the_whole_head(there: InPostgres, key: Ed25519Pri
         assert roots(there) == old
         db.execute("SET synchronous_commit = on")
         db.execute(call, [*right, [b"x"], [b"y"]])
-    assert roots(there) == Head(3, b"r", b"s")
+    assert roots(there) == SealedHead(3, b"r", b"s")
 
 
 def test_a_batch_is_written_whole_or_not_at_all(there: InPostgres, key: Ed25519PrivateKey) -> None:
@@ -420,7 +425,7 @@ def test_a_batch_is_written_whole_or_not_at_all(there: InPostgres, key: Ed25519P
     before = roots(there)
     with contextlib.closing(there.open()) as disk:
         with pytest.raises(RuntimeError, match="SQLSTATE 23505"):
-            disk.commit(Batch(2, (b"a", b"b", b"c"), (b"e",), Head(5, b"r" * 32, b"s" * 32)))
+            disk.commit(Batch(2, (b"a", b"b", b"c"), (b"e",), SealedHead(5, b"r" * 32, b"s" * 32)))
         assert (roots(there), disk.body(2), disk.envelope(hashlib.sha256(b"e").digest())) == (before, None, None)
 
 
@@ -428,14 +433,14 @@ def test_a_batch_that_does_not_continue_the_ledger_is_refused(there: InPostgres,
     filled(there, key, 2)
     with contextlib.closing(there.open()) as disk:
         for batch in (
-            Batch(1, (b"a",), (), Head(2, b"r", b"s")),
-            Batch(2, (b"a",), (), Head(4, b"r", b"s")),
-            Batch(3, (b"a",), (), Head(4, b"r", b"s")),
+            Batch(1, (b"a",), (), SealedHead(2, b"r", b"s")),
+            Batch(2, (b"a",), (), SealedHead(4, b"r", b"s")),
+            Batch(3, (b"a",), (), SealedHead(4, b"r", b"s")),
         ):
             with pytest.raises(ValueError, match="continue"):
                 disk.commit(batch)
     with contextlib.closing(there.look()) as reader, pytest.raises(ValueError, match="to read"):
-        reader.commit(Batch(2, (b"a",), (), Head(3, b"r", b"s")))
+        reader.commit(Batch(2, (b"a",), (), SealedHead(3, b"r", b"s")))
 
 
 # ---- PostgreSQL: what the writer's role may do ---------------------------------------------------------------------
@@ -536,7 +541,7 @@ def test_install_refuses_a_writer_that_is_no_role_or_more_than_a_writer(server: 
 
 @pytest.mark.parametrize("name", ["", "A", 'a"b', "a;b", "-a", "é", "x" * 52])
 def test_a_ledgers_name_is_plain(server: Cluster, name: str) -> None:
-    for use in (open_postgres, look_postgres):
+    for use in (open_postgres, open_read_only_postgres):
         with pytest.raises(ValueError, match="name"):
             use(server.dsn(WRITER), name)
     with pytest.raises(ValueError, match="name"):
@@ -553,7 +558,7 @@ def test_ledgers_in_one_database_do_not_meet(server: Cluster, key: Ed25519Privat
 
 
 def test_a_ledger_that_is_not_installed_is_refused_with_what_to_do(server: Cluster) -> None:
-    for use in (open_postgres, look_postgres):
+    for use in (open_postgres, open_read_only_postgres):
         with pytest.raises(ValueError, match="install it"):
             use(server.dsn(WRITER), "not-there")
 
@@ -569,7 +574,7 @@ def test_a_server_that_would_lose_commits_is_refused_at_open_and_in_every_commit
     try:
         there.server.set(**{setting: "off"})
         with pytest.raises(ValueError, match="must be on"):
-            running.commit(Batch(0, (b"a",), (), Head(1, b"r" * 32, b"s" * 32)))
+            running.commit(Batch(0, (b"a",), (), SealedHead(1, b"r" * 32, b"s" * 32)))
         running.close()
         with pytest.raises(ValueError, match=f"set {setting} = on"):
             there.open()
@@ -605,7 +610,7 @@ def test_no_acknowledged_entry_is_lost_when_the_server_is_killed(
     asked: dict[int, str] = {}
 
     def write(thread: int) -> None:
-        with contextlib.suppress(LedgerStopped):
+        with contextlib.suppress(LedgerStoppedError):
             for n in itertools.count():
                 asked[thread] = f"key-{thread}-{n}"
                 acknowledged[asked[thread]] = books.append(asked[thread], entry(asked[thread]))[0].seq
@@ -648,7 +653,7 @@ def test_a_commit_that_no_standby_confirms_is_no_commit(there: InPostgres, key: 
     def commit() -> None:
         try:
             for n in itertools.count():  # the first ones may be done before the new setting reaches every process
-                disk.commit(Batch(n, (b"a",), (), Head(n + 1, b"r" * 32, b"s" * 32)))
+                disk.commit(Batch(n, (b"a",), (), SealedHead(n + 1, b"r" * 32, b"s" * 32)))
         except ConnectionError as error:
             raised.append(error)
 
@@ -665,7 +670,7 @@ def test_a_commit_that_no_standby_confirms_is_no_commit(there: InPostgres, key: 
         assert "standby" in str(raised[0])
         disk.close()
         begun = time.monotonic()  # and opening waits for the standby to have what may be here alone
-        with pytest.raises(ConnectionError, match="no answer"):
+        with pytest.raises(ConnectionError, match="was lost"):
             there.open(patience=1.0)
         assert 0.9 < time.monotonic() - begun < 60
     finally:
@@ -688,10 +693,10 @@ def test_a_server_that_was_turned_back_is_refused_by_what_its_standby_holds(key:
             for n in range(2):
                 with store(open_postgres(both, place.ledger), key) as books:
                     books.append(f"late-{n}", entry(n))
-                    with read_store(look_postgres(both, place.ledger), ORIGIN, key) as seen:
+                    with read_store(open_read_only_postgres(both, place.ledger), ORIGIN, key) as seen:
                         assert seen.state.size == 4 + n
             nobody = primary.dsn(WRITER).replace(f"host={primary.folder}", f"host={primary.folder},/nowhere")
-            with pytest.raises(LedgerUnsound, match="none of those in the address answers"):
+            with pytest.raises(LedgerUnsoundError, match="no other host of the address answers as its standby"):
                 store(open_postgres(nobody, place.ledger), key)
             primary.kill()
             shutil.rmtree(primary.data)
@@ -700,14 +705,187 @@ def test_a_server_that_was_turned_back_is_refused_by_what_its_standby_holds(key:
             with pytest.raises(LedgerTurnedBackError, match=r"has 3 entries.*mark is at 5"):
                 store(open_postgres(both, place.ledger), key)
             with pytest.raises(LedgerTurnedBackError):
-                read_store(look_postgres(both, place.ledger), ORIGIN, key)
+                read_store(open_read_only_postgres(both, place.ledger), ORIGIN, key)
             disk = open_postgres(both, place.ledger)
             disk.brought_back()
             with store(disk, key) as books:
                 books.restore("ab" * 16)
                 assert books.state.epoch == 2
             with store(place.open(), key) as books:
-                assert books.state.size == 4, "an address of one host asks nobody else"
+                assert books.state.size == 4, "one host, and a server that waits for nobody: nobody else is asked"
+
+
+def turned_back_with(primary: Cluster, between: Callable[[], None]) -> None:
+    """Put a server's files of before ``between`` back in their place, while nothing of it runs."""
+    primary.stop()
+    subprocess.run(["cp", "-a", primary.data, primary.folder / "old"], check=True)
+    primary.start()
+    between()
+    primary.kill()
+    shutil.rmtree(primary.data)
+    (primary.folder / "old").rename(primary.data)
+    primary.start()
+
+
+def test_a_standby_that_has_not_replayed_what_it_received_is_no_mark(
+    key: Ed25519PrivateKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit waits until the standby has it on its disk, not until the standby shows it."""
+    monkeypatch.setattr(postgres, "_REPLAYING", 0.3)
+    with throwaway() as primary:
+        place = InPostgres(primary)
+        with store(place.open(), key) as books:
+            books.append("early", entry(0))
+        with standby_of(primary) as standby:
+            both = primary.dsn(WRITER).replace(f"host={primary.folder}", f"host={primary.folder},{standby.folder}")
+            primary.set(synchronous_standby_names="*")
+
+            def late() -> None:
+                with store(open_postgres(both, place.ledger), key) as books:
+                    standby.admin("SELECT pg_wal_replay_pause()")
+                    awaited(lambda: standby.admin("SELECT pg_get_wal_replay_pause_state()") == [("paused",)])
+                    books.append("late", entry(1))
+
+            turned_back_with(primary, late)
+            with pytest.raises(MarkUnknownError, match="received more than it has replayed"):
+                read_store(open_read_only_postgres(both, place.ledger), ORIGIN, key)
+
+
+def test_a_standby_that_has_replayed_meanwhile_is_a_mark(key: Ed25519PrivateKey) -> None:
+    """It is asked again: what it has just received it shows in a moment."""
+    with throwaway() as primary:
+        place = InPostgres(primary)
+        with store(place.open(), key) as books, standby_of(primary) as standby:
+            both = primary.dsn(WRITER).replace(f"host={primary.folder}", f"host={primary.folder},{standby.folder}")
+            primary.set(synchronous_standby_names="*")
+            standby.admin("SELECT pg_wal_replay_pause()")
+            awaited(lambda: standby.admin("SELECT pg_get_wal_replay_pause_state()") == [("paused",)])
+            books.append("late", entry(1))
+            resumed = threading.Timer(0.5, standby.admin, ("SELECT pg_wal_replay_resume()",))
+            resumed.start()
+            try:
+                with read_store(open_read_only_postgres(both, place.ledger), ORIGIN, key) as seen:
+                    assert [mark.size for mark in seen.marks] == [1]
+            finally:
+                resumed.join()
+
+
+def test_where_any_one_of_two_standbys_acknowledges_both_must_answer(key: Ed25519PrivateKey) -> None:
+    """The one that acknowledged may be the one that is away."""
+    with throwaway() as primary, contextlib.ExitStack() as stack:
+        place = InPostgres(primary)
+        with store(place.open(), key) as books:
+            books.append("early", entry(0))
+        first, second = (stack.enter_context(standby_of(primary)) for _ in range(2))
+        hosts = f"host={primary.folder},{first.folder},{second.folder}"
+        three = primary.dsn(WRITER).replace(f"host={primary.folder}", hosts)
+        for names in ("FIRST 1 (walreceiver, another)", "ANY 1 (*)"):
+            primary.set(synchronous_standby_names=names)
+            with store(open_postgres(three, place.ledger), key) as books:
+                assert len(books.marks) == 2
+
+        def late() -> None:
+            second.stop()
+            with pytest.raises(MarkUnknownError, match="2 of them must answer"):
+                store(open_postgres(three, place.ledger), key)
+            second.start()
+            with store(open_postgres(three, place.ledger), key) as books:
+                second.stop()
+                books.append("late", entry(1))
+            first.stop()
+
+        turned_back_with(primary, late)
+        second.start()
+        with pytest.raises(
+            MarkUnknownError, match=r"ANY 1 \(\*\)' a commit may be at some standbys alone; 2 of them"
+        ):
+            store(open_postgres(three, place.ledger), key)
+        first.start()
+        with pytest.raises(LedgerTurnedBackError, match=r"has 1 entries.*mark is at 2"):
+            read_store(open_read_only_postgres(three, place.ledger), ORIGIN, key)
+
+
+@pytest.mark.parametrize(
+    ("names", "others", "needed"),
+    [
+        ("", 1, 1),
+        ("", 3, 1),
+        ("a", 1, 1),
+        ("a, b", 2, 2),
+        ("ANY 1 (a, b)", 2, 2),
+        ("any 2 (a, b, c)", 3, 2),
+        ("FIRST 2 (a, b)", 2, 1),
+        ("2(a,b,c)", 3, 2),
+        ("first 3 (a, b, c)", 3, 1),
+        ("ANY 1 (a)", 2, 2),  # both may be called a, or one is waited for by none
+        ("ANY 1 (a, b, c)", 1, 3),  # two that commits wait for are not in the address
+        ("*", 1, 1),
+        ("*", 0, 1),
+        ("ANY 2 (*)", 3, 3),
+        ('FIRST 2 (a, "*")', 3, 3),
+        ('ANY 1 ("a, b)", c)', 2, 2),
+        ('"ANY 2 (a, b)"', 1, 1),
+    ],
+)
+def test_so_many_standbys_must_answer_that_one_has_every_commit(names: str, others: int, needed: int) -> None:
+    assert postgres.answers_needed(names, others) == needed
+
+
+def test_the_server_reads_its_names_of_standbys_as_we_do(there: InPostgres) -> None:
+    """What it accepts is what the list above has."""
+    try:
+        for names in ('ANY 1 ("a, b)", c)', "2(a,b,c)", 'FIRST 2 (a, "*")', '"ANY 2 (a, b)"'):
+            there.server.set(synchronous_standby_names=names)
+            with contextlib.closing(there.look()) as disk:
+                assert disk.synchronous_standbys == names
+    finally:
+        there.server.set(synchronous_standby_names="")
+
+
+def test_where_commits_wait_for_a_standby_only_an_answer_of_another_host_will_do(key: Ed25519PrivateKey) -> None:
+    """An address of one host, a standby that is away, and names that somebody emptied: none is passed in silence."""
+    with throwaway() as primary:
+        place = InPostgres(primary)
+        with store(place.open(), key) as books:
+            books.append("one", entry(1))
+        own = f"host={primary.folder}"
+        with standby_of(primary) as standby:
+            several = {
+                name: primary.dsn(WRITER).replace(own, f"{own},{other}")
+                for name, other in (("both", standby.folder), ("absent", "/nowhere"), ("twice", primary.folder))
+            }
+            for names in ("*", ""):
+                primary.set(synchronous_standby_names=names)
+                with store(open_postgres(several["both"], place.ledger), key) as books:
+                    assert len(books.marks) == 1, "what the server says of itself is no mark"
+                for which in ("absent", "twice"):
+                    with pytest.raises(MarkUnknownError, match="no other host of the address answers as its standby"):
+                        store(open_postgres(several[which], place.ledger), key)
+                    with pytest.raises(MarkUnknownError):
+                        read_store(open_read_only_postgres(several[which], place.ledger), ORIGIN, key)
+            primary.set(synchronous_standby_names="*")
+            with pytest.raises(MarkUnknownError, match=r"the address names one host.*add the standby's host"):
+                store(place.open(), key)
+            with pytest.raises(MarkUnknownError):
+                read_store(place.look(), ORIGIN, key)
+            disk = place.open()
+            disk.brought_back()
+            store(disk, key).close()  # what comes from a backup is bound by nobody's mark
+            primary.set(synchronous_standby_names="")
+
+
+def test_what_a_mark_does_not_show_is_said(there: InPostgres) -> None:
+    server, own = there.server, f"host={there.server.folder}"
+    with contextlib.closing(there.look()) as disk:
+        assert "no standby to ask" in disk.unmarked()
+    several = server.dsn(WRITER).replace(own, f"{own},/nowhere")
+    with contextlib.closing(open_read_only_postgres(several, there.ledger)) as disk:
+        assert "synchronous_standby_names is empty" in disk.unmarked()
+        try:
+            server.set(synchronous_standby_names="nobody")
+            assert disk.unmarked() == ""
+        finally:
+            server.set(synchronous_standby_names="")
 
 
 def test_an_address_of_several_hosts_is_one_of_each() -> None:
@@ -728,7 +906,7 @@ def test_a_server_that_hangs_is_given_up(there: InPostgres, key: Ed25519PrivateK
     books.append("one", entry(1))
     os.kill(disk._link.process, signal.SIGSTOP)
     try:
-        with pytest.raises(LedgerStopped):
+        with pytest.raises(LedgerStoppedError):
             books.append("two", entry(2))
     finally:
         os.kill(disk._link.process, signal.SIGCONT)

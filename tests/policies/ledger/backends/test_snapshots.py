@@ -10,8 +10,8 @@ from pathlib import Path
 import apsw
 import pytest
 
-from policies import snapshots
-from policies.snapshots import Unquiet, copy_together
+from policies.ledger.backends import snapshots
+from policies.ledger.backends.snapshots import SnapshotError, consistent_snapshot
 
 
 def made(path: Path) -> apsw.Connection:
@@ -53,7 +53,7 @@ def test_two_files_that_are_written_one_after_the_other_all_the_time_are_copied_
     try:
         for turn in range(20):
             names = [(tmp_path / f"{which}.db", tmp_path / f"{turn}-{which}.db") for which in "ab"]
-            copy_together(names if turn % 2 else names[::-1])
+            consistent_snapshot(names if turn % 2 else names[::-1])
             assert held(tmp_path / f"{turn}-a.db") - held(tmp_path / f"{turn}-b.db") in {0, 1}
     finally:
         stop.set()
@@ -64,7 +64,7 @@ def test_two_files_that_are_written_one_after_the_other_all_the_time_are_copied_
 def test_a_copy_is_private_whole_and_of_the_same_form(tmp_path: Path) -> None:
     with contextlib.closing(made(tmp_path / "a.db")) as db:
         db.execute("INSERT INTO t VALUES(3)")  # in the write-ahead log alone
-        copy_together([(tmp_path / "a.db", tmp_path / "copy.db")])
+        consistent_snapshot([(tmp_path / "a.db", tmp_path / "copy.db")])
     assert stat.S_IMODE((tmp_path / "copy.db").stat().st_mode) == 0o600
     assert not list(tmp_path.glob("copy.db-*")), "it needs no log beside it"
     assert held(tmp_path / "copy.db") == 3
@@ -77,8 +77,8 @@ def test_where_there_is_no_quiet_moment_nothing_is_left(tmp_path: Path, monkeypa
     numbers = iter(range(10_000))
     monkeypatch.setattr(snapshots, "_version", lambda _probe: next(numbers))
     monkeypatch.setattr(snapshots, "PAUSE_S", 0.0)
-    with pytest.raises(Unquiet, match="writes all the time"):
-        copy_together([(tmp_path / "a.db", tmp_path / "copy.db")])
+    with pytest.raises(SnapshotError, match="keeps writing"):
+        consistent_snapshot([(tmp_path / "a.db", tmp_path / "copy.db")])
     assert not (tmp_path / "copy.db").exists()
 
 
@@ -87,12 +87,12 @@ def test_nothing_is_replaced_and_a_failure_leaves_none_of_several(tmp_path: Path
         made(tmp_path / f"{name}.db").close()
     (tmp_path / "taken.db").write_bytes(b"mine")
     with pytest.raises(FileExistsError):
-        copy_together([(tmp_path / "a.db", tmp_path / "copy.db"), (tmp_path / "b.db", tmp_path / "taken.db")])
+        consistent_snapshot([(tmp_path / "a.db", tmp_path / "copy.db"), (tmp_path / "b.db", tmp_path / "taken.db")])
     assert not (tmp_path / "copy.db").exists()
     assert (tmp_path / "taken.db").read_bytes() == b"mine"
     (tmp_path / "b.db").write_bytes(b"no database" * 500)
-    with pytest.raises(Unquiet):
-        copy_together([(tmp_path / "a.db", tmp_path / "copy.db"), (tmp_path / "b.db", tmp_path / "other.db")])
+    with pytest.raises(SnapshotError):
+        consistent_snapshot([(tmp_path / "a.db", tmp_path / "copy.db"), (tmp_path / "b.db", tmp_path / "other.db")])
     with pytest.raises(FileNotFoundError):
-        copy_together([(tmp_path / "none.db", tmp_path / "copy.db")])
+        consistent_snapshot([(tmp_path / "none.db", tmp_path / "copy.db")])
     assert not (tmp_path / "copy.db").exists()

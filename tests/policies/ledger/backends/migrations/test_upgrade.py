@@ -14,16 +14,16 @@ import psycopg
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.edges.home import ORIGIN, Home
-from policies.entries import Refused
-from policies.forms import FORM, WrongForm
-from policies.migrations import upgrade as upgrading
-from policies.migrations.upgrade import upgrade_sqlite
-from policies.postgres import install, look_postgres, open_postgres
-from policies.sqlite import export_file, form_of, look, open_sqlite, prepare
-from policies.store import Draft, LedgerBusy, LedgerUnsound, Store, export
-from policies.verify import verify
-from tests.support.books import Clock
+from coordinator.storage.directory import ORIGIN, CoordinatorDirectory
+from policies.audit.verify import verify
+from policies.ledger.backends.migrations import upgrade
+from policies.ledger.backends.migrations.upgrade import upgrade_sqlite
+from policies.ledger.backends.postgres import install, open_postgres, open_read_only_postgres
+from policies.ledger.backends.schema_version import FORM, SchemaVersionError
+from policies.ledger.backends.sqlite import export_file, form_of, open_read_only, open_sqlite, prepare
+from policies.ledger.entries import Refused
+from policies.ledger.store import AppendRequest, LedgerBusyError, LedgerUnsoundError, Store, export
+from tests.support.ledger_world import Clock
 from tests.support.older import Older, older
 from tests.support.postgres import OWNER, WRITER, Cluster, throwaway
 
@@ -38,10 +38,10 @@ def ledger(before: Older) -> Path:
 
 
 def key(before: Older) -> Ed25519PrivateKey:
-    return Home(before.coordinator).ledger_key()
+    return CoordinatorDirectory(before.coordinator).ledger_key()
 
 
-def upgraded(before: Older) -> upgrading.Upgraded:
+def upgraded(before: Older) -> upgrade.Upgraded:
     return upgrade_sqlite(ledger(before), ORIGIN, key(before))
 
 
@@ -65,10 +65,10 @@ def edited(path: Path, *statements: str) -> None:
 
 
 def test_an_older_ledger_is_read_and_proved_as_it_is_and_not_appended_to(before: Older) -> None:
-    with contextlib.closing(look(ledger(before))) as disk:
+    with contextlib.closing(open_read_only(ledger(before))) as disk:
         assert disk.form() == 1
     assert verify(exported(before), before.head("coordinator")).size == 18
-    with pytest.raises(WrongForm, match="run `upgrade`"):
+    with pytest.raises(SchemaVersionError, match="run `upgrade`"):
         open_sqlite(ledger(before))
     assert schema(ledger(before)) == schema(before.coordinator / "ledger.db"), "nothing was changed by the refusal"
 
@@ -86,7 +86,7 @@ def test_an_upgraded_ledger_exports_to_the_very_bytes_that_the_older_version_wro
 def test_heads_that_were_signed_before_the_upgrade_verify_after_it_and_after_more_entries(before: Older) -> None:
     upgraded(before)
     with Store(open_sqlite(ledger(before)), ORIGIN, key(before), Clock()) as store:
-        store.append("x", Draft((Refused("x", "site-a", "", "call", ["rule"], b""),)))
+        store.append("x", AppendRequest((Refused("x", "site-a", "", "call", ["rule"], b""),)))
     found = verify(exported(before), before.head("coordinator"))
     assert (found.size, found.witnesses) == (19, {"site-a": 18}), "what the site had cosigned is extended too"
 
@@ -116,7 +116,7 @@ POINTS = ("_alone", "_copied", "_migrate", "_same")
 def test_a_killed_upgrade_leaves_the_ledger_whole_and_goes_on(before: Older, point: str) -> None:
     child = os.fork()
     if not child:  # as by kill -9: no handler runs, nothing is closed
-        owner, name = (os, "replace") if point.startswith("replace") else (upgrading, point)
+        owner, name = (os, "replace") if point.startswith("replace") else (upgrade, point)
         act: Callable[..., object] = getattr(owner, name)
 
         def die(*words: object) -> None:
@@ -154,17 +154,17 @@ def test_a_step_that_would_change_what_the_ledger_says_is_undone(
     before: Older, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     change = change.replace("WHERE rowid_is = 1", "WHERE digest = (SELECT min(digest) FROM envelope)")
-    step = upgrading._migrate
+    step = upgrade._migrate
 
-    def clumsy(engine: object, form: int) -> None:
-        step(engine, form)  # type: ignore[arg-type]
+    def clumsy(copy: Path, form: int) -> None:
+        step(copy, form)
         edited(ledger(before).with_name("ledger.db.upgrading"), change)
 
-    monkeypatch.setattr(upgrading, "_migrate", clumsy)
-    with pytest.raises(LedgerUnsound):
+    monkeypatch.setattr(upgrade, "_migrate", clumsy)
+    with pytest.raises(LedgerUnsoundError):
         upgraded(before)
     assert export_file(ledger(before), ORIGIN, key(before)) == before.exported("coordinator")
-    with contextlib.closing(look(ledger(before))) as disk:
+    with contextlib.closing(open_read_only(ledger(before))) as disk:
         assert disk.form() == 1
 
 
@@ -173,25 +173,25 @@ def test_a_step_that_would_change_what_the_ledger_says_is_undone(
 )
 def test_a_ledger_that_was_tampered_with_is_not_upgraded(before: Older, change: str) -> None:
     edited(ledger(before), change)
-    with pytest.raises(LedgerUnsound):
+    with pytest.raises(LedgerUnsoundError):
         upgraded(before)
-    with contextlib.closing(look(ledger(before))) as disk:
+    with contextlib.closing(open_read_only(ledger(before))) as disk:
         assert disk.form() == 1
 
 
 def test_another_ledgers_key_upgrades_nothing(before: Older) -> None:
-    with pytest.raises(LedgerUnsound, match="committed last"):
+    with pytest.raises(LedgerUnsoundError, match="committed last"):
         upgrade_sqlite(ledger(before), ORIGIN, Ed25519PrivateKey.generate())
     assert upgraded(before).before == 1
 
 
 def test_nobody_may_write_or_read_while_it_is_upgraded(before: Older) -> None:
-    with upgrading.lock_file(ledger(before).with_suffix(".lock")), pytest.raises(LedgerBusy):
+    with upgrade.lock_file(ledger(before).with_suffix(".lock")), pytest.raises(LedgerBusyError):
         upgraded(before)
     with contextlib.closing(apsw.Connection(str(ledger(before)))) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT * FROM head").fetchall()
-        with pytest.raises(LedgerUnsound, match="stop it first"):
+        with pytest.raises(LedgerUnsoundError, match="stop it first"):
             upgraded(before)
     assert upgraded(before).before == 1
 
@@ -200,8 +200,12 @@ def test_a_ledger_of_a_newer_program_is_neither_read_nor_written_nor_taken_back(
     upgraded(before)
     edited(ledger(before), f"UPDATE form SET version_num = '{FORM + 1}'")
     raw = ledger(before).read_bytes()
-    for act in (lambda: open_sqlite(ledger(before)), lambda: look(ledger(before)), lambda: upgraded(before)):
-        with pytest.raises(WrongForm, match="newer program"):
+    for act in (
+        lambda: open_sqlite(ledger(before)),
+        lambda: open_read_only(ledger(before)),
+        lambda: upgraded(before),
+    ):
+        with pytest.raises(SchemaVersionError, match="newer version"):
             act()
     assert hashlib.sha256(ledger(before).read_bytes()).digest() == hashlib.sha256(raw).digest()
 
@@ -212,8 +216,12 @@ def test_a_ledger_of_a_newer_program_is_neither_read_nor_written_nor_taken_back(
 def test_a_ledger_that_does_not_say_one_form_is_damaged(before: Older, said: str) -> None:
     upgraded(before)
     edited(ledger(before), said)
-    for act in (lambda: open_sqlite(ledger(before)), lambda: look(ledger(before)), lambda: upgraded(before)):
-        with pytest.raises(LedgerUnsound, match="damaged"):
+    for act in (
+        lambda: open_sqlite(ledger(before)),
+        lambda: open_read_only(ledger(before)),
+        lambda: upgraded(before),
+    ):
+        with pytest.raises(LedgerUnsoundError, match="damaged"):
             act()
 
 
@@ -240,7 +248,7 @@ def older_in(server: Cluster, name: str) -> bytes:
     """A ledger with an entry, in the form that did not say its form; its export."""
     install(server.dsn(OWNER), WRITER, name)
     with Store(open_postgres(server.dsn(WRITER), name), "lazaret/test", SIGNS, Clock()) as store:
-        store.append("x", Draft((Refused("x", "site-a", "", "call", ["rule"], b""),)))
+        store.append("x", AppendRequest((Refused("x", "site-a", "", "call", ["rule"], b""),)))
     said = shown(server, name)
     with psycopg.connect(server.dsn(OWNER), autocommit=True) as db:
         db.execute(f'DROP TABLE "lazaret_{name}".form'.encode())
@@ -248,12 +256,12 @@ def older_in(server: Cluster, name: str) -> bytes:
 
 
 def shown(server: Cluster, name: str) -> bytes:
-    with contextlib.closing(look_postgres(server.dsn(WRITER), name)) as disk:
+    with contextlib.closing(open_read_only_postgres(server.dsn(WRITER), name)) as disk:
         return export(disk, "lazaret/test", SIGNS)
 
 
 def test_an_older_ledger_in_postgresql_is_upgraded_by_its_owner_in_one_transaction(server: Cluster) -> None:
-    from policies.migrations.owner import upgrade_postgres
+    from policies.ledger.backends.migrations.postgres import upgrade_postgres
 
     said = older_in(server, "one")
     assert shown(server, "one") == said, "it is read as it is"
@@ -261,52 +269,52 @@ def test_an_older_ledger_in_postgresql_is_upgraded_by_its_owner_in_one_transacti
         lambda: open_postgres(server.dsn(WRITER), "one"),
         lambda: install(server.dsn(OWNER), WRITER, "one"),
     ):
-        with pytest.raises(WrongForm, match="upgrade"):
+        with pytest.raises(SchemaVersionError, match="upgrade"):
             act()
-    with pytest.raises(ValueError, match="owns"):
+    with pytest.raises(ValueError, match="the ledger's owner"):
         upgrade_postgres(server.dsn(WRITER), "one")
     done = upgrade_postgres(server.dsn(OWNER), "one")
     assert (done.before, done.after, done.size) == (1, FORM, 1)
     assert shown(server, "one") == said
     assert upgrade_postgres(server.dsn(OWNER), "one").before == FORM
     with Store(open_postgres(server.dsn(WRITER), "one"), "lazaret/test", SIGNS, Clock()) as store:
-        store.append("y", Draft((Refused("y", "site-a", "", "call", ["rule"], b""),)))
-        with pytest.raises(LedgerBusy):
+        store.append("y", AppendRequest((Refused("y", "site-a", "", "call", ["rule"], b""),)))
+        with pytest.raises(LedgerBusyError):
             upgrade_postgres(server.dsn(OWNER), "one")
 
 
 def test_a_newer_ledger_in_postgresql_is_refused(server: Cluster) -> None:
-    from policies.migrations.owner import upgrade_postgres
+    from policies.ledger.backends.migrations.postgres import upgrade_postgres
 
     install(server.dsn(OWNER), WRITER, "two")
     with psycopg.connect(server.dsn(OWNER), autocommit=True) as db:
         db.execute(f"UPDATE lazaret_two.form SET version_num = '{FORM + 1}'".encode())
     for act in (
         lambda: open_postgres(server.dsn(WRITER), "two"),
-        lambda: look_postgres(server.dsn(WRITER), "two"),
+        lambda: open_read_only_postgres(server.dsn(WRITER), "two"),
         lambda: install(server.dsn(OWNER), WRITER, "two"),
         lambda: upgrade_postgres(server.dsn(OWNER), "two"),
     ):
-        with pytest.raises(WrongForm, match="newer program"):
+        with pytest.raises(SchemaVersionError, match="newer version"):
             act()
 
 
 def test_a_step_that_would_change_what_postgresql_holds_is_rolled_back(
     server: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from policies.migrations import owner
+    from policies.ledger.backends.migrations import postgres as owner
 
     said = older_in(server, "three")
     step = owner.migrate
 
     def clumsy(connection: object, form: int, schema: str) -> None:
-        step(connection, form, schema)
-        connection.exec_driver_sql(f"ALTER TABLE {schema}.entry DISABLE TRIGGER ALL")  # type: ignore[attr-defined]
-        connection.exec_driver_sql(f"UPDATE {schema}.entry SET body = 'x'")  # type: ignore[attr-defined]
+        step(connection, form, schema)  # type: ignore[arg-type]
+        connection.execute(f"ALTER TABLE {schema}.entry DISABLE TRIGGER ALL")  # type: ignore[attr-defined]
+        connection.execute(f"UPDATE {schema}.entry SET body = 'x'")  # type: ignore[attr-defined]
 
     monkeypatch.setattr(owner, "migrate", clumsy)
-    with pytest.raises((LedgerUnsound, ValueError)):
+    with pytest.raises((LedgerUnsoundError, ValueError)):
         owner.upgrade_postgres(server.dsn(OWNER), "three")
     assert shown(server, "three") == said
-    with contextlib.closing(look_postgres(server.dsn(WRITER), "three")) as disk:
+    with contextlib.closing(open_read_only_postgres(server.dsn(WRITER), "three")) as disk:
         assert disk.form() == 1

@@ -1,0 +1,194 @@
+"""What a command imports before it does anything: help waits for no library, and what does not learn for no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import agent.cli.options
+import coordinator.cli.options
+from agent.mechanisms.distillation import options as distillation
+from agent.storage.site_directory import MAIN
+from policies.governance import options as governance
+from policies.ledger.approvals import ROLES
+from tests.support.federation_world import Federation
+from tests.support.release_site import filled, ksame_words
+
+ROOT: Final = Path(__file__).parent.parent
+HEAVY: Final = frozenset(
+    {
+        "torch",
+        "scipy",
+        "numpy",
+        "grpc",
+        "pydicom",
+        "fastapi",
+        "flwr",
+        "sklearn",
+        "cryptography",
+        "rich",
+        "PIL",
+        "apsw",
+    }
+)
+LEARNING: Final = frozenset({"torch", "monai", "sklearn", "matplotlib"})
+PARSERS: Final = {"agent": agent.cli.options.build_parser, "coordinator": coordinator.cli.options.build_parser}
+HELP: Final = """
+import argparse, sys
+from {side}.cli.main import main
+from {side}.cli.options import build_parser
+
+def helps(parser):
+    yield parser.format_help()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for one in action.choices.values():
+                yield from helps(one)
+
+shown = list(helps(build_parser()))
+try:
+    main(["--help"])
+except SystemExit as end:
+    assert end.code == 0
+print(len(shown), *sorted({heavy!r} & set(sys.modules)), file=sys.stderr)
+"""
+LOADED: Final = """
+import sys
+from {main} import main
+try:
+    status = main(sys.argv[1:])
+except SystemExit as end:
+    status = end.code
+found = sorted({heavy!r} & set(sys.modules))
+assert not found, found
+sys.exit(status)
+"""
+MATCHED: Final = """
+import json, pathlib, sys
+side, *commands = sys.argv[1:]
+main = __import__(f"{side}.cli.main", fromlist=["_run"])
+found = {}
+
+class Module:
+    def __init__(self, name):
+        self.__dict__["name"] = name
+    def __getattr__(self, _attribute):
+        return lambda *_: self.name
+
+for package in (f"{side}.cli", f"{side}.operations", "protos.web"):
+    room = __import__(package, fromlist=["x"])
+    for path in pathlib.Path(room.__path__[0]).glob("*.py"):
+        if path.stem not in ("main", "options", "output", "__init__"):
+            sys.modules[f"{package}.{path.stem}"] = one = Module(f"{package}.{path.stem}")
+            setattr(room, path.stem, one)
+for command in commands:
+    found[command] = main._run(type("Arguments", (), {"command": command}))
+print(json.dumps(found))
+"""
+LIGHT: Final = frozenset(
+    {
+        *("administration", "backup", "cohort", "console", "doctor", "ingest", "ledger", "quarantine", "release"),
+        *("release_kanonymous", "serve", "setup"),
+    }
+)
+WITH_TORCH: Final = frozenset(  # every other command does without, but for vetting, rounds and heads that come in
+    {
+        *("release ksalsa", "release anonfaces", "release privimage", "release centroids", "release distill"),
+        *("release distill-dp", "release remodel", "tune", "evaluate", "draw", "audit", "deface"),
+        *(f"train {network}" for network in (*agent.cli.options.NETWORKS, *distillation.NETWORKS)),
+        *("train codebook", "train remodeller"),
+    }
+)
+
+
+def options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """What the words of all commands are kept as."""
+    for one in parser._actions:
+        yield one.dest
+        for command in one.choices.values() if isinstance(one, argparse._SubParsersAction) else ():
+            yield from options(command)
+
+
+def commands(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Every command, as it is typed."""
+    groups = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    if not groups:
+        yield parser.get_default("command")
+    for group in groups:
+        for one in group.choices.values():
+            yield from commands(one)
+
+
+@pytest.mark.parametrize("side", ["agent", "coordinator"])
+def test_no_help_of_any_command_imports_a_library(side: str) -> None:
+    code = HELP.format(side=side, heavy=set(HEAVY))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    shown, *found = done.stderr.split()
+    assert not found
+    assert int(shown) > len(list(commands(PARSERS[side]())))  # groups have a help, too
+
+
+@pytest.mark.parametrize("main", ["policies.audit.verify", "protos.encryption.reader_cli"])
+def test_the_auditors_and_the_readers_commands_need_cryptography_and_no_other_library(main: str) -> None:
+    code = LOADED.format(main=main, heavy=set(HEAVY - {"cryptography"}))
+    assert subprocess.run([sys.executable, "-c", code, "--help"], check=False, cwd=ROOT).returncode == 0
+
+
+def carried_out_by(side: str) -> dict[str, str]:
+    """Which module carries out each command, as the match in the side's ``main`` has it; nothing is carried out."""
+    done = subprocess.run(
+        [sys.executable, "-c", MATCHED, side, *commands(PARSERS[side]())],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("side", ["agent", "coordinator"])
+def test_every_command_that_is_typed_is_carried_out_by_one_module(side: str) -> None:
+    found = carried_out_by(side)
+    assert found.keys() == set(commands(PARSERS[side]()))
+    assert len(set(found.values())) >= 8
+    assert not {"command", "usage_check", "homeless"} & set(options(PARSERS[side]()))  # the parser's own
+
+
+def test_what_does_not_learn_imports_no_torch() -> None:
+    found = carried_out_by("agent")
+    assert found.keys() >= WITH_TORCH
+    light = {module for command, module in found.items() if command not in WITH_TORCH}
+    assert light == {"protos.web.login_cli", *(f"agent.cli.{name}" for name in LIGHT)}
+    code = (
+        f"import sys, {', '.join(sorted(light))}; sys.exit(bool({{'torch', 'monai', 'sklearn'}} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
+
+
+def test_a_release_that_does_not_learn_imports_no_torch_from_its_price_to_its_verdict(tmp_path: Path) -> None:
+    code = LOADED.format(main="agent.cli.main", heavy=set(LEARNING))
+    with Federation(tmp_path) as federation:
+        site = filled(federation.join("site-a"), tmp_path)
+        for words in (
+            ["ledger", "show"],
+            ksame_words(tmp_path, "--dry-run"),
+            ksame_words(tmp_path),
+            ["cohort"],
+            ["ledger", "amend"],
+        ):
+            line = [sys.executable, "-c", code, "--home", str(site.home.root), *map(str, words)]
+            done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
+            assert done.returncode == 0, (words, done.stdout, done.stderr)
+
+
+def test_what_the_parsers_write_twice_is_what_there_is() -> None:
+    assert agent.cli.options.MAIN == MAIN
+    assert tuple(sorted(ROLES)) == governance.ROLES
