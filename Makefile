@@ -7,7 +7,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("{}.{}".format(*sys.version_i
 STAMP := $(VENV)/.installed-$(VERSION)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo demo-full test test-no-torch test-slow check bench bundle validate verifier fuzz crash mutation protos clean
+.PHONY: demo demo-full test quick test-no-torch test-slow check docs bench bundle validate verifier fuzz crash mutation protos clean
 
 # A Python outside the range is told so before anything is downloaded.
 IN_RANGE = $(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "this needs Python 3.11 to 3.13, and $(PYTHON) is {}.{}: make PYTHON=/usr/bin/python3".format(*v))'
@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV): the pinned packages of constraints.txt (a few minutes, about 2 GB; 5 GB with CUDA)"
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[agent,coordinator,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[agent,coordinator,dev,oracles]'
 	touch $(STAMP)
 
 demo: $(STAMP)  ## three hospitals, one coordinator, the main job, end to end; results in demo-out/
@@ -26,9 +26,14 @@ demo: $(STAMP)  ## three hospitals, one coordinator, the main job, end to end; r
 demo-full: $(STAMP)  ## the same with every mechanism
 	$(BIN)/python -m deploy.demo --full --out demo-out
 
-# --no-loadscope-reorder: the longest files first, as tests/conftest.py sorts them; else those with the most tests are
+# One worker more than processors: many tests wait for a process that they started. The longest files come first, as
+# tests/conftest.py sorts them, and not those with the most tests (--no-loadscope-reorder).
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 test: $(STAMP)  ## every test but the slow ones; a file's tests stay in one process, which shares what they set up
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n auto --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+quick: $(STAMP)  ## the tests of the rooms that differ from the branch main; not of what imports them
+	$(BIN)/python -m tests.quick
 
 NO_TORCH := .venv-no-torch
 $(NO_TORCH)/.installed-$(VERSION): pyproject.toml constraints.txt
@@ -39,16 +44,27 @@ $(NO_TORCH)/.installed-$(VERSION): pyproject.toml constraints.txt
 	touch $(NO_TORCH)/.installed-$(VERSION)
 
 test-no-torch: $(NO_TORCH)/.installed-$(VERSION)  ## the coordinator's side as it is installed, with PYTHON=python3.13 or another; what needs an agent skips
-	$(NO_TORCH)/bin/python -m pytest -m "not slow and not gpu" -n auto --dist loadfile --no-loadscope-reorder tests/coordinator tests/policies tests/protos policies protos
+	$(NO_TORCH)/bin/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/coordinator tests/policies tests/protos policies protos
 
 test-slow: $(STAMP)  ## the long forms
 	$(BIN)/python -m pytest -m slow --hypothesis-profile=roaming
 
-check: $(STAMP)  ## what CI checks besides the tests
+check: $(STAMP) docs  ## what CI checks besides the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p policies -p protos -p agent -p coordinator -p deploy.demo -p deploy.bundle -m deploy.verifier -m deploy.validate
+	$(BIN)/mypy -p policies -p protos -p agent -p coordinator -p deploy.demo -p deploy.bundle -p deploy.reproduction -p deploy.phantoms -p deploy.docs.reference -m deploy.docs.conf -m deploy.docs.site -m deploy.verifier -m deploy.validate
 	$(BIN)/lint-imports
+	$(BIN)/deptry --no-ansi agent coordinator policies protos
+	$(BIN)/python -m tests.unused_code
+
+# Nothing is built anew where no page has changed; where one has, all are, so that a link to what is gone is found too.
+PAGES := $(shell find deploy/docs policies/README.md protos/README.md -name __pycache__ -prune -o -print)
+build/docs/.whole: $(STAMP) $(PAGES)
+	rm -rf build/docs
+	$(BIN)/python -m deploy.docs.site build/docs
+	touch $@
+
+docs: build/docs/.whole  ## the documentation as a site, build/docs/index.html; a dead link or anchor is an error
 
 bench: $(STAMP)  ## ratios against named peers
 	$(BIN)/python -m tests.benchmarks clustering
