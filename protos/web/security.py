@@ -25,6 +25,7 @@ BODY_BYTES: Final = 4 << 20  # of one request: a form with an approval or a poli
 STRANGER_BYTES: Final = 16_384  # of a request by nobody who is logged in, and of what logs in or out
 BODY_S: Final = 30.0  # to say it
 TARGET_BYTES: Final = 4_096  # of path and query
+HEADER_BYTES: Final = 16_384  # of request line and headers
 CSP: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -127,6 +128,9 @@ def host_of(headers: Mapping[str, list[str]]) -> str:
 
 
 def _check(scope: Scope, headers: dict[str, list[str]], names: frozenset[str]) -> None:
+    # the server below bounds headers only while their end has not come: what comes whole in one read is larger
+    if sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_BYTES:
+        raise RequestRefusedError(431, "headers", "The headers of the request are too large.")
     if host_of(headers) not in names:
         raise RequestRefusedError(421, "host", "This console is not reached under that name: ask for its address.")
     if scope["method"] not in ("GET", "POST"):

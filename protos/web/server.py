@@ -29,11 +29,10 @@ from starlette.concurrency import run_in_threadpool
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from protos.web.client_certificates import PinnedCertificates
-from protos.web.security import App, Guard, Receive, Scope, Send, host_of
+from protos.web.security import HEADER_BYTES, App, Guard, Receive, Scope, Send, host_of
 from protos.web.settings import ConsoleConfigError, ConsoleSettings, split
 from protos.web.tls import own_certificate
 
-_HEADER_BYTES: Final = 16_384  # request line and headers
 _HANDSHAKE_S: Final = 3.0  # of TLS; and to say goodbye
 _HEADER_S: Final = 10.0  # to say a request's headers
 _PLAIN_S: Final = 2.0  # the same of the plain listener, whose callers are programs nearby
@@ -143,7 +142,7 @@ class _Thread:
             proxy_headers=False,
             timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=2,
-            h11_max_incomplete_event_size=_HEADER_BYTES,
+            h11_max_incomplete_event_size=HEADER_BYTES,
             **more,
         )
         config.load()

@@ -271,8 +271,14 @@ def test_a_body_that_is_too_large_is_not_read(served: Console) -> None:
     assert untold.startswith(b"HTTP/1.1 413 ")
 
 
+def test_large_headers_are_refused(served: Console) -> None:
+    """They may come in pieces, which h11 refuses, or whole in one read, which it does not."""
+    answer = raw(served, b"GET /login HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 40_000 + b"\r\n\r\n")
+    assert answer[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 431")
+
+
 def test_headers_without_an_end_are_cut_off(served: Console) -> None:
-    answer = raw(served, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 40_000 + b"\r\n\r\n")
+    answer = raw(served, b"GET /login HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 400_000)
     assert answer[:12] in (b"", b"HTTP/1.1 400")
 
 
