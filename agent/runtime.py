@@ -49,7 +49,7 @@ class AgentRuntime:
     settings: site_directory.Settings
     site: SiteContext
     vault: Vault
-    door: GatewayClient
+    gateway: GatewayClient
     watch: LedgerWitness
     log: Any
 
@@ -76,8 +76,8 @@ def open_runtime(
             raise agent_errors.SiteConfigError(
                 "watch/ is missing, or older than this vault: restore it; nothing is sent before"
             )
-        door = GatewayClient(settings.coordinator, Credentials(home.keys), watch, proxy=settings.proxy)
-        door.own = store.prove
+        gateway = GatewayClient(settings.coordinator, Credentials(home.keys), watch, proxy=settings.proxy)
+        gateway.own = store.prove
         patients = vault.patients()
         if not patients * policy.delta < 1:  # P1; said here, to the site's own operator, and nowhere else
             raise agent_errors.SiteConfigError(
@@ -90,8 +90,8 @@ def open_runtime(
 
         site = SiteContext(
             name=settings.site,
-            books=register,
-            door=door,
+            ledger=register,
+            gateway=gateway,
             vault=vault,
             seal=lambda statement: _seal(statement, key),
             read=lambda envelope: _read(envelope, key),
@@ -100,9 +100,9 @@ def open_runtime(
         )
         record_ledger_head(vault, store)
         try:
-            yield AgentRuntime(home, settings, site, vault, door, watch, log)
+            yield AgentRuntime(home, settings, site, vault, gateway, watch, log)
         finally:
-            door.close()
+            gateway.close()
             if not store.stopped:  # else what is durable is unknown
                 record_ledger_head(vault, store)
             _note(vault, "head", [watch.memory.epoch, watch.memory.restored, watch.seen])
@@ -138,7 +138,7 @@ def _read(envelope: bytes, key: Ed25519PrivateKey) -> Release:
     return statement
 
 
-def sync_with_coordinator(desk: AgentRuntime) -> bool:
+def sync_with_coordinator(runtime: AgentRuntime) -> bool:
     """Meet the coordinator: its ledger must extend what was seen; after a restore, show every receipt first.
 
     Then the certificate is renewed, if two thirds of its life are over.
@@ -151,44 +151,48 @@ def sync_with_coordinator(desk: AgentRuntime) -> bool:
             behind what it showed there before.
         Refused: it does not take the receipts.
     """
-    watch, key = desk.watch, desk.home.sign_key()
-    desk.door.hello()  # first look, then cosign: what was seen before a restore is not in the ledger
-    if watch.must_present and desk.settings.site in desk.site.books.store.state.sites_awaited:
+    watch, key = runtime.watch, runtime.home.sign_key()
+    runtime.gateway.hello()  # first look, then cosign: what was seen before a restore is not in the ledger
+    if watch.must_present and runtime.settings.site in runtime.site.ledger.store.state.sites_awaited:
         # what it would show is not all there was; its certificate is renewed all the same
-        desk.log.warning("recover_first", epoch=watch.memory.epoch)
+        runtime.log.warning("recover_first", epoch=watch.memory.epoch)
         ERR.print("this site was restored from a backup: run `recover`, so that it can show its receipts")
     elif watch.must_present:
-        desk.log.warning("ledger_restored", epoch=watch.memory.epoch)
-        desk.door.hello()  # with the head of this site's own ledger: one that went back has not all its receipts
-        lost = present(desk.site, watch.head.origin, watch.memory.restored)
+        runtime.log.warning("ledger_restored", epoch=watch.memory.epoch)
+        # with the head of this site's own ledger: one that went back has not all its receipts
+        runtime.gateway.hello()
+        lost = present(runtime.site, watch.head.origin, watch.memory.restored)
         watch.presented()
         ERR.print(f"the coordinator's ledger was restored: {lost} grant(s) it had lost were shown to it")
-    desk.door.hello(watch.cosigned(desk.settings.site, key, int(time.time())))
-    renewed = desk.door.renew(dt.datetime.now(dt.UTC), random.SystemRandom().uniform(-0.05, 0.05))
+    runtime.gateway.hello(watch.cosigned(runtime.settings.site, key, int(time.time())))
+    renewed = runtime.gateway.renew(dt.datetime.now(dt.UTC), random.SystemRandom().uniform(-0.05, 0.05))
     if renewed:
-        desk.log.info("certificate_renewed")
+        runtime.log.info("certificate_renewed")
     return renewed
 
 
-def recover_at_startup(desk: AgentRuntime) -> None:
+def recover_at_startup(runtime: AgentRuntime) -> None:
     """Greet the coordinator, and find out how the interrupted ended."""
-    sync_with_coordinator(desk)
-    close_open_grants(desk)
+    sync_with_coordinator(runtime)
+    close_open_grants(runtime)
 
 
-def close_open_grants(desk: AgentRuntime) -> None:
+def close_open_grants(runtime: AgentRuntime) -> None:
     """Every grant that an earlier process left without an end has one now."""
-    closed = recover(desk.site)
+    closed = recover(runtime.site)
     for grant in closed:
-        desk.log.warning("grant_closed_at_start", grant=grant)
+        runtime.log.warning("grant_closed_at_start", grant=grant)
     if closed:
         ERR.print(f"{len(closed)} grant(s) of an interrupted run: closed, and their budget is spent")
-    for name in listed(desk.vault):
-        if name in desk.site.books.store.state.sent or not desk.site.books.policy_of(desk.site.name).approvals:
+    for name in listed(runtime.vault):
+        if (
+            name in runtime.site.ledger.store.state.sent
+            or not runtime.site.ledger.policy_of(runtime.site.name).approvals
+        ):
             ERR.print(f"{name} is made and kept here, under its grant: `release send {name}`", soft_wrap=True)
 
 
-def amend(desk: AgentRuntime, text: str) -> Verdict:
+def amend(runtime: AgentRuntime, text: str) -> Verdict:
     """Sign a new policy of this site: at the coordinator, and then in the site's own ledger.
 
     Raises:
@@ -196,15 +200,17 @@ def amend(desk: AgentRuntime, text: str) -> Verdict:
         PolicyError: it is no policy.
         CoordinatorUnreachableError: the coordinator does not answer; nothing has changed.
     """
-    books, name = desk.site.books, desk.settings.site
-    state = books.store.state
-    signed = desk.home.signed_policy(books.store.envelope(state.policies[name]) or b"")
-    before = strictest(desk.home.policy(), signed)  # what binds by this site's word: the file may be the tighter one
+    ledger, name = runtime.site.ledger, runtime.settings.site
+    state = ledger.store.state
+    signed = runtime.home.signed_policy(ledger.store.envelope(state.policies[name]) or b"")
+    before = strictest(
+        runtime.home.policy(), signed
+    )  # what binds by this site's word: the file may be the tighter one
     decisions.may_amend(state, name, before, parse_policy(text, "policy.toml"), text)
     number = max(state.amended.get(name, 0) + 1, int(time.time()))  # larger than any before, here and there
     statement = Amendment(name, number, text)
-    envelope = desk.site.seal(statement)
-    verdict = desk.site.door.amend(f"amend-{number}", envelope)
+    envelope = runtime.site.seal(statement)
+    verdict = runtime.site.gateway.amend(f"amend-{number}", envelope)
     if verdict.admitted:
-        books.amend(f"amend-{number}", statement, envelope)
+        ledger.amend(f"amend-{number}", statement, envelope)
     return verdict

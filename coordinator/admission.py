@@ -280,12 +280,12 @@ class AdmissionService:
             peer, key, lambda k: self.register.admit(k, release, envelope, ArtifactFindings((), verdict.findings))
         )
 
-    def admit(self, peer: str, key: str, envelope: bytes, release: Release, goods: Artifact) -> Verdict:
+    def admit(self, peer: str, key: str, envelope: bytes, release: Release, artifact: Artifact) -> Verdict:
         """Review a release with its artifact at hand; only what has a grant is worth looking into."""
-        facts = tuple(_changed(release, goods))
+        facts = tuple(_changed(release, artifact))
         early = () if facts else self.register.dry_run_review(release, envelope).findings
         if not facts and not early:
-            facts = tuple(goods.look())
+            facts = tuple(artifact.look())
         return self._once(
             peer, key, lambda k: self.register.admit(k, release, envelope, ArtifactFindings(facts, early))
         )
@@ -378,7 +378,7 @@ def _unverified(envelope: bytes) -> Enrolment:
     return statement
 
 
-def _changed(release: Release, goods: Artifact) -> Iterator[Finding]:
+def _changed(release: Release, artifact: Artifact) -> Iterator[Finding]:
     """Are these the bytes of the statement?"""
-    if goods.sha256 != release.artifact_sha256 or goods.size != release.artifact_bytes:
+    if artifact.sha256 != release.artifact_sha256 or artifact.size != release.artifact_bytes:
         yield Finding("artifact_changed", "the artifact is not the one in the statement")

@@ -36,11 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out.exists() or not arguments.out.parent.is_dir():  # a page is never written over
         raise CommandError(f"{arguments.out.name}: name a new file in an existing folder")
     say = lambda step, detail: print_progress(step, detail, arguments.json)  # noqa: E731 - one line of progress
-    with open_runtime(arguments.home, say, arguments.project) as desk:
+    with open_runtime(arguments.home, say, arguments.project) as runtime:
         name = str(document(arguments.config, ()).raw.get("mechanism"))
         if name not in _READERS:
             raise CommandError(f"{arguments.config.name}: this command evaluates sets of {' and '.join(_READERS)}")
-        made = _READERS[name](arguments.config, desk.settings.public_components)
+        made = _READERS[name](arguments.config, runtime.settings.public_components)
         others = held_out(made.selection, arguments.part)
         shown = _set(arguments.set)
         try:
@@ -48,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             raise CommandError(f"{arguments.set.name}: {error}") from None
         rng = np.random.default_rng(secrets.randbits(256))
-        found, looks = look(desk.site, subject, others, rng)
-        desk.log.info("evaluated", mechanism=name, count=looks)
+        found, looks = look(runtime.site, subject, others, rng)
+        runtime.log.info("evaluated", mechanism=name, count=looks)
         told = f"{name}: {arguments.set.name}, evaluated on the patients of part {arguments.part}"
         try:
             write(arguments.out, render(found, shown, told, looks))

@@ -44,20 +44,20 @@ if TYPE_CHECKING:  # all mechanisms import torch, which not all releases need
     from agent.mechanisms.registry import Remodel, Resumable, Synthesis
 
 
-def start_making(desk: AgentRuntime, anew: bool) -> None:
+def start_making(runtime: AgentRuntime, anew: bool) -> None:
     """Greet the coordinator, find out how the interrupted ended, and give up what was interrupted, if that is said.
 
     Raises:
         CoordinatorUnreachableError: the coordinator knows no compressed images: a set would be refused, and its
         price spent.
     """
-    recover_at_startup(desk)
-    if desk.door.protocol < COMPRESSED:
+    recover_at_startup(runtime)
+    if runtime.gateway.protocol < COMPRESSED:
         raise CoordinatorUnreachableError(
             "the coordinator is too old for compressed images: upgrade the coordinator first"
         )
     if anew:
-        abandon(desk.site)
+        abandon(runtime.site)
 
 
 def asked_for(
@@ -68,17 +68,17 @@ def asked_for(
     return ReleaseRequest(mechanism, rule, form, vetted, anew)
 
 
-def dry_run(desk: AgentRuntime, foreseen: ReleaseForecast, asked: ReleaseRequest, as_lines: bool) -> int:
+def dry_run(runtime: AgentRuntime, foreseen: ReleaseForecast, asked: ReleaseRequest, as_lines: bool) -> int:
     """Print what a release would cost, count and weigh, and what speaks against it; exit 1 if something does.
 
     The coordinator is not contacted, no image is read, and nothing is spent or written. The number of a k-anonymous
     set follows from this site's patients: it is for this site alone.
     """
     mechanism = asked.mechanism
-    quoted = quote(desk.site, foreseen, mechanism)
-    findings = list(preflight_review(desk.site, asked, foreseen))
-    claim, limit = foreseen.draft.claim, desk.site.books.policy_of(desk.site.name).max_artifact_bytes
-    account, free = desk.site.books.account(desk.site.name, claim), desk.vault.free_bytes()
+    quoted = quote(runtime.site, foreseen, mechanism)
+    findings = list(preflight_review(runtime.site, asked, foreseen))
+    claim, limit = foreseen.draft.claim, runtime.site.ledger.policy_of(runtime.site.name).max_artifact_bytes
+    account, free = runtime.site.ledger.account(runtime.site.name, claim), runtime.vault.free_bytes()
     if as_lines:
         line: dict[str, Any] = {"mechanism": mechanism.name, "dry_run": True, "would_go": not findings}
         line["price"] = {"claim": claim_json(claim), "amount": quoted.amount, "left": account.left}
@@ -159,7 +159,7 @@ def release_format(arguments: argparse.Namespace, folder: Path, colour: bool = F
 
 
 def run_release(
-    desk: AgentRuntime,
+    runtime: AgentRuntime,
     arguments: argparse.Namespace,
     name: str,
     make: Callable[[], tuple[SignedRelease, Verdict]],
@@ -177,29 +177,31 @@ def run_release(
         The exit status, 1 when a review refuses it or persons must approve it first; and what was handed in, if
         anything was.
     """
-    goods: SignedRelease | None = None
+    signed: SignedRelease | None = None
     try:
-        goods, verdict = make()
+        signed, verdict = make()
     except ReviewRejectedError as refusal:
         verdict = refusal.verdict
     except ApprovalPending as waits:
-        return print_waiting(desk, waits, arguments.json), None
-    release = goods.release.release if goods else ""
-    desk.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])
+        return print_waiting(runtime, waits, arguments.json), None
+    release = signed.release.release if signed else ""
+    runtime.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])
     if told is None:
         print_verdict(release, name, verdict, arguments.json)
     else:
-        told(goods, verdict)
-    return (0 if verdict.admitted else 1), goods
+        told(signed, verdict)
+    return (0 if verdict.admitted else 1), signed
 
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Show approvers what they are asked to approve: files to look at, and the statement to sign."""
-    with open_runtime(arguments.home, lambda name, detail: print_progress(name, detail, False)) as desk:
-        draft, artifact = waiting(desk.site, arguments.release)
+    with open_runtime(arguments.home, lambda name, detail: print_progress(name, detail, False)) as runtime:
+        draft, artifact = waiting(runtime.site, arguments.release)
         files = show(draft, artifact, arguments.out)
-        given = desk.site.books.store.state.approvals(draft.release, "release", draft.release, draft.artifact_sha256)
-        missing = sorted(desk.site.books.policy_of(desk.site.name).approvals - set(given))
+        given = runtime.site.ledger.store.state.approvals(
+            draft.release, "release", draft.release, draft.artifact_sha256
+        )
+        missing = sorted(runtime.site.ledger.policy_of(runtime.site.name).approvals - set(given))
         OUT.print(f"wrote {arguments.out.name}: {', '.join(files)}; not released yet: keep it at this site")
         OUT.print(f"{draft.mechanism}, {draft.modality}, {draft.artifact_type} of {draft.artifact_bytes} bytes")
         if draft.menu:
@@ -216,10 +218,10 @@ def inspect(arguments: argparse.Namespace) -> int:
         return 0
 
 
-def print_waiting(desk: AgentRuntime, waiting: ApprovalPending, as_lines: bool) -> int:
+def print_waiting(runtime: AgentRuntime, waiting: ApprovalPending, as_lines: bool) -> int:
     """What persons must do for a release that waits; the exit status, 1."""
-    r = waiting.goods.release
-    desk.log.info("release_waits", release=r.release)
+    r = waiting.signed.release
+    runtime.log.info("release_waits", release=r.release)
     line = {"release": r.release, "waits_for": sorted(waiting.roles), "artifact_sha256": r.artifact_sha256}
     if as_lines:
         sys.stdout.write(json.dumps(line) + "\n")
@@ -236,14 +238,14 @@ def print_waiting(desk: AgentRuntime, waiting: ApprovalPending, as_lines: bool) 
 def send(arguments: argparse.Namespace) -> int:
     """Hand over a release that persons have approved; exit 1 when an approval is missing or a review refuses."""
     say = lambda step, detail: print_progress(step, detail, arguments.json)  # noqa: E731 - one line of progress
-    with open_runtime(arguments.home, say, project_of(arguments.home, arguments.release)) as desk:
-        start_making(desk, anew=False)
+    with open_runtime(arguments.home, say, project_of(arguments.home, arguments.release)) as runtime:
+        start_making(runtime, anew=False)
         try:
-            goods, verdict = submit_approved(desk.site, arguments.release)
-            mechanism = goods.release.mechanism
+            signed, verdict = submit_approved(runtime.site, arguments.release)
+            mechanism = signed.release.mechanism
         except ReviewRejectedError as refusal:
             mechanism, verdict = "", refusal.verdict
-        desk.log.info("verdict", release=arguments.release, rules=[f.rule for f in verdict.findings])
+        runtime.log.info("verdict", release=arguments.release, rules=[f.rule for f in verdict.findings])
         print_verdict(arguments.release, mechanism, verdict, arguments.json)
         return 0 if verdict.admitted else 1
 
@@ -251,10 +253,10 @@ def send(arguments: argparse.Namespace) -> int:
 def withdraw_release(arguments: argparse.Namespace) -> int:
     """Give up a release that persons did not approve; its grant is spent."""
     say = lambda step, detail: print_progress(step, detail, False)  # noqa: E731 - one line of progress
-    with open_runtime(arguments.home, say, project_of(arguments.home, arguments.release)) as desk:
-        recover_at_startup(desk)
-        withdraw(desk.site, arguments.release)
-        desk.log.info("release_withdrawn", release=arguments.release)
+    with open_runtime(arguments.home, say, project_of(arguments.home, arguments.release)) as runtime:
+        recover_at_startup(runtime)
+        withdraw(runtime.site, arguments.release)
+        runtime.log.info("release_withdrawn", release=arguments.release)
         OUT.print(f"{arguments.release} is withdrawn, and its grant is spent")
         return 0
 
@@ -271,9 +273,9 @@ def project_of(root: Path, release: str) -> str:
 
 def amend(arguments: argparse.Namespace) -> int:
     """Sign the site's policy of today: in its own ledger, and then at the coordinator."""
-    with open_runtime(arguments.home, lambda name, detail: print_progress(name, detail, False)) as desk:
-        recover_at_startup(desk)
-        verdict = put_in_force(desk, desk.home.policy_text())
+    with open_runtime(arguments.home, lambda name, detail: print_progress(name, detail, False)) as runtime:
+        recover_at_startup(runtime)
+        verdict = put_in_force(runtime, runtime.home.policy_text())
         print_verdict("", "amendment", verdict, False)
         return 0 if verdict.admitted else 1
 

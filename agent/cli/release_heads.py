@@ -47,18 +47,18 @@ def release(arguments: argparse.Namespace) -> int:
     def say(step: str, detail: str) -> None:
         print_progress(step, detail, arguments.json)
 
-    with open_runtime(arguments.home, say, arguments.project) as desk:
-        mechanism, modality = read_remodel(arguments.config, desk.settings.public_components)
+    with open_runtime(arguments.home, say, arguments.project) as runtime:
+        mechanism, modality = read_remodel(arguments.config, runtime.settings.public_components)
         say("price", "face removed; the brain itself remains linkable: there is no guarantee (level C)")
         if arguments.dry_run:
             asked = commands.asked_for(mechanism, modality, arguments.anew)
-            return commands.dry_run(desk, of_heads(desk.site, mechanism, modality), asked, arguments.json)
-        commands.start_making(desk, arguments.anew)
+            return commands.dry_run(runtime, of_heads(runtime.site, mechanism, modality), asked, arguments.json)
+        commands.start_making(runtime, arguments.anew)
         examine = partial(examined, atlas=template.atlas(), register=template.register)
         rng = np.random.default_rng(secrets.randbits(128))
         shown = partial(_shown, arguments)
-        make = lambda: release_heads(desk.site, mechanism, modality, examine, rng, shown)  # noqa: E731
-        status, _ = commands.run_release(desk, arguments, mechanism.name, make)
+        make = lambda: release_heads(runtime.site, mechanism, modality, examine, rng, shown)  # noqa: E731
+        status, _ = commands.run_release(runtime, arguments, mechanism.name, make)
         return status
 
 

@@ -28,20 +28,22 @@ def run(arguments: argparse.Namespace) -> int:
     say = lambda step, detail: print_progress(step, detail, arguments.json)  # noqa: E731 - one line of progress
     commands.refuse_sheet(arguments.sheet)
     _, read_release = parts_of(arguments.mechanism)
-    with open_runtime(arguments.home, say, arguments.project) as desk:
-        made = read_release(arguments, desk.settings.public_components)
+    with open_runtime(arguments.home, say, arguments.project) as runtime:
+        made = read_release(arguments, runtime.settings.public_components)
         mechanism, selection = made.mechanism, made.selection
         looked = _vetted(made, arguments, say)
         arguments.modality = selection.modality
-        wrapping = commands.release_format(arguments, desk.home.root, colour=len(selection.shape) == 3)
+        wrapping = commands.release_format(arguments, runtime.home.root, colour=len(selection.shape) == 3)
         if arguments.dry_run:
-            foreseen = of_clusters(desk.site, mechanism, selection, wrapping, known=known_after_start(desk.site))
+            foreseen = of_clusters(
+                runtime.site, mechanism, selection, wrapping, known=known_after_start(runtime.site)
+            )
             asked = commands.asked_for(mechanism, selection, arguments.anew, looked is not None)
-            return commands.dry_run(desk, foreseen, asked, arguments.json)
-        commands.start_making(desk, arguments.anew)
+            return commands.dry_run(runtime, foreseen, asked, arguments.json)
+        commands.start_making(runtime, arguments.anew)
         rng = np.random.default_rng(secrets.randbits(256))
-        make = lambda: release_synthetic(desk.site, mechanism, selection, rng, wrapping, looked)  # noqa: E731
-        status, _ = commands.run_release(desk, arguments, mechanism.name, make)
+        make = lambda: release_synthetic(runtime.site, mechanism, selection, rng, wrapping, looked)  # noqa: E731
+        status, _ = commands.run_release(runtime, arguments, mechanism.name, make)
         return status
 
 

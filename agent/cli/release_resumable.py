@@ -51,29 +51,29 @@ def run(arguments: argparse.Namespace) -> int:
     def say(step: str, detail: str) -> None:
         print_progress(step, detail, arguments.json)
 
-    with open_runtime(arguments.home, say, arguments.project) as desk:
-        mechanism, selection, told = _read(arguments, desk, say)
+    with open_runtime(arguments.home, say, arguments.project) as runtime:
+        mechanism, selection, told = _read(arguments, runtime, say)
         if arguments.blank is not None:
             return distillation_review.write_blank(arguments, mechanism)
         arguments.modality = selection.modality
-        wrapping = _wrapping(arguments, desk, mechanism)
+        wrapping = _wrapping(arguments, runtime, mechanism)
         claim = mechanism.claim()
-        foreseen = of_configuration(desk.site, mechanism, selection, wrapping)
+        foreseen = of_configuration(runtime.site, mechanism, selection, wrapping)
         if arguments.dry_run:
             asked = commands.asked_for(mechanism, selection, arguments.anew)
-            return commands.dry_run(desk, foreseen, asked, arguments.json)
-        for line in (*told, commands.priced(desk.site.books.account(desk.site.name, claim), claim)):
+            return commands.dry_run(runtime, foreseen, asked, arguments.json)
+        for line in (*told, commands.priced(runtime.site.ledger.account(runtime.site.name, claim), claim)):
             say("price", line)
-        refuse(desk.site, foreseen)  # before the audit, which takes its time
-        commands.start_making(desk, anew=False)
+        refuse(runtime.site, foreseen)  # before the audit, which takes its time
+        commands.start_making(runtime, anew=False)
         _audit(mechanism, say)
         if arguments.anew:  # after the audit: on a machine that is not fit to draw noise, nothing is given up either
-            abandon(desk.site)
+            abandon(runtime.site)
         shown, entropy = _shown(arguments, mechanism, say), SystemEntropy()
-        make = lambda: release_resumable(desk.site, mechanism, selection, entropy, wrapping, shown)  # noqa: E731
-        status, goods = commands.run_release(desk, arguments, name, make, partial(_print, arguments, name))
-        if arguments.out is not None and goods is not None and status == 0:
-            _write(arguments.out, goods.clear or goods.artifact)
+        make = lambda: release_resumable(runtime.site, mechanism, selection, entropy, wrapping, shown)  # noqa: E731
+        status, signed = commands.run_release(runtime, arguments, name, make, partial(_print, arguments, name))
+        if arguments.out is not None and signed is not None and status == 0:
+            _write(arguments.out, signed.clear or signed.artifact)
         return status
 
 
@@ -89,9 +89,9 @@ def _refuse_out(arguments: argparse.Namespace) -> None:
 
 
 def _read(
-    arguments: argparse.Namespace, desk: AgentRuntime, say: Callable[[str, str], None]
+    arguments: argparse.Namespace, runtime: AgentRuntime, say: Callable[[str, str], None]
 ) -> tuple[Resumable, Selection, tuple[str, ...]]:
-    made = _READERS[arguments.mechanism](arguments.config, desk.settings.public_components, say)
+    made = _READERS[arguments.mechanism](arguments.config, runtime.settings.public_components, say)
     return made.mechanism, made.selection, made.told
 
 
@@ -125,7 +125,7 @@ def _shown(
     return told
 
 
-def _wrapping(arguments: argparse.Namespace, desk: AgentRuntime, mechanism: Resumable) -> ReleaseFormat:
+def _wrapping(arguments: argparse.Namespace, runtime: AgentRuntime, mechanism: Resumable) -> ReleaseFormat:
     """How the set is written.
 
     Raises:
@@ -134,7 +134,7 @@ def _wrapping(arguments: argparse.Namespace, desk: AgentRuntime, mechanism: Resu
     """
     if isinstance(mechanism, Distill | DistillDp):
         distillation_review.refuse_wrapping(arguments, mechanism.course.output)
-    return commands.release_format(arguments, desk.home.root, colour=len(mechanism.shape) == 3)
+    return commands.release_format(arguments, runtime.home.root, colour=len(mechanism.shape) == 3)
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -149,9 +149,9 @@ def _write(path: Path, data: bytes) -> None:
         raise CommandError(f"{path.name}: {error.strerror}; the set was released all the same") from None
 
 
-def _print(arguments: argparse.Namespace, name: str, goods: SignedRelease | None, verdict: Verdict) -> None:
+def _print(arguments: argparse.Namespace, name: str, signed: SignedRelease | None, verdict: Verdict) -> None:
     """The verdict, with what was charged; and what the same claim comes to by the sharper accountant."""
-    r = goods.release if goods else None
+    r = signed.release if signed else None
     if r is None or r.epsilon_nano is None or r.delta is None or not isinstance(r.claim, Gaussian):
         print_verdict(r.release if r else "", name, verdict, arguments.json)
         return

@@ -25,38 +25,40 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def take_part(desk: AgentRuntime, modality: str, stop: threading.Event) -> int:
+def take_part(runtime: AgentRuntime, modality: str, stop: threading.Event) -> int:
     """Federated rounds, until told to stop; none at all on a machine that does not draw the noise that is claimed."""
     print_progress("audit", "checking that this machine draws the noise that is claimed", False)
     gate(SystemEntropy())  # with the engine of both federated mechanisms
     met = False
     try:
-        sync_with_coordinator(desk)
+        sync_with_coordinator(runtime)
         met = True
     except LedgerForkError:
         raise
     except CoordinatorUnreachableError as error:  # it may come back; until then nothing is asked of it
         ERR.print(f"not yet: {error}", markup=False)
-    close_open_grants(desk)
-    keys, settings = desk.home.keys, desk.settings
+    close_open_grants(runtime)
+    keys, settings = runtime.home.keys, runtime.settings
     way = LinkConfig(settings.coordinator, keys, keys / "node.key", settings.proxy, demand=settings.confinement)
     link = Link(way)
-    participant = Participant(desk.site, modality, SystemEntropy())
+    participant = Participant(runtime.site, modality, SystemEntropy())
     if participant.resume():
-        desk.log.info("run_resumed", run=participant.run)
-    partners = desk.settings.partners
-    known = KnownPartners(partners, desk.settings.least_partners) if partners else None
-    part = SecureAggregationClient(participant, desk.home.sign_key(), known, SystemEntropy())
+        runtime.log.info("run_resumed", run=participant.run)
+    partners = runtime.settings.partners
+    known = KnownPartners(partners, runtime.settings.least_partners) if partners else None
+    part = SecureAggregationClient(participant, runtime.home.sign_key(), known, SystemEntropy())
     over, again = EndedRuns(), threading.Event()
-    session = _listen(desk, link, over, again)
+    session = _listen(runtime, link, over, again)
     try:
-        station = FederationContext(lambda: _keep_in_touch(desk, link), desk.log, OUT.print, stop, over, met, again)
+        station = FederationContext(
+            lambda: _keep_in_touch(runtime, link), runtime.log, OUT.print, stop, over, met, again
+        )
         return run_service(link, part, station)
     finally:
         session.close()
 
 
-def _listen(desk: AgentRuntime, link: Link, over: EndedRuns, again: threading.Event) -> Session:
+def _listen(runtime: AgentRuntime, link: Link, over: EndedRuns, again: threading.Event) -> Session:
     """Hear what the coordinator says without being asked.
 
     Where the stream begins this site shows the head of its own ledger, before which it gets no part in a run: in this
@@ -68,19 +70,19 @@ def _listen(desk: AgentRuntime, link: Link, over: EndedRuns, again: threading.Ev
         if kind == "hello":
             again.set()
             try:
-                desk.door.hello()
+                runtime.gateway.hello()
             except (
                 CoordinatorUnreachableError,
                 LedgerStoppedError,
             ):  # met again, and looked into, by the greeting that was asked for
-                desk.log.warning("not_greeted")
+                runtime.log.warning("not_greeted")
         elif kind == "over":
             over.say(run)
 
-    return Session(desk.door.session, heard)
+    return Session(runtime.gateway.session, heard)
 
 
-def _keep_in_touch(desk: AgentRuntime, link: Link) -> None:
+def _keep_in_touch(runtime: AgentRuntime, link: Link) -> None:
     """Greet the coordinator; the link opens its channel anew when the certificate is another one."""
-    if sync_with_coordinator(desk):
+    if sync_with_coordinator(runtime):
         link.renew()

@@ -34,51 +34,51 @@ def serve(arguments: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stop.set())
     with ExitStack() as stack:
         home = site_directory.SiteDirectory(arguments.home)
-        desk = None
+        runtime = None
         if arguments.modality:
             flower_environment.configure_environment(arguments.home / "flower")  # the link's process inherits it
             from agent.cli import rounds  # noqa: PLC0415 - torch: who only receives does without it
 
             rounds.use_one_thread()
             say = lambda name, detail: print_progress(name, detail, False)  # noqa: E731 - one line of progress
-            desk = stack.enter_context(open_runtime(arguments.home, say, arguments.project))
-        log = desk.log if desk else open_log(arguments.home / "agent.log")
-        if desk is not None:
-            _warn_of_the_future(desk, int(time.time()))
+            runtime = stack.enter_context(open_runtime(arguments.home, say, arguments.project))
+        log = runtime.log if runtime else open_log(arguments.home / "agent.log")
+        if runtime is not None:
+            _warn_of_the_future(runtime, int(time.time()))
         reception = stack.enter_context(IngestService(home, arguments.project, log))
         for line in reception.told():
             OUT.print(line, markup=False)
-        for line in stack.enter_context(_beside(home, desk, log, reception)):
+        for line in stack.enter_context(_beside(home, runtime, log, reception)):
             OUT.print(line, markup=False, soft_wrap=True)
-        if desk is None:
+        if runtime is None:
             OUT.print("receiving only: to take part in rounds, give --modality")
             stop.wait()
             return 0
-        return rounds.take_part(desk, arguments.modality, stop)
+        return rounds.take_part(runtime, arguments.modality, stop)
 
 
-def _warn_of_the_future(desk: AgentRuntime, now: int) -> None:
+def _warn_of_the_future(runtime: AgentRuntime, now: int) -> None:
     """Say, and log, that the newest entry's time is ahead of this machine's clock (seconds since 1970)."""
-    latest = desk.site.books.store.state.latest
+    latest = runtime.site.ledger.store.state.latest
     if wrong := clock_warning(latest, now):
-        desk.log.warning("ledger_in_the_future", seconds=latest - now)
+        runtime.log.warning("ledger_in_the_future", seconds=latest - now)
         ERR.print(wrong, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def _beside(
-    home: site_directory.SiteDirectory, desk: AgentRuntime | None, log: Any, reception: IngestService
+    home: site_directory.SiteDirectory, runtime: AgentRuntime | None, log: Any, reception: IngestService
 ) -> Iterator[tuple[str, ...]]:
     """The console and metrics while this serves, as ``console.toml`` says; and systemd is told."""
     from agent.console.app import BorrowedLedger, SharedLedger, console_server  # noqa: PLC0415 - a web framework, which releases never need
     from agent.operations import metrics  # noqa: PLC0415 - as above
     from protos.web.health import watched_over  # noqa: PLC0415 - as above
 
-    store, now = desk.site.books.store if desk else None, lambda: dt.datetime.now(dt.UTC)
+    store, now = runtime.site.ledger.store if runtime else None, lambda: dt.datetime.now(dt.UTC)
     watched = metrics.MonitoredState(home, read_ingestion(home), now, store, lambda: reception.listener)
     with ExitStack() as stack:
         console = stack.enter_context(
-            console_server(home, SharedLedger(desk) if desk else BorrowedLedger(home), log, reception)
+            console_server(home, SharedLedger(runtime) if runtime else BorrowedLedger(home), log, reception)
         )
         page, live, ready = metrics.metrics(watched), metrics.live(watched), metrics.ready(watched)
         port = stack.enter_context(watched_over(console_settings.read(home.root), page, live, ready))

@@ -30,17 +30,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out.exists() or not arguments.out.parent.is_dir():  # a page is never written over
         raise CommandError(f"{arguments.out.name}: name a new file in an existing folder")
     say = lambda step, detail: print_progress(step, detail, arguments.json)  # noqa: E731 - one line of progress
-    with open_runtime(arguments.home, say, arguments.project) as desk:
-        made = read_synthesis(arguments.config, "", desk.settings.public_components)
+    with open_runtime(arguments.home, say, arguments.project) as runtime:
+        made = read_synthesis(arguments.config, "", runtime.settings.public_components)
         if made.vetting is not None:
             print_progress("vet", UNUSED, arguments.json)
-        mechanism, policy = made.mechanism, desk.site.books.policy_of(desk.settings.site)
+        mechanism, policy = made.mechanism, runtime.site.ledger.policy_of(runtime.settings.site)
         rng = np.random.default_rng(secrets.randbits(256))
         try:
             menu = Menu(arguments.menu, policy.k_min, mechanism.l_diversity, policy.max_reid_rate)
         except ValueError as error:
             raise CommandError(f"{error}") from None
-        curves, shown = search(desk.site, mechanism, made.selection, menu, rng, next(iter(made.judges), None))
+        curves, shown = search(runtime.site, mechanism, made.selection, menu, rng, next(iter(made.judges), None))
         write(arguments.out, render(curves, shown))
     told = {"page": arguments.out.name, "menu": list(menu.ks), "recommended": curves.recommended, "why": curves.why}
     if arguments.json:

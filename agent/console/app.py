@@ -30,15 +30,15 @@ INDEX = "search.db"  # of the home: a cache of the ledger, which may be deleted
 __all__ = ["INDEX", "BorrowedLedger", "ConsoleConfigError", "SharedLedger", "console_server", "pages"]
 
 
-def pages(desk: SiteConsoleContext, settings: ConsoleSettings, logins: PinnedCertificates) -> Router:
+def pages(context: SiteConsoleContext, settings: ConsoleSettings, logins: PinnedCertificates) -> Router:
     """Every page, in the order of the menu."""
     made = Router(
-        title=f"Lazaret, {desk.site}",
+        title=f"Lazaret, {context.site}",
         side="site",
-        who=desk.person,
+        who=context.person,
         templates=Path(__file__).parent,
         settings=settings,
-        log=desk.log,
+        log=context.log,
         logins=logins,
         encode=decisions.statement_bytes,
     )
@@ -51,13 +51,13 @@ def pages(desk: SiteConsoleContext, settings: ConsoleSettings, logins: PinnedCer
         policies.add,
         optout.add,
     ):
-        add(made, desk)
+        add(made, context)
     return made
 
 
 @contextmanager
 def console_server(
-    home: SiteDirectory, books: SiteLedger, log: Any, reception: IngestService | None = None
+    home: SiteDirectory, ledger: SiteLedger, log: Any, reception: IngestService | None = None
 ) -> Iterator[str]:
     """The console, where ``console.toml`` asks for one, until the context is left.
 
@@ -76,12 +76,12 @@ def console_server(
         yield ""
         return
     with ExitStack() as stack:
-        index = stack.enter_context(Index(home.root / INDEX, books.disk))
+        index = stack.enter_context(Index(home.root / INDEX, ledger.disk))
         stack.enter_context(IndexFollower(index))
         logins = PinnedCertificates(home.root / FOLDER)
-        desk = SiteConsoleContext(home, books, log, lambda: dt.datetime.now(dt.UTC), reception, index=index)
+        context = SiteConsoleContext(home, ledger, log, lambda: dt.datetime.now(dt.UTC), reception, index=index)
         serving = stack.enter_context(
-            ConsoleServer(pages(desk, settings, logins).guarded(), settings, logins, home.root)
+            ConsoleServer(pages(context, settings, logins).guarded(), settings, logins, home.root)
         )
         host = settings.listen.rpartition(":")[0]
         yield f"console: https://{host}:{serving.port}, certificate {serving.fingerprint}"

@@ -74,7 +74,7 @@ class SiteConsoleContext:
     """One site, opened for its console."""
 
     home: SiteDirectory
-    books: SiteLedger
+    ledger: SiteLedger
     log: Any
     now: Callable[[], dt.datetime]
     reception: IngestService | None = None  # where `serve` runs in this very process
@@ -84,7 +84,7 @@ class SiteConsoleContext:
 
     def person(self, name: str) -> LoggedInPerson | None:
         """Who is in office under this name today, by the site's own ledger; None: may do nothing here."""
-        known = self.books.read().state.active_person(name)
+        known = self.ledger.read().state.active_person(name)
         return LoggedInPerson(name, known.role, known.public) if known is not None else None
 
     @property
@@ -115,7 +115,7 @@ class SiteConsoleContext:
 
     def signed_policy(self) -> Policy:
         """The site's own policy as it signed it last: here and at the coordinator."""
-        store = self.books.read()
+        store = self.ledger.read()
         signed = store.state.policies.get(self.site)
         envelope = store.envelope(signed) if signed else (self.home.root / "request.json").read_bytes()
         return self.home.signed_policy(envelope or b"")
@@ -154,7 +154,7 @@ class SiteConsoleContext:
         release = parse(kept["statement"].encode())
         assert isinstance(release, Release)
         behind = behind_of(release.release, record) | set(kept.get("persons", ()))
-        state = self.books.read().state
+        state = self.ledger.read().state
         given = state.approvals(release.release, "release", release.release, release.artifact_sha256)
         missing = tuple(sorted(self.policy().approvals - set(given)))
         return PendingRelease(release, frozenset(behind), given, missing, not out.isdisjoint(behind))

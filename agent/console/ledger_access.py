@@ -74,16 +74,16 @@ class SiteLedger(Protocol):
 class SharedLedger:
     """The ledger that this process holds anyway."""
 
-    def __init__(self, desk: Opened) -> None:
+    def __init__(self, context: Opened) -> None:
         """``desk``: opened by ``serve``, and open for longer than the console."""
-        self._desk, self._one = desk, threading.RLock()
+        self._context, self._one = context, threading.RLock()
 
     def _policy(self) -> Policy:
-        return site_policy(self._desk.home, self.read())
+        return site_policy(self._context.home, self.read())
 
     def read(self) -> Store:
         """The store itself: it may be read from any thread."""
-        return self._desk.site.books.store
+        return self._context.site.ledger.store
 
     def lines(self, seqs: Sequence[int]) -> list[StoredRecord]:
         """Through the connection that is open anyway."""
@@ -91,7 +91,7 @@ class SharedLedger:
 
     def disk(self) -> LedgerBackend:
         """The ledger's file, to look at beside the one that this process holds."""
-        return open_read_only(self._desk.home.root / "ledger.db")
+        return open_read_only(self._context.home.root / "ledger.db")
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Store]:
@@ -104,11 +104,13 @@ class SharedLedger:
         """The same desk with a vault of its own: a connection serves one thread at a time, SQLite keeps two apart."""
         del greeted  # `serve` keeps in touch
         with self._one:
-            vault = projects.open_vault(self._desk.home, project)
+            vault = projects.open_vault(self._context.home, project)
             try:
                 # the policy of now, which an amendment may have changed since `serve` began
-                books = LedgerService(self.read(), lambda _site: self._policy())
-                yield replace(self._desk, vault=vault, site=replace(self._desk.site, vault=vault, books=books))
+                ledger = LedgerService(self.read(), lambda _site: self._policy())
+                yield replace(
+                    self._context, vault=vault, site=replace(self._context.site, vault=vault, ledger=ledger)
+                )
             finally:
                 vault.close()
 
@@ -203,7 +205,7 @@ class _Fold(Store):
         bodies = self._looking.some(range(self.at.size, head.size))
         if None in bodies:
             return False
-        with self._books:  # no page reads between two entries of a commit
+        with self._ledger:  # no page reads between two entries of a commit
             for body in bodies:
                 self._tree.append(leaf_hash(body or b""))
             if self._head() != head:
@@ -294,10 +296,10 @@ class BorrowedLedger:
 
         with self._one, contextlib.ExitStack() as stack:
             with self._opening:
-                desk = stack.enter_context(open_runtime(self._home.root, lambda _name, _detail: None, project))
+                context = stack.enter_context(open_runtime(self._home.root, lambda _name, _detail: None, project))
             if greeted:
-                recover_at_startup(desk)
-            yield desk
+                recover_at_startup(context)
+            yield context
 
 
 def _now() -> int:

@@ -32,22 +32,22 @@ class OptOutPreview:
     persons: frozenset[str] = field(repr=False)
 
 
-def add(pages: Router, desk: SiteConsoleContext) -> None:
+def add(pages: Router, context: SiteConsoleContext) -> None:
     """The pages of the opt-out."""
     pages.menu("Opt-out", "/opt-out", DECIDERS)
 
     @pages.get("/opt-out", DECIDERS)
     def opt_out(asked: RequestContext) -> Response:
         with errors_as_pages():
-            count = len(projects.opted_out(desk.home))
+            count = len(projects.opted_out(context.home))
         return asked.page("optout.html", count=count, most=MOST)
 
     @pages.post("/opt-out/look", DECIDERS)
     def look(asked: RequestContext) -> Response:
         with errors_as_pages():
-            persons = pseudonyms_in(desk, asked.form["patients"], asked.form.get("issuer", ""))
-            found = preview(desk, persons)
-        token = store_preview(desk, asked.person.name, persons)
+            persons = pseudonyms_in(context, asked.form["patients"], asked.form.get("issuer", ""))
+            found = preview(context, persons)
+        token = store_preview(context, asked.person.name, persons)
         return asked.page(
             "optout_look.html",
             token=token,
@@ -60,9 +60,9 @@ def add(pages: Router, desk: SiteConsoleContext) -> None:
     def do(asked: RequestContext) -> Response:
         if asked.form.get("sure", "") != "yes":
             raise PageError(400, "Confirm that the data of these patients will be deleted. Nothing was done.")
-        persons = take_preview(desk, asked.person.name, asked.form["token"])
+        persons = take_preview(context, asked.person.name, asked.form["token"])
         with errors_as_pages():
-            gone = apply(desk, persons)
+            gone = apply(context, persons)
         return asked.go(
             "/opt-out",
             f"{len(persons)} patient(s) have opted out; {gone} of their instances and waiting files were deleted.",
@@ -71,17 +71,17 @@ def add(pages: Router, desk: SiteConsoleContext) -> None:
     @pages.post("/opt-out/undo", DECIDERS)
     def undo(asked: RequestContext) -> Response:
         with errors_as_pages():
-            persons = pseudonyms_in(desk, asked.form["patients"], asked.form.get("issuer", ""))
+            persons = pseudonyms_in(context, asked.form["patients"], asked.form.get("issuer", ""))
             for person in sorted(persons):
-                projects.opt_in(desk.home, person)
-        desk.log.info("opt_out_remove", count=len(persons))
+                projects.opt_in(context.home, person)
+        context.log.info("opt_out_remove", count=len(persons))
         return asked.go(
             "/opt-out",
             f"{len(persons)} patient(s) may be kept again from now on. Deleted images do not come back.",
         )
 
 
-def pseudonyms_in(desk: SiteConsoleContext, text: str, issuer: str) -> frozenset[str]:
+def pseudonyms_in(context: SiteConsoleContext, text: str, issuer: str) -> frozenset[str]:
     """The pseudonyms of the patient ids in a text, one on each line.
 
     Raises:
@@ -92,57 +92,57 @@ def pseudonyms_in(desk: SiteConsoleContext, text: str, issuer: str) -> frozenset
         raise PageError(400, "Give one patient id on each line. Nothing was done.")
     if len(lines) > MOST or max(map(len, lines)) > 64:  # PS3.5 section 6.2: LO has 64 characters
         raise PageError(400, f"At most {MOST} patient ids of at most 64 characters at once. Nothing was done.")
-    with desk.way(MAIN) as way:
+    with context.way(MAIN) as way:
         return frozenset(way.who.person(issuer.strip(), line) for line in lines)
 
 
-def preview(desk: SiteConsoleContext, persons: frozenset[str]) -> Consequences:
+def preview(context: SiteConsoleContext, persons: frozenset[str]) -> Consequences:
     """What would follow, by the site's own books and vaults."""
     found: list[Project] = []
     here: set[str] = set()
-    for name in desk.projects():
-        with desk.vault(name) as vault:
+    for name in context.projects():
+        with context.vault(name) as vault:
             heads = list(vault.heads())
             found.append(of_project(name, heads, persons, vault.project_note("unfinished")))
             here |= {head.person for head in heads if head.person in persons}
-    with desk.vault() as vault:
+    with context.vault() as vault:
         releases, pending, out = vault.note("releases") or [], vault.note("pending") or {}, vault.opted_out()
-    books = PrivateRecords(releases, pending, out, desk.books.read().state)
-    return consequences(persons, books, tuple(found), here)
+    ledger = PrivateRecords(releases, pending, out, context.ledger.read().state)
+    return consequences(persons, ledger, tuple(found), here)
 
 
-def store_preview(desk: SiteConsoleContext, who: str, persons: frozenset[str]) -> str:
+def store_preview(context: SiteConsoleContext, who: str, persons: frozenset[str]) -> str:
     """Store a preview under a random token."""
     token, now = secrets.token_urlsafe(24), time.monotonic()
-    with desk.memory.lock:
-        live = {t: one for t, one in desk.memory.looked.items() if one.until > now}
-        desk.memory.looked.clear()
-        desk.memory.looked.update(list(live.items())[-_LOOKS + 1 :])
-        desk.memory.looked[token] = OptOutPreview(who, now + KEPT_S, persons)
+    with context.memory.lock:
+        live = {t: one for t, one in context.memory.looked.items() if one.until > now}
+        context.memory.looked.clear()
+        context.memory.looked.update(list(live.items())[-_LOOKS + 1 :])
+        context.memory.looked[token] = OptOutPreview(who, now + KEPT_S, persons)
     return token
 
 
-def take_preview(desk: SiteConsoleContext, who: str, token: str) -> frozenset[str]:
+def take_preview(context: SiteConsoleContext, who: str, token: str) -> frozenset[str]:
     """What that person looked at under the token, once.
 
     Raises:
         PageError: nothing, or too long ago.
     """
-    with desk.memory.lock:
-        one: OptOutPreview | None = desk.memory.looked.get(token)
+    with context.memory.lock:
+        one: OptOutPreview | None = context.memory.looked.get(token)
         if one is None or one.who != who or time.monotonic() > one.until:
             raise PageError(409, "The preview has expired: look at the consequences again. Nothing was done.")
-        del desk.memory.looked[token]
+        del context.memory.looked[token]
         return one.persons
 
 
-def apply(desk: SiteConsoleContext, persons: frozenset[str]) -> int:
+def apply(context: SiteConsoleContext, persons: frozenset[str]) -> int:
     """As `opt-out add` does: the list first, then every vault and every room; how much was deleted."""
-    review_images.forget(desk)
-    gone = sum(projects.opt_out(desk.home, person) for person in sorted(persons))
-    for name in desk.projects():
-        with desk.way(name) as way:
+    review_images.forget(context)
+    gone = sum(projects.opt_out(context.home, person) for person in sorted(persons))
+    for name in context.projects():
+        with context.way(name) as way:
             gone += purge_pending(way, persons)
-    review_images.forget(desk)
-    desk.log.info("opt_out_add", count=len(persons))
+    review_images.forget(context)
+    context.log.info("opt_out_add", count=len(persons))
     return gone

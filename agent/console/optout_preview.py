@@ -65,7 +65,7 @@ class PrivateRecords:
 
 
 def consequences(
-    persons: frozenset[str], books: PrivateRecords, projects: tuple[Project, ...], here: Set[str]
+    persons: frozenset[str], ledger: PrivateRecords, projects: tuple[Project, ...], here: Set[str]
 ) -> Consequences:
     """What follows.
 
@@ -75,25 +75,25 @@ def consequences(
         projects: what each project holds, of :func:`of_project`.
         here: those of the persons of whom a project holds anything.
     """
-    left = {*books.state.sent, *books.state.releases}
-    names = [one["release"] for one in books.releases]
-    behind = {name: behind_of(name, books.releases) for name in names}
+    left = {*ledger.state.sent, *ledger.state.releases}
+    names = [one["release"] for one in ledger.releases]
+    behind = {name: behind_of(name, ledger.releases) for name in names}
     waiting = {
-        name: behind_of(name, books.releases) | set(kept.get("persons", ())) for name, kept in books.pending.items()
+        name: behind_of(name, ledger.releases) | set(kept.get("persons", ())) for name, kept in ledger.pending.items()
     }
-    clusters = [frozenset(members) for one in books.releases for members in one["clusters"]]
+    clusters = [frozenset(members) for one in ledger.releases for members in one["clusters"]]
     hit = [members for members in clusters if not persons.isdisjoint(members)]
     in_books = {who for members in behind.values() for who in members} | {w for m in waiting.values() for w in m}
     return Consequences(
         named=len(persons),
         known=len(persons & (here | in_books)),
-        already=len(persons & books.opted_out),
+        already=len(persons & ledger.opted_out),
         projects=projects,
         dying=tuple(sorted(name for name, who in waiting.items() if not persons.isdisjoint(who))),
         out=tuple(name for name in names if name in left and not persons.isdisjoint(behind[name])),
         retired=len(hit),
         beside=len({who for members in hit for who in members} - persons),
-        unrecorded=sum(name not in behind for name in tuple(books.state.releases)),
+        unrecorded=sum(name not in behind for name in tuple(ledger.state.releases)),
     )
 
 

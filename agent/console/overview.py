@@ -38,50 +38,50 @@ _YEAR_S: Final = 365 * 86_400
 _DAY_S: Final = 86_400
 
 
-def add(pages: Router, desk: SiteConsoleContext) -> None:
+def add(pages: Router, context: SiteConsoleContext) -> None:
     """Overview, budget and ledger."""
     pages.menu("Overview", "/", READERS)
-    _overview(pages, desk)
+    _overview(pages, context)
 
 
-def add_books(pages: Router, desk: SiteConsoleContext) -> None:
+def add_books(pages: Router, context: SiteConsoleContext) -> None:
     """Budget, ledger and people, which stand further back in the menu."""
     pages.menu("Budget", "/budget", READERS)
-    _budget(pages, desk)
+    _budget(pages, context)
     pages.menu("Ledger", "/ledger", READERS)
-    _ledger(pages, desk)
+    _ledger(pages, context)
     pages.menu("People", "/people", READERS)
-    _people(pages, desk)
+    _people(pages, context)
 
 
-def _overview(pages: Router, desk: SiteConsoleContext) -> None:
+def _overview(pages: Router, context: SiteConsoleContext) -> None:
     @pages.get("/", READERS)
     def overview(asked: RequestContext) -> Response:
         looks = asked.person.role in LOOKERS
         with errors_as_pages():
-            state = desk.books.read().state
-            waiting = desk.waiting() if looks else ()
-            queues = tuple(queue_of(desk, name) for name in desk.projects()) if looks else ()
-        events = log_reader.read(desk.home.root / "agent.log") if looks else []
+            state = context.ledger.read().state
+            waiting = context.waiting() if looks else ()
+            queues = tuple(queue_of(context, name) for name in context.projects()) if looks else ()
+        events = log_reader.read(context.home.root / "agent.log") if looks else []
         return asked.page(
             "overview.html",
-            site=desk.site,
-            chart=chart(state, desk.site),
+            site=context.site,
+            chart=chart(state, context.site),
             waiting=waiting,
             queues=queues,
             faults=[e for e in reversed(events) if e.fault][:5],
             looks=looks,
             keeps=asked.person.role in KEEPERS,
-            certificate=certificate(desk),
-            frozen=state.frozen(desk.site),
+            certificate=certificate(context),
+            frozen=state.frozen(context.site),
         )
 
 
-def certificate(desk: SiteConsoleContext) -> tuple[str, str]:
+def certificate(context: SiteConsoleContext) -> tuple[str, str]:
     """How long the site's certificate at the coordinator is good for: words, and the badge's kind."""
-    now = desk.now()
+    now = context.now()
     try:
-        held = Credentials(desk.home.keys)
+        held = Credentials(context.home.keys)
         left, late = held.not_after - now, held.due(now, 0.1)
     except (SiteConfigError, KeyFileError, OSError, ValueError):
         return "not enrolled yet", "warn"
@@ -112,21 +112,21 @@ def chart(state: State, site: str) -> Any:
     return bars(rows, "Lifetime budget of this site's patients", _LEGEND) if rows else ""
 
 
-def _budget(pages: Router, desk: SiteConsoleContext) -> None:
+def _budget(pages: Router, context: SiteConsoleContext) -> None:
     @pages.get("/budget", READERS)
     def budget(asked: RequestContext) -> Response:
         with errors_as_pages():
-            store, (index, behind) = desk.books.read(), updated_index(desk)
+            store, (index, behind) = context.ledger.read(), updated_index(context)
             state = store.state
-            curves = () if behind else tuple(_curves(desk, state, index))
+            curves = () if behind else tuple(_curves(context, state, index))
             with store.exclusive():  # nothing is granted while these are picked
                 granted, of = _granted(state), len(state.grants)
         return asked.page(
             "budget.html",
             accounts=[
-                descriptions.budget(a) for n, a in sorted(state.accounts.items()) if n.startswith(f"{desk.site}/")
+                descriptions.budget(a) for n, a in sorted(state.accounts.items()) if n.startswith(f"{context.site}/")
             ],
-            chart=chart(state, desk.site),
+            chart=chart(state, context.site),
             curves=curves,
             grants=granted,
             of=of,
@@ -149,11 +149,11 @@ def _share(state: State, account: str, amount: int) -> str:
     return f"{rounded_up(100 * amount / limit, 1):g} %" if limit else "all"
 
 
-def _curves(desk: SiteConsoleContext, state: State, index: Index) -> Iterator[Any]:
+def _curves(context: SiteConsoleContext, state: State, index: Index) -> Iterator[Any]:
     """What was gone of each account, day by day, in the last year."""
-    now = desk.now().timestamp()
+    now = context.now().timestamp()
     for name, account in sorted(state.accounts.items()):
-        if name.rpartition("/")[0] != desk.site:
+        if name.rpartition("/")[0] != context.site:
             continue
         found = index.balances(name, int(now - _YEAR_S))
         points = tuple((float(b.day * _DAY_S), _gone(account, b.held + b.spent)) for b in found)
@@ -172,20 +172,20 @@ def _gone(account: Account, amount: int) -> float:
     return float(epsilon_text(epsilon_of(amount, float(opened.delta), opened.order)))
 
 
-def updated_index(desk: SiteConsoleContext) -> tuple[Index, str]:
+def updated_index(context: SiteConsoleContext) -> tuple[Index, str]:
     """The updated index, and a sentence if it lags behind the ledger.
 
     A page takes a few entries in by itself. Many are taken in the background, see :mod:`policies.index.follower`.
     """
-    if desk.index is None:
+    if context.index is None:
         raise PageError(503, "The ledger's index is not open.")
-    if desk.index.follow(NEW):
-        return desk.index, ""
-    held = f"{desk.index.size:,}".replace(",", " ")
-    return desk.index, f"The search index is still being built: it has the first {held} entries. Try again soon."
+    if context.index.follow(NEW):
+        return context.index, ""
+    held = f"{context.index.size:,}".replace(",", " ")
+    return context.index, f"The search index is still being built: it has the first {held} entries. Try again soon."
 
 
-def _ledger(pages: Router, desk: SiteConsoleContext) -> None:
+def _ledger(pages: Router, context: SiteConsoleContext) -> None:
     @pages.get("/ledger", READERS)
     def ledger(asked: RequestContext, text: str = "", kind: str = "", before: str = "", after: str = "") -> Response:
         kinds = (kind,) if kind else ()
@@ -194,12 +194,12 @@ def _ledger(pages: Router, desk: SiteConsoleContext) -> None:
         except ValueError:
             raise PageError(400, "Ask either for the entries before a number or for those after one.") from None
         with errors_as_pages():
-            store, (index, behind) = desk.books.read(), updated_index(desk)
+            store, (index, behind) = context.ledger.read(), updated_index(context)
             try:
                 found = index.find(query)
             except QueryTooWideError as wide:
                 raise PageError(400, f"{wide}.") from None
-            lines = desk.books.lines(found.seqs)
+            lines = context.ledger.lines(found.seqs)
         kept = {"text": text[:200], "kind": kind}
         ends = (found.seqs[0], found.seqs[-1]) if found.seqs else (0, 0)
         return asked.page(
@@ -207,7 +207,7 @@ def _ledger(pages: Router, desk: SiteConsoleContext) -> None:
             lines=[(x.seq, x.record.at, kind_of(x.record.entry), entry_summary(x.record.entry)) for x in lines],
             text=text[:200],
             kind=kind,
-            kinds=sorted(index.tally(0, int(desk.now().timestamp()) + _DAY_S)),
+            kinds=sorted(index.tally(0, int(context.now().timestamp()) + _DAY_S)),
             newer="/ledger?" + urlencode({**kept, "after": str(ends[0])}) if found.newer else "",
             older="/ledger?" + urlencode({**kept, "before": str(ends[1])}) if found.older else "",
             size=store.state.size,
@@ -217,7 +217,7 @@ def _ledger(pages: Router, desk: SiteConsoleContext) -> None:
     @pages.get("/ledger/{seq}", READERS)
     def entry(asked: RequestContext, seq: int) -> Response:
         with errors_as_pages():
-            store = desk.books.read()
+            store = context.ledger.read()
             if not 0 <= seq < store.state.size:
                 raise PageError(404, "There is no such entry.")
             line, shown = store.line(seq), store.prove(0, seq)
@@ -237,7 +237,7 @@ def _ledger(pages: Router, desk: SiteConsoleContext) -> None:
     @pages.get("/ledger/{seq}/proof", READERS)
     def proof(asked: RequestContext, seq: int) -> Response:
         with errors_as_pages():
-            store = desk.books.read()
+            store = context.ledger.read()
             if not 0 <= seq < store.state.size:
                 raise PageError(404, "There is no such entry.")
             shown = store.prove(0, seq)
@@ -247,17 +247,17 @@ def _ledger(pages: Router, desk: SiteConsoleContext) -> None:
     @pages.get("/ledger/export/file", LOOKERS)
     def export(asked: RequestContext) -> Response:
         with errors_as_pages():
-            store = desk.books.read()
-            raw = export_file(desk.home.root / "ledger.db", store.origin, desk.home.sign_key())
-        return asked.download(f"{desk.site}.ledger.export", raw, "application/octet-stream")
+            store = context.ledger.read()
+            raw = export_file(context.home.root / "ledger.db", store.origin, context.home.sign_key())
+        return asked.download(f"{context.site}.ledger.export", raw, "application/octet-stream")
 
 
-def _people(pages: Router, desk: SiteConsoleContext) -> None:
+def _people(pages: Router, context: SiteConsoleContext) -> None:
     @pages.get("/people", READERS)
     def people(asked: RequestContext) -> Response:
         with errors_as_pages():
-            state = desk.books.read().state
-        pinned = PinnedCertificates(desk.home.root / FOLDER).names()
+            state = context.ledger.read().state
+        pinned = PinnedCertificates(context.home.root / FOLDER).names()
         until = {name: f"{crt.not_valid_after_utc:%Y-%m-%d}" for name, crt in pinned.items()}
         return asked.page(
             "people.html",

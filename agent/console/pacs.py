@@ -32,24 +32,24 @@ class ArchiveView:
     last: log_reader.Event | None  # the last pull that `serve` told of
 
 
-def add(pages: Router, desk: SiteConsoleContext) -> None:
+def add(pages: Router, context: SiteConsoleContext) -> None:
     """The page of the PACS."""
     pages.menu("PACS", "/pacs", LOOKERS)
 
     @pages.get("/pacs", LOOKERS)
     def pacs(asked: RequestContext) -> Response:
-        events = log_reader.read(desk.home.root / "agent.log")
+        events = log_reader.read(context.home.root / "agent.log")
         with errors_as_pages():
-            ingestion = read_ingestion(desk.home)
-        counts = _counts(desk, events)
+            ingestion = read_ingestion(context.home)
+        counts = _counts(context, events)
         return asked.page(
             "pacs.html",
-            listening=tuple(_listening(desk, ingestion)),
+            listening=tuple(_listening(context, ingestion)),
             callers=[(c.ae_title, ", ".join(c.addresses)) for c in ingestion.listener.callers]
             if ingestion.listener
             else [],
             counts=[(EVENTS[code], count, code in _GOOD) for code, count in counts.items() if code in EVENTS],
-            here=desk.reception is not None,
+            here=context.reception is not None,
             archives=tuple(_archives(ingestion, events)),
             folders=[(str(f.path), f.watch, f.path.is_dir()) for f in ingestion.folders],
             faults=[e for e in reversed(events) if e.fault][:20],
@@ -60,14 +60,14 @@ def add(pages: Router, desk: SiteConsoleContext) -> None:
     @pages.post("/pacs/{kind}/{name}/ask", KEEPERS)
     def ask(asked: RequestContext, kind: str, name: str) -> Response:
         with errors_as_pages():
-            check_reachable(named(read_ingestion(desk.home), kind, name))
-        desk.log.info("archive_asked", where=name, state="answers")
+            check_reachable(named(read_ingestion(context.home), kind, name))
+        context.log.info("archive_asked", where=name, state="answers")
         return asked.go("/pacs", f"{name} answers and accepts queries of this site.")
 
 
-def _listening(desk: SiteConsoleContext, ingestion: Ingestion) -> Iterator[tuple[str, str, bool]]:
+def _listening(context: SiteConsoleContext, ingestion: Ingestion) -> Iterator[tuple[str, str, bool]]:
     """What is to listen: for what, where, and whether it does, as far as this process knows."""
-    held = desk.reception
+    held = context.reception
     if ingestion.listener is not None:
         s = ingestion.listener
         safe = "DICOM TLS" if s.tls else "plain TCP"
@@ -76,10 +76,10 @@ def _listening(desk: SiteConsoleContext, ingestion: Ingestion) -> Iterator[tuple
         yield "STOW-RS", f"{ingestion.stow.host}:{ingestion.stow.port}", bool(held and held.stow)
 
 
-def _counts(desk: SiteConsoleContext, events: list[log_reader.Event]) -> dict[str, int]:
+def _counts(context: SiteConsoleContext, events: list[log_reader.Event]) -> dict[str, int]:
     """What the listener counted since it started; of another process, as its log last said."""
-    if desk.reception is not None and desk.reception.listener is not None:
-        return dict(sorted(desk.reception.listener.counts().items()))
+    if context.reception is not None and context.reception.listener is not None:
+        return dict(sorted(context.reception.listener.counts().items()))
     told = {e.state: e.count for e in events if e.name == "listener"}
     return dict(sorted(told.items()))
 

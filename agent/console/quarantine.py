@@ -56,7 +56,7 @@ class QuarantinedFileView:
     source: str
 
 
-def add(pages: Router, desk: SiteConsoleContext) -> None:
+def add(pages: Router, context: SiteConsoleContext) -> None:
     """The pages of the way in."""
     pages.menu("Ingest", "/ingest", LOOKERS)
     pages.menu("Quarantine", "/quarantine", LOOKERS)
@@ -64,28 +64,30 @@ def add(pages: Router, desk: SiteConsoleContext) -> None:
     @pages.get("/ingest", LOOKERS)
     def ingest(asked: RequestContext) -> Response:
         with errors_as_pages():
-            queues = tuple(queue_of(desk, name) for name in desk.projects())
-        events = log_reader.read(desk.home.root / "agent.log")
+            queues = tuple(queue_of(context, name) for name in context.projects())
+        events = log_reader.read(context.home.root / "agent.log")
         return asked.page(
             "ingest.html",
             queues=queues,
             states=STATES,
             last=[e for e in reversed(events) if e.name == "ingested"][:10],
-            errand=desk.errand.told(),
+            errand=context.errand.told(),
             may=asked.person.role in KEEPERS,
-            receiving=desk.reception is not None,
+            receiving=context.reception is not None,
         )
 
     @pages.post("/ingest/{project}", KEEPERS)
     def let_in(asked: RequestContext, project: str) -> Response:
-        require_project(desk, project)
-        _begin(desk, f"reading pending files of {project}", lambda progress: read_waiting(desk, project, progress))
+        require_project(context, project)
+        _begin(
+            context, f"reading pending files of {project}", lambda progress: read_waiting(context, project, progress)
+        )
         return asked.go("/ingest", "Reading pending files. This page shows the progress.")
 
     @pages.get("/quarantine", LOOKERS)
     def quarantine(asked: RequestContext, project: str = "", code: str = "", after: str = "") -> Response:
-        where = require_project(desk, project or desk.projects()[0])
-        with errors_as_pages(), desk.way(where) as way:
+        where = require_project(context, project or context.projects()[0])
+        with errors_as_pages(), context.way(where) as way:
             counts = way.quarantine.counts()
             shown = page_of(way, code, after) if code else ()
             named = asked.person.role in KEEPERS
@@ -94,58 +96,62 @@ def add(pages: Router, desk: SiteConsoleContext) -> None:
         return asked.page(
             "quarantine.html",
             project=where,
-            projects=desk.projects(),
+            projects=context.projects(),
             counts=[(c, n, REASONS[c]) for c, n in counts.items()],
             code=code,
             why=REASONS.get(code, ""),
             files=files,
             after=files[-1].name if len(files) == PAGE else "",
             most=most,
-            errand=desk.errand.told(),
+            errand=context.errand.told(),
             may=named,
         )
 
     @pages.post("/quarantine/{project}/retry", KEEPERS)
     def retry(asked: RequestContext, project: str) -> Response:
-        require_project(desk, project)
+        require_project(context, project)
         code, names = asked.form.get("code", ""), asked.form.all("name")
         once_more = asked.form.get("once_more", "") == "yes"
-        _begin(desk, "reading rejected files again", lambda p: read_again(desk, (project, code, names), once_more, p))
+        _begin(
+            context,
+            "reading rejected files again",
+            lambda p: read_again(context, (project, code, names), once_more, p),
+        )
         return asked.go(f"/quarantine?project={project}", "Reading them again under the present rules.")
 
     @pages.post("/quarantine/{project}/drop", KEEPERS)
     def drop(asked: RequestContext, project: str) -> Response:
-        require_project(desk, project)
+        require_project(context, project)
         names = asked.form.all("name")
         if not names or asked.form.get("sure", "") != "yes":
             raise PageError(400, "Choose files, and confirm that they will be deleted permanently. Nothing was done.")
-        with errors_as_pages(), desk.way(project) as way:
+        with errors_as_pages(), context.way(project) as way:
             entries = named_entries(way, names)
             for entry in entries:
                 way.quarantine.remove(entry.name)
-                desk.log.info("quarantine_dropped", reason=entry.code)
+                context.log.info("quarantine_dropped", reason=entry.code)
         return asked.go(f"/quarantine?project={project}", f"{len(entries)} file(s) deleted; agent.log records it.")
 
 
-def require_project(desk: SiteConsoleContext, project: str) -> str:
+def require_project(context: SiteConsoleContext, project: str) -> str:
     """A project that there is.
 
     Raises:
         PageError: there is none of that name.
     """
-    if project not in desk.projects():
+    if project not in context.projects():
         raise PageError(404, "There is no such project.")
     return project
 
 
-def _begin(desk: SiteConsoleContext, what: str, act: Callable[[Progress], str]) -> None:
-    if not desk.errand.begin("intake", what, act, sentence):
+def _begin(context: SiteConsoleContext, what: str, act: Callable[[Progress], str]) -> None:
+    if not context.errand.begin("intake", what, act, sentence):
         raise PageError(409, "Another task is running: wait until it has ended.")
 
 
-def queue_of(desk: SiteConsoleContext, project: str) -> Queue:
+def queue_of(context: SiteConsoleContext, project: str) -> Queue:
     """What a project has waiting, refused and kept."""
-    with desk.way(project) as way:
+    with context.way(project) as way:
         names = way.inbox.names()
         oldest = 0.0
         if names:
@@ -191,33 +197,33 @@ def named_entries(way: IngestContext, names: Sequence[str]) -> list[QuarantineEn
     return [known[name] for name in dict.fromkeys(names)]
 
 
-def read_waiting(desk: SiteConsoleContext, project: str, progress: Progress) -> str:
+def read_waiting(context: SiteConsoleContext, project: str, progress: Progress) -> str:
     """Ingest the pending files of the spool, and report the result."""
-    with desk.way(project) as way, way.intake(way.labels()) as intake:
+    with context.way(project) as way, way.intake(way.labels()) as intake:
         of = len(way.inbox.names())
         report = intake.run(way.waiting(), lambda done: progress(done, of))
-    return _report(desk, report.kept, report.duplicates, sum(report.quarantined.values()))
+    return _report(context, report.kept, report.duplicates, sum(report.quarantined.values()))
 
 
 def read_again(
-    desk: SiteConsoleContext, which: tuple[str, str, Sequence[str]], once_more: bool, progress: Progress
+    context: SiteConsoleContext, which: tuple[str, str, Sequence[str]], once_more: bool, progress: Progress
 ) -> str:
     """Try refused files once more: those that are named, or all of a reason; what became of them.
 
     ``which``: project, reason ("" for any) and names (none for all).
     """
     project, code, names = which
-    with desk.way(project) as way:
+    with context.way(project) as way:
         entries = named_entries(way, names) if names else way.quarantine.entries()
         wanted = [e for e in entries if not code or e.code == code]
         chosen = [e.name for e in wanted if once_more or e.attempts < way.quarantine.most]
         with way.intake(way.labels()) as intake:
             report = intake.run(way.refused(chosen), lambda done: progress(done, len(chosen)))
-    told = _report(desk, report.kept, report.duplicates, sum(report.quarantined.values()))
+    told = _report(context, report.kept, report.duplicates, sum(report.quarantined.values()))
     spent = len(wanted) - len(chosen)
     return told + (f" {spent} had reached the maximum of tries and were skipped." if spent else "")
 
 
-def _report(desk: SiteConsoleContext, kept: int, duplicates: int, again: int) -> str:
-    desk.log.info("ingested", kept=kept, duplicates=duplicates, quarantined=again)
+def _report(context: SiteConsoleContext, kept: int, duplicates: int, again: int) -> str:
+    context.log.info("ingested", kept=kept, duplicates=duplicates, quarantined=again)
     return f"{kept} kept, {duplicates} duplicates, {again} rejected."

@@ -35,40 +35,40 @@ class RefusalView:
     reason: str  # a key of words.REFUSALS
 
 
-def add(pages: Router, desk: SiteConsoleContext) -> None:
+def add(pages: Router, context: SiteConsoleContext) -> None:
     """The pages of the review."""
     pages.menu("Releases", "/releases", LOOKERS)
-    _look(pages, desk)
-    _pictures(pages, desk)
-    _decide(pages, desk)
-    _end(pages, desk)
+    _look(pages, context)
+    _pictures(pages, context)
+    _decide(pages, context)
+    _end(pages, context)
 
 
-def _look(pages: Router, desk: SiteConsoleContext) -> None:
+def _look(pages: Router, context: SiteConsoleContext) -> None:
     @pages.get("/releases", LOOKERS)
     def releases(asked: RequestContext) -> Response:
         with errors_as_pages():
-            waiting = desk.waiting()
-            store = desk.books.read()
-            refused = {one.release.release: refusals(desk, one) for one in waiting}
+            waiting = context.waiting()
+            store = context.ledger.read()
+            refused = {one.release.release: refusals(context, one) for one in waiting}
             with store.exclusive() as state:  # nothing sets out while these are picked
                 decided = tuple(islice(_decided(state), DECIDED))
         return asked.page(
             "releases.html",
             waiting=[(one, refused[one.release.release]) for one in waiting],
             made=descriptions.MECHANISMS,
-            errand=desk.errand.told(),
+            errand=context.errand.told(),
             decided=decided,
         )
 
     @pages.get("/releases/{release}", LOOKERS)
     def release(asked: RequestContext, release: str) -> Response:
-        one = found(desk, release)
+        one = found(context, release)
         sees = asked.person.role in DECIDERS
         with errors_as_pages():
-            shown = review_images.shown(desk, one) if sees else None
-            origin, against = desk.books.read().origin, findings(desk, one)
-            refused = refusals(desk, one)
+            shown = review_images.shown(context, one) if sees else None
+            origin, against = context.ledger.read().origin, findings(context, one)
+            refused = refusals(context, one)
         level = level_of(one.release)
         r = one.release
         return asked.page(
@@ -85,7 +85,7 @@ def _look(pages: Router, desk: SiteConsoleContext) -> None:
             sheet_size=review_images.SHEET,
             distance=DISTANCE,
             hottest=image_rendering.HOTTEST,
-            errand=desk.errand.told(),
+            errand=context.errand.told(),
             signing=asked.signing(origin, release, "release", release, r.artifact_sha256)
             if sees and _may_approve(asked, one, refused)
             else None,
@@ -96,11 +96,11 @@ def _look(pages: Router, desk: SiteConsoleContext) -> None:
 
     @pages.get("/releases/{release}/refuse", DECIDERS)
     def reason(asked: RequestContext, release: str, why: str = "") -> Response:
-        one = found(desk, release)
+        one = found(context, release)
         if why not in descriptions.REFUSALS:
             raise PageError(400, "Choose one of the reasons of the list.")
         with errors_as_pages():
-            origin = desk.books.read().origin
+            origin = context.ledger.read().origin
         value = f"{one.release.artifact_sha256} {why}"
         return asked.page(
             "refuse.html",
@@ -110,21 +110,21 @@ def _look(pages: Router, desk: SiteConsoleContext) -> None:
         )
 
 
-def _pictures(pages: Router, desk: SiteConsoleContext) -> None:
+def _pictures(pages: Router, context: SiteConsoleContext) -> None:
     @pages.post("/releases/{release}/compare", DECIDERS)
     def compare(asked: RequestContext, release: str) -> Response:
-        one = found(desk, release)
+        one = found(context, release)
         what = "comparing the release with the pictures in the vault"
-        if not desk.errand.begin(
-            "releases", what, lambda progress: review_images.compare(desk, one, progress), sentence
+        if not context.errand.begin(
+            "releases", what, lambda progress: review_images.compare(context, one, progress), sentence
         ):
             raise PageError(409, "Another task is running: wait until it has ended.")
-        desk.log.info("release_compared", release=release)
+        context.log.info("release_compared", release=release)
         return asked.go(f"/releases/{release}", "Comparing. This page shows the progress.")
 
     @pages.get("/releases/{release}/sheet/{number}.png", DECIDERS, told=True)
     def sheet(asked: RequestContext, release: str, number: int) -> Response:
-        kept = review_images.recall(desk, release)
+        kept = review_images.recall(context, release)
         if kept is None or not 0 <= number < len(kept.images):
             raise PageError(404, "That picture is no longer available: open the release's page again.")
         return asked.png_response(image_rendering.png(kept.images[number]))
@@ -134,7 +134,7 @@ def _pictures(pages: Router, desk: SiteConsoleContext) -> None:
         if which not in _PICTURES:
             raise PageError(404, "There is no such picture.")
         try:
-            kept, one = review_images.still_visible(desk, release, number)
+            kept, one = review_images.still_visible(context, release, number)
         except LookupError:
             raise PageError(404, "That picture is no longer available: compare again.") from None
         return asked.png_response(review_images.review_png(kept, one, which))
@@ -144,23 +144,23 @@ def _pictures(pages: Router, desk: SiteConsoleContext) -> None:
         return asked.png_response(image_rendering.png(image_rendering.scale()))
 
 
-def _decide(pages: Router, desk: SiteConsoleContext) -> None:
+def _decide(pages: Router, context: SiteConsoleContext) -> None:
     @pages.post("/releases/{release}/approve", DECIDERS)
     def approve(asked: RequestContext, release: str) -> Response:
-        one = found(desk, release)
+        one = found(context, release)
         envelope = asked.envelope()
         with errors_as_pages():
             _signed(asked, envelope, (release, "release", release, one.release.artifact_sha256))
-            if refusals(desk, one):
+            if refusals(context, one):
                 raise InvalidEntryError("the release was refused already; it can only be withdrawn")
-            with desk.books.write() as store:
+            with context.ledger.write() as store:
                 decisions.approve(store, envelope)
-        desk.log.info("release_approved", release=release, state=asked.person.role)
+        context.log.info("release_approved", release=release, state=asked.person.role)
         return asked.go(f"/releases/{release}", "Your approval is in the ledger.")
 
     @pages.post("/releases/{release}/refuse", DECIDERS)
     def refuse(asked: RequestContext, release: str) -> Response:
-        one = found(desk, release)
+        one = found(context, release)
         envelope = asked.envelope()
         with errors_as_pages():
             value = decisions.said_by(envelope).value
@@ -168,49 +168,51 @@ def _decide(pages: Router, desk: SiteConsoleContext) -> None:
             if sha != one.release.artifact_sha256 or why not in descriptions.REFUSALS:
                 raise InvalidEntryError("the refusal names another artifact or an unknown reason")
             _signed(asked, envelope, (refusal_serial(release), REFUSE, release, value))
-            with desk.books.write() as store:
+            with context.ledger.write() as store:
                 decisions.approve(store, envelope)
-        desk.log.info("release_refused", release=release, reason=why)
-        return _withdrawing(asked, desk, release)
+        context.log.info("release_refused", release=release, reason=why)
+        return _withdrawing(asked, context, release)
 
 
-def _end(pages: Router, desk: SiteConsoleContext) -> None:
+def _end(pages: Router, context: SiteConsoleContext) -> None:
     @pages.post("/releases/{release}/withdraw", DECIDERS)
     def withdraw_again(asked: RequestContext, release: str) -> Response:
-        one = found(desk, release)
+        one = found(context, release)
         with errors_as_pages():
-            if not refusals(desk, one):
+            if not refusals(context, one):
                 raise InvalidEntryError("it is not refused: refuse it first, with a reason and a signature")
-        return _withdrawing(asked, desk, release)
+        return _withdrawing(asked, context, release)
 
     @pages.post("/releases/{release}/send", KEEPERS)
     def send(asked: RequestContext, release: str) -> Response:
-        one = found(desk, release)
+        one = found(context, release)
         with errors_as_pages():
-            if refusals(desk, one):
+            if refusals(context, one):
                 raise InvalidEntryError("it was refused, so it cannot be sent")
         if one.missing or one.gone:
             raise PageError(409, "It cannot be sent: an approval is missing, or a patient in it has opted out.")
-        if not desk.errand.begin("releases", _SENDING, lambda p: hand_over(desk, release, p), sentence):
+        if not context.errand.begin("releases", _SENDING, lambda p: hand_over(context, release, p), sentence):
             raise PageError(409, "Another task is running: wait until it has ended.")
         return asked.go("/releases", "Sending it. The list below shows the result.")
 
 
-def _withdrawing(asked: RequestContext, desk: SiteConsoleContext, release: str) -> Response:
+def _withdrawing(asked: RequestContext, context: SiteConsoleContext, release: str) -> Response:
     """Its own errand: the coordinator may be slow to answer, or away."""
-    if not desk.errand.begin("releases", "withdrawing the release", lambda _: withdrawn(desk, release), sentence):
+    if not context.errand.begin(
+        "releases", "withdrawing the release", lambda _: withdrawn(context, release), sentence
+    ):
         return asked.go(f"/releases/{release}", "Refused. Withdraw it when no other task is running.")
     return asked.go("/releases", "Your refusal is in the ledger; the release is being withdrawn.")
 
 
-def found(desk: SiteConsoleContext, release: str) -> PendingRelease:
+def found(context: SiteConsoleContext, release: str) -> PendingRelease:
     """A release that waits.
 
     Raises:
         PageError: none of that name waits.
     """
     with errors_as_pages():
-        for one in desk.waiting():
+        for one in context.waiting():
             if one.release.release == release:
                 return one
         raise NoSuchReleaseError
@@ -242,10 +244,10 @@ def refusal_serial(release: str) -> str:
     return f"{REFUSE}-{release}"
 
 
-def refusals(desk: SiteConsoleContext, one: PendingRelease) -> tuple[RefusalView, ...]:
+def refusals(context: SiteConsoleContext, one: PendingRelease) -> tuple[RefusalView, ...]:
     """The refusals of a release, as the ledger counts them: signed anywhere, also by people who have left since."""
     r, serial = one.release, refusal_serial(one.release.release)
-    given = desk.books.read().state.proposals.get(serial)
+    given = context.ledger.read().state.proposals.get(serial)
     reasons = {
         proposal(serial, REFUSE, r.release, f"{r.artifact_sha256} {why}"): why for why in descriptions.REFUSALS
     }
@@ -255,45 +257,45 @@ def refusals(desk: SiteConsoleContext, one: PendingRelease) -> tuple[RefusalView
     )
 
 
-def findings(desk: SiteConsoleContext, one: PendingRelease) -> tuple[Finding, ...]:
+def findings(context: SiteConsoleContext, one: PendingRelease) -> tuple[Finding, ...]:
     """What the site's own review would say now, but for approvals that are still to come."""
-    state, r = desk.books.read().state, one.release
+    state, r = context.ledger.read().state, one.release
     standing = AccountContext(
         state.accounts.get(account_name(r.site, r.mechanism)), state.grants.get(r.grant), False, False, False
     )
-    verdict = review(r, standing, desk.policy())
+    verdict = review(r, standing, context.policy())
     return tuple(f for f in verdict.findings if f.rule != "approval")
 
 
-def withdrawn(desk: SiteConsoleContext, release: str) -> str:
+def withdrawn(context: SiteConsoleContext, release: str) -> str:
     """Withdraw a release that was refused; what came of it, in a sentence."""
     from agent.release.approval import withdraw  # noqa: PLC0415 - torch: two seconds that no page needs
 
-    project = desk.project_of(release)
-    review_images.forget(desk, release)
-    with desk.books.work(project, greeted=False) as opened:
+    project = context.project_of(release)
+    review_images.forget(context, release)
+    with context.ledger.work(project, greeted=False) as opened:
         try:
             withdraw(opened.site, release)
         except CoordinatorUnreachableError:
-            desk.log.warning("release_withdrawn", release=release, state="coordinator not informed")
+            context.log.warning("release_withdrawn", release=release, state="coordinator not informed")
             return "Refused and withdrawn: its grant is spent here. The coordinator could not be informed yet."
-    desk.log.info("release_withdrawn", release=release)
+    context.log.info("release_withdrawn", release=release)
     return "Refused and withdrawn. Its grant is spent, since images were read; the pictures are deleted."
 
 
-def hand_over(desk: SiteConsoleContext, release: str, progress: Progress) -> str:
+def hand_over(context: SiteConsoleContext, release: str, progress: Progress) -> str:
     """Hand an approved release over; the coordinator's verdict, in a sentence."""
     from agent.errors import ReviewRejectedError as Declined  # noqa: PLC0415 - the same
     from agent.release.approval import submit_approved as leave  # noqa: PLC0415 - torch: two seconds that no page needs
 
     progress(0, 0)
-    with desk.books.work(desk.project_of(release)) as opened:
+    with context.ledger.work(context.project_of(release)) as opened:
         try:
             _, verdict = leave(opened.site, release)
         except Declined as refusal:
             verdict = refusal.verdict
-    review_images.forget(desk, release)
-    desk.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])
+    review_images.forget(context, release)
+    context.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])
     if verdict.admitted:
         return f"Admitted at level {verdict.level}: {release} has left."
     return "Refused: " + "; ".join(f"{f.rule}: {f.detail}" for f in verdict.findings)

@@ -54,24 +54,24 @@ class ReleaseImages:
     fitted: bool = False  # the real images were brought to the release's size
 
 
-def shown(desk: SiteConsoleContext, waiting: PendingRelease) -> ReleaseImages:
+def shown(context: SiteConsoleContext, waiting: PendingRelease) -> ReleaseImages:
     """A release's images, compared or not.
 
     Raises:
         NoSuchReleaseError: it was handed over or withdrawn meanwhile.
     """
-    kept = recall(desk, waiting.release.release)
+    kept = recall(context, waiting.release.release)
     if kept is not None and kept.artifact == waiting.release.artifact_sha256:
         return kept
     nothing = np.zeros((0, 1, 1), np.uint8)
     made = ReleaseImages(time.monotonic(), waiting.release.artifact_sha256, nothing, why_not=_WHY_NOT)
     if waiting.release.artifact_type in ("image-set", "volume-set"):
         try:
-            images, labels = image_rendering.unpack(desk.clear(waiting.release.release))
+            images, labels = image_rendering.unpack(context.clear(waiting.release.release))
             made = ReleaseImages(time.monotonic(), waiting.release.artifact_sha256, images, labels, _why(waiting))
         except ArtifactFormatError as error:
             made = ReleaseImages(time.monotonic(), waiting.release.artifact_sha256, nothing, why_not=f"{error}.")
-    _keep(desk, waiting.release.release, made)
+    _keep(context, waiting.release.release, made)
     return made
 
 
@@ -87,36 +87,36 @@ def _why(waiting: PendingRelease) -> str:
     return ""
 
 
-def recall(desk: SiteConsoleContext, release: str) -> ReleaseImages | None:
+def recall(context: SiteConsoleContext, release: str) -> ReleaseImages | None:
     """What was made of a release, unless it is forgotten."""
-    with desk.memory.lock:
-        kept: ReleaseImages | None = desk.memory.shown.get(release)
+    with context.memory.lock:
+        kept: ReleaseImages | None = context.memory.shown.get(release)
         if kept is not None and time.monotonic() - kept.at > KEPT_S:
-            del desk.memory.shown[release]
+            del context.memory.shown[release]
             return None
         return kept
 
 
-def _keep(desk: SiteConsoleContext, release: str, made: ReleaseImages) -> None:
-    with desk.memory.lock:
-        desk.memory.shown.pop(release, None)
-        desk.memory.shown[release] = made
-        while len(desk.memory.shown) > _RELEASES:
-            del desk.memory.shown[next(iter(desk.memory.shown))]
+def _keep(context: SiteConsoleContext, release: str, made: ReleaseImages) -> None:
+    with context.memory.lock:
+        context.memory.shown.pop(release, None)
+        context.memory.shown[release] = made
+        while len(context.memory.shown) > _RELEASES:
+            del context.memory.shown[next(iter(context.memory.shown))]
 
 
-def forget(desk: SiteConsoleContext, release: str = "") -> None:
+def forget(context: SiteConsoleContext, release: str = "") -> None:
     """Forget one release's images, or all."""
-    with desk.memory.lock:
+    with context.memory.lock:
         if release:
-            desk.memory.shown.pop(release, None)
+            context.memory.shown.pop(release, None)
         else:
-            desk.memory.shown.clear()
+            context.memory.shown.clear()
 
 
-def compare(desk: SiteConsoleContext, waiting: PendingRelease, progress: Progress) -> str:
+def compare(context: SiteConsoleContext, waiting: PendingRelease, progress: Progress) -> str:
     """Compare a release with every eligible image of its modality and size, in every project; what was found."""
-    made = shown(desk, waiting)
+    made = shown(context, waiting)
     if made.why_not or not len(made.images):
         return "There is nothing to compare."
     count = itertools.count(1)
@@ -128,17 +128,17 @@ def compare(desk: SiteConsoleContext, waiting: PendingRelease, progress: Progres
 
     size = made.images.shape[1:]
     fitted = False
-    likeness = search(made.images, told(_real(desk, waiting, size, fit=False)))
+    likeness = search(made.images, told(_real(context, waiting, size, fit=False)))
     if not likeness.real and size[0] == size[1]:  # it was drawn from images of other sizes, fitted to its own
         fitted = True
-        likeness = search(made.images, told(_real(desk, waiting, size, fit=True)))
+        likeness = search(made.images, told(_real(context, waiting, size, fit=True)))
     wanted = likeness.nearest[:MOST]
     persons = frozenset(one.person for one in wanted)
-    found = dict(fetch(wanted, _real(desk, waiting, size, fit=fitted, only=persons))) if wanted else {}
+    found = dict(fetch(wanted, _real(context, waiting, size, fit=fitted, only=persons))) if wanted else {}
     exhibits = tuple(_exhibit(one, made.images[one.made], found[one], waiting) for one in wanted if one in found)
     now = time.monotonic()
     compared = replace(made, at=now, likeness=likeness, exhibits=exhibits, fitted=fitted)
-    _keep(desk, waiting.release.release, compared)
+    _keep(context, waiting.release.release, compared)
     return f"Compared with {likeness.real} pictures in the vault."
 
 
@@ -147,7 +147,7 @@ def _exhibit(one: NearestImage, made: NDArray[np.uint8], near: NDArray[np.uint8]
 
 
 def _real(
-    desk: SiteConsoleContext,
+    context: SiteConsoleContext,
     waiting: PendingRelease,
     shape: tuple[int, ...],
     *,
@@ -156,25 +156,25 @@ def _real(
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Every eligible image, project after project; with ``only``, of these patients alone, in the same order."""
     selection = Selection(waiting.release.modality, shape, fit=fit)
-    for name in desk.projects():
-        with desk.vault(name) as vault:
+    for name in context.projects():
+        with context.vault(name) as vault:
             without = {head.person for head in vault.heads()} - only if only else set()
             for person, image in vault.images(selection, without):
                 yield person, image.pixels
 
 
-def still_visible(desk: SiteConsoleContext, release: str, number: int) -> tuple[ReleaseImages, Exhibit]:
+def still_visible(context: SiteConsoleContext, release: str, number: int) -> tuple[ReleaseImages, Exhibit]:
     """An exhibit, if it may still be seen: nobody in it has opted out, here or by a command.
 
     Raises:
         LookupError: not any more, or there is none.
     """
-    kept = recall(desk, release)
+    kept = recall(context, release)
     if kept is None or not 0 <= number < len(kept.exhibits):
         raise LookupError
     one = kept.exhibits[number]
-    if one.person in projects.opted_out(desk.home):
-        forget(desk, release)
+    if one.person in projects.opted_out(context.home):
+        forget(context, release)
         raise LookupError
     return kept, one
 

@@ -79,7 +79,7 @@ class Participant:
         of the grant is returned whole.
         """
         note = self.site.vault.note(NOTE)
-        known = self.site.books.store.state.grants.get(note["grant"]) if note else None
+        known = self.site.ledger.store.state.grants.get(note["grant"]) if note else None
         if not note or known is None or known.state != "held" or note["modality"] != self.modality:
             return False
         self.run, self.grant, self.resumed = note["run"], note["grant"], True
@@ -91,7 +91,7 @@ class Participant:
 
     def _sent(self) -> list[int]:
         """The rounds whose updates have set out under this grant, by the site's ledger."""
-        return [s.round for s in self.site.books.store.state.sent.values() if s.grant == self.grant]
+        return [s.round for s in self.site.ledger.store.state.sent.values() if s.grant == self.grant]
 
     def _note(self) -> None:
         note: dict[str, Any] | None = None
@@ -113,15 +113,15 @@ class Participant:
         """
         if run == self.run and mechanism == self.mechanism and self.grant:
             return self._reservation()
-        delta = float(self.site.books.account(self.site.name, mechanism.claim()).opened.delta)
+        delta = float(self.site.ledger.account(self.site.name, mechanism.claim()).opened.delta)
         findings = []
         if not ID.fullmatch(run):
             findings.append(Finding("run", "a run's name is a short lower-case identifier"))
-        if run in self.site.books.runs():
+        if run in self.site.ledger.runs():
             findings.append(Finding("run_spent", "this run was priced before, and its grant is spent"))
         if not delta * mechanism.public_patients < 1:
             findings.append(Finding("delta", "delta must be below 1 / patients, by the job's public bound"))
-        size, most = update_bytes(mechanism), self.site.books.policy_of(self.site.name).max_artifact_bytes
+        size, most = update_bytes(mechanism), self.site.ledger.policy_of(self.site.name).max_artifact_bytes
         if not size <= most:
             told = f"each update takes {size} bytes, and the policies admit {most}"
             findings.append(Finding("artifact_size", told))
@@ -135,7 +135,7 @@ class Participant:
         return envelope
 
     def _reservation(self) -> bytes:
-        store = self.site.books.store
+        store = self.site.ledger.store
         return store.envelope(store.state.grants[self.grant].reserved.envelope) or b""
 
     def confirm(self) -> bool:
@@ -150,11 +150,11 @@ class Participant:
         if self.granted or not self.grant:
             return self.granted
         digest = hashlib.sha256(self._reservation()).digest()
-        verdict = self.site.door.outcome(f"run-{self.run}", digest)
+        verdict = self.site.gateway.outcome(f"run-{self.run}", digest)
         if verdict is None:
             return False
         if not verdict.admitted and not self.rounds_trained:
-            held = self.site.books.store.state.grants[self.grant].reserved
+            held = self.site.ledger.store.state.grants[self.grant].reserved
             assert isinstance(held, Reserved)
             if self.resumed:
                 settle_grant(self.site, self.grant, None)
@@ -175,7 +175,7 @@ class Participant:
             LedgerForkError: the coordinator's ledger is another one; the grant stays held, or has its end in the
             books here.
         """
-        grant = self.site.books.store.state.grants.get(self.grant)
+        grant = self.site.ledger.store.state.grants.get(self.grant)
         if grant is not None and grant.state == "held":
             with best_effort():
                 fetch_verdicts(self.site)
@@ -238,11 +238,11 @@ class Participant:
             cohort = self.site.vault.cohort(self.modality, mechanism.shape)
             update = mechanism.run_round(cohort, start, self.entropy)
             check_opt_outs(self.site, {patient.pseudonym for patient in cohort.patients})
-            goods = self.seal(round_index, pack_vector(update.vector))
+            signed = self.seal(round_index, pack_vector(update.vector))
         finally:
             self.round_in_progress = False
-        self.last = (round_index, goods, update)
-        return goods, update
+        self.last = (round_index, signed, update)
+        return signed, update
 
     def seal(self, round_index: int, artifact: bytes) -> SignedRelease:
         """A round's artifact, sealed and written down as leaving; the link carries it out."""
@@ -255,11 +255,11 @@ class Participant:
             run=self.run,
             round=round_index,
         )
-        goods = sign_release(self.site, draft, artifact)
-        record_submission(self.site, goods)
+        signed = sign_release(self.site, draft, artifact)
+        record_submission(self.site, signed)
         self.round_in_progress = False
         self.site.say("round", f"{round_index}: update {self.rounds_trained} of {self.mechanism.rounds} sealed")
-        return goods
+        return signed
 
     def follow(self) -> bool:
         """Ask for the verdicts on updates that went out with the link; True when the run's grant is closed.
@@ -269,10 +269,10 @@ class Participant:
         """
         self.confirm()
         fetch_verdicts(self.site)
-        waiting = any(sent.grant == self.grant for sent, _ in self.site.books.unanswered())
+        waiting = any(sent.grant == self.grant for sent, _ in self.site.ledger.unanswered())
         if self.mechanism is None or self.rounds_trained < self.mechanism.rounds or waiting or self.round_in_progress:
             return False
-        self.site.books.close(self.grant, "released")
+        self.site.ledger.close(self.grant, "released")
         run = self.run
         self._forget()
         self.run = run  # asked again, it is known as spent

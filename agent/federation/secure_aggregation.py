@@ -124,6 +124,6 @@ class SecureAggregationClient:
         check_opt_outs(part.site, {patient.pseudonym for patient in cohort.patients})
         lattice = self._session.params.ring.quantise(delta.vector)
         message = member.answer(step, payload, lattice)
-        goods = part.seal(number, pack_ring(round.masked_vector(self._session, message)))
+        signed = part.seal(number, pack_ring(round.masked_vector(self._session, message)))
         self._member = member
-        return round.frame(goods.envelope, message)
+        return round.frame(signed.envelope, message)

@@ -75,40 +75,40 @@ def run_service(link: Link, part: SecureAggregationClient, station: FederationCo
     """
     log, stop = station.log, station.stop
     mutex = threading.Lock()
-    desk = TaskHandler(part, mutex, log, stop)
+    handler = TaskHandler(part, mutex, log, stop)
     if station.met:
-        desk.met.set()
+        handler.met.set()
     failed = threading.Event()
-    thread = threading.Thread(target=_connect, args=(link, desk, station, failed), name="link", daemon=True)
+    thread = threading.Thread(target=_connect, args=(link, handler, station, failed), name="link", daemon=True)
     thread.start()
-    books = part.participant.site.books.store
+    ledger = part.participant.site.ledger.store
     try:
-        _keep_on(desk, station)
+        _keep_on(handler, station)
         stop.set()
         thread.join(30)
         with mutex:
-            desk.follow()
+            handler.follow()
     except LedgerForkError as fork:
         stop.set()
         log.error("ledger_forked")
         station.say(f"stopped: {fork}")
         thread.join(30)
         return 1
-    return 70 if books.stopped or failed.is_set() else 0
+    return 70 if ledger.stopped or failed.is_set() else 0
 
 
-def _connect(link: Link, desk: TaskHandler, station: FederationContext, failed: threading.Event) -> None:
+def _connect(link: Link, handler: TaskHandler, station: FederationContext, failed: threading.Event) -> None:
     """The link's thread: tasks in, answers out, until told to stop."""
 
     def state(name: str) -> None:
         station.log.info("link", state=name)
         station.say(f"link: {name}")
 
-    while not desk.met.wait(FOLLOW_S):
+    while not handler.met.wait(FOLLOW_S):
         if station.stop.is_set():
             return
     try:
-        link.run(desk.handle, station.stop, state)
+        link.run(handler.handle, station.stop, state)
     except Exception as fault:  # noqa: BLE001 - a dead link must end the process, without a text that may hold data
         reason = str(fault) if isinstance(fault, LinkError) else type(fault).__name__
         station.log.error("link_failed", reason=reason)
@@ -116,24 +116,24 @@ def _connect(link: Link, desk: TaskHandler, station: FederationContext, failed: 
         station.stop.set()
 
 
-def _keep_on(desk: TaskHandler, station: FederationContext) -> None:
+def _keep_on(handler: TaskHandler, station: FederationContext) -> None:
     """Ask for verdicts, leave what is over, meet the coordinator now and then; until told to stop.
 
     Raises:
         LedgerForkError: the coordinator's ledger is not the one seen before.
     """
-    participant = desk.participant
+    participant = handler.participant
     due = time.monotonic() + (GREET_S if station.met else GREET_AGAIN_S)
-    while not station.stop.wait(FOLLOW_S) and not participant.site.books.store.stopped:
-        with desk.mutex:
-            desk.follow()
+    while not station.stop.wait(FOLLOW_S) and not participant.site.ledger.store.stopped:
+        with handler.mutex:
+            handler.follow()
             if station.over.take(participant.run):
-                desk.leave()
-            if desk.fork is not None:
-                raise desk.fork
-            if desk.unmet or station.again.is_set() or time.monotonic() > due:
+                handler.leave()
+            if handler.fork is not None:
+                raise handler.fork
+            if handler.unmet or station.again.is_set() or time.monotonic() > due:
                 station.again.clear()  # before: what is asked for meanwhile is not lost
-                due = time.monotonic() + (GREET_S if desk.greet(station.greet) else GREET_AGAIN_S)
+                due = time.monotonic() + (GREET_S if handler.greet(station.greet) else GREET_AGAIN_S)
 
 
 class TaskHandler:
@@ -190,9 +190,9 @@ class TaskHandler:
     def _train(self, task: Task) -> Answer:
         assert task.vector is not None
         number = task.round_index + 1
-        goods, update = self.participant.train(task.run, number, Update(task.vector.copy()))
-        self.log.info("round", run=task.run, round=number, release=goods.release.release)
-        return Answer(goods.envelope, update.vector)
+        signed, update = self.participant.train(task.run, number, Update(task.vector.copy()))
+        self.log.info("round", run=task.run, round=number, release=signed.release.release)
+        return Answer(signed.envelope, update.vector)
 
     def _secure(self, task: Task) -> Answer:
         number = task.round_index + 1

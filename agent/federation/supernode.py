@@ -110,7 +110,7 @@ class _FleetClient(FleetHttpClient):
         self._client = httpx.Client(transport=transport, trust_env=False, follow_redirects=False)
 
 
-def serve(link: LinkSetup, transport: httpx.BaseTransport, desk: TaskQueue) -> None:
+def serve(link: LinkSetup, transport: httpx.BaseTransport, queue: TaskQueue) -> None:
     """Take part in rounds until ``desk.stop`` is set. Blocks; may run in any thread.
 
     A lost connection is opened again with growing waits, for ever: the coordinator may restart, and the
@@ -127,12 +127,12 @@ def serve(link: LinkSetup, transport: httpx.BaseTransport, desk: TaskQueue) -> N
         imports.
     """
     flower_environment.require_configured()
-    states = _States(desk.state)
+    states = _States(queue.state)
     wait = _BACKOFF_S[0]
     with _FleetClient(transport) as client:
-        session = _Session(client, link, desk)
+        session = _Session(client, link, queue)
         with session.heartbeats():
-            while not desk.stop.is_set() or not desk.replies.empty():
+            while not queue.stop.is_set() or not queue.replies.empty():
                 try:
                     node = session.activate()
                     session.step(node)
@@ -141,7 +141,7 @@ def serve(link: LinkSetup, transport: httpx.BaseTransport, desk: TaskQueue) -> N
                 except _FAULTS as fault:
                     states(session.lost(fault))
                     # Jitter, so that many sites do not come back in the same instant.
-                    desk.stop.wait(wait * secrets.SystemRandom().uniform(0.5, 1.0))
+                    queue.stop.wait(wait * secrets.SystemRandom().uniform(0.5, 1.0))
                     wait = min(2 * wait, _BACKOFF_S[1])
         session.leave()
     states("stopped")
@@ -162,8 +162,8 @@ class _States:
 class _Session:
     """One node's conversation with the SuperLink."""
 
-    def __init__(self, client: _FleetClient, link: LinkSetup, desk: TaskQueue) -> None:
-        self.client, self.digest, self.desk = client, link.bundle_digest, desk
+    def __init__(self, client: _FleetClient, link: LinkSetup, queue: TaskQueue) -> None:
+        self.client, self.digest, self.queue = client, link.bundle_digest, queue
         self.public_key = link.node_public.encode()
         self.node: Node | None = Node(node_id=link.node) if link.node else None
         self.out = 0  # tasks that wait for their reply
@@ -174,7 +174,7 @@ class _Session:
         if self.node is None:
             request = ActivateNodeRequest(public_key=self.public_key, heartbeat_interval=_INTERVAL_S)
             self.node = Node(node_id=self.client.ActivateNode(request).node_id)
-            self.desk.node(self.node.node_id)
+            self.queue.node(self.node.node_id)
         return self.node
 
     def leave(self) -> None:
@@ -219,7 +219,7 @@ class _Session:
     def step(self, node: Node) -> None:
         """Send a reply that is there; else fetch a message, unless one is being handled; else wait a moment."""
         try:
-            reply = self.desk.replies.get(timeout=_POLL_S if self.out else 0.0)
+            reply = self.queue.replies.get(timeout=_POLL_S if self.out else 0.0)
         except queue.Empty:
             if not self.out:
                 self._rest(self._fetch(node))
@@ -232,8 +232,8 @@ class _Session:
             else:
                 self._send(node, Message(records_of(reply), reply_to=message))
         except httpx.TransportError:
-            if not self.desk.stop.is_set():
-                self.desk.replies.put(reply)  # it was paid for; the SuperLink says when it is too late
+            if not self.queue.stop.is_set():
+                self.queue.replies.put(reply)  # it was paid for; the SuperLink says when it is too late
             raise
 
     def _rest(self, fetched: bool) -> None:
@@ -242,10 +242,10 @@ class _Session:
         if fetched:
             self.busy_until = now + _BUSY_S
             return
-        if self.desk.wake.wait(
+        if self.queue.wake.wait(
             _POLL_S if now < self.busy_until else _IDLE_S * secrets.SystemRandom().uniform(0.7, 1.0)
         ):
-            self.desk.wake.clear()
+            self.queue.wake.clear()
             self.busy_until = time.monotonic() + _BUSY_S
 
     def _fetch(self, node: Node) -> bool:
@@ -263,7 +263,7 @@ class _Session:
             self._decline(node, message, refusal.code)
         else:
             self.out = 1
-            self.desk.task(ticket, task)
+            self.queue.task(ticket, task)
         return True
 
     def _decline(self, node: Node, message: Message, code: str) -> None:

@@ -30,7 +30,7 @@ _ORPHAN_S: Final = 1.0
 _INTERNAL: Final = 70
 
 
-def _listen(pipe: Connection, desk: TaskQueue) -> None:
+def _listen(pipe: Connection, queue: TaskQueue) -> None:
     """The second thread: what the parent says. The end of the pipe, or of the parent, ends the process."""
     parent = os.getppid()
     try:
@@ -39,12 +39,12 @@ def _listen(pipe: Connection, desk: TaskQueue) -> None:
                 continue
             word, fields = unframe(pipe.recv_bytes(MAX_FRAME))
             if word in ("answer", "declined"):
-                desk.replies.put(read_reply_frame(word, fields))
+                queue.replies.put(read_reply_frame(word, fields))
             elif word == "wake":
-                desk.wake.set()
+                queue.wake.set()
             elif word == "stop":
-                desk.stop.set()
-                desk.wake.set()
+                queue.stop.set()
+                queue.wake.set()
     except (OSError, EOFError, FrameError):
         pass
     os._exit(0)  # in whatever call the other thread is: there is nobody left to take its result
@@ -69,7 +69,7 @@ def main(descriptor: str, relay: str, words: str) -> int:
         with mutex:
             pipe.send_bytes(data)
 
-    desk = TaskQueue(
+    tasks = TaskQueue(
         task=lambda ticket, task: say(task_frame(ticket, task)),
         state=lambda state: say(frame("state", state.encode())),
         node=lambda number: say(frame("node", number.to_bytes(8, "big"))),
@@ -77,9 +77,9 @@ def main(descriptor: str, relay: str, words: str) -> int:
         wake=threading.Event(),
         stop=threading.Event(),
     )
-    threading.Thread(target=_listen, args=(pipe, desk), name="pipe", daemon=True).start()
+    threading.Thread(target=_listen, args=(pipe, tasks), name="pipe", daemon=True).start()
     try:
-        serve(setup, transport, desk)
+        serve(setup, transport, tasks)
     except BrokenPipeError:  # the parent is gone
         return _INTERNAL
     except Exception as fault:  # noqa: BLE001 - the parent must hear of it, without a text that may hold anything

@@ -134,8 +134,8 @@ def check_connection(home: SiteDirectory, way: network_checks.Endpoint) -> Itera
         return
     watch = LedgerWitness(home.root / "watch", home.coordinator_key(), forgetful=True)
     patience = _PATIENCE if any(finding.state == "pass" for finding in network_checks.is_open(way)) else 0.0
-    with contextlib.closing(GatewayClient(way.target, Credentials(home.keys), watch, patience, way.proxy)) as door:
-        door.hello(looks=True)
+    with contextlib.closing(GatewayClient(way.target, Credentials(home.keys), watch, patience, way.proxy)) as gateway:
+        gateway.hello(looks=True)
     yield passed("coordinator answers over mutual TLS", way.target)
 
 

@@ -58,23 +58,23 @@ def recover(home: SiteDirectory, raw: bytes) -> Recovery:
             that may itself lack what was granted.
     """
     shared, envelopes = _checked(home, raw)
-    with _books(home) as books:
-        _must_hold_everything(books, shared)
+    with _ledger(home) as ledger:
+        _must_hold_everything(ledger, shared)
         lost = [
             (name, grant)
             for name, grant in shared.grants.items()
-            if grant.reserved.site == books.site and grant.state != "freed" and name not in books.store.state.grants
+            if grant.reserved.site == ledger.site and grant.state != "freed" and name not in ledger.store.state.grants
         ]
         mechanisms = {grant.reserved.mechanism for _, grant in lost}
-        books.note_unsure(any(TERMS[name].kind == "k" for name in mechanisms & set(TERMS)))
+        ledger.note_unsure(any(TERMS[name].kind == "k" for name in mechanisms & set(TERMS)))
         for name, grant in lost:
             envelope = envelopes[grant.reserved.envelope]
-            said = parse(open_envelope(envelope, books.public))
+            said = parse(open_envelope(envelope, ledger.public))
             assert isinstance(said, Reservation), "the export was audited"
-            decisions.recover_grant(books.store, f"recover-{name}", said, envelope)
-        amended = _amended(books, shared, envelopes)
-        full = books.fill("k") if books.unsure else ()
-        return books.present(full, amended)
+            decisions.recover_grant(ledger.store, f"recover-{name}", said, envelope)
+        amended = _amended(ledger, shared, envelopes)
+        full = ledger.fill("k") if ledger.unsure else ()
+        return ledger.present(full, amended)
 
 
 def spend_all_grants(home: SiteDirectory) -> Recovery:
@@ -83,11 +83,11 @@ def spend_all_grants(home: SiteDirectory) -> Recovery:
     Raises:
         SiteConfigError: nothing is awaited.
     """
-    with _books(home) as books:
-        return books.present((*books.fill("k"), *books.fill("rdp")), False)
+    with _ledger(home) as ledger:
+        return ledger.present((*ledger.fill("k"), *ledger.fill("rdp")), False)
 
 
-def _must_hold_everything(books: _Books, shared: State) -> None:
+def _must_hold_everything(ledger: _Books, shared: State) -> None:
     """The coordinator's ledger knows what this site was granted, unless it was brought back from a backup meanwhile.
 
     It would be told by this site, which has itself lost its receipts. Whether the site had shown them before is not
@@ -96,13 +96,13 @@ def _must_hold_everything(books: _Books, shared: State) -> None:
     if [
         shared.epoch,
         shared.nonce,
-    ] != books.met or books.site in shared.sites_awaited | shared.sites_pending_receipts:
+    ] != ledger.met or ledger.site in shared.sites_awaited | shared.sites_pending_receipts:
         raise SiteConfigError(
             "since this site's backup the coordinator's ledger was itself restored, so its export may "
             "lack grants of this site: give the last export from before that, if it was made after this site had "
             "stopped; if there is none, run `recover --spend-everything`"
         )
-    if books.site not in shared.sites:
+    if ledger.site not in shared.sites:
         raise SiteConfigError("the export is from before this site was enrolled: ask for a new one")
 
 
@@ -184,7 +184,7 @@ def _worth(account: Account) -> tuple[str, Claim]:
 
 
 @contextlib.contextmanager
-def _books(home: SiteDirectory) -> Iterator[_Books]:
+def _ledger(home: SiteDirectory) -> Iterator[_Books]:
     site, key = home.settings().site, home.sign_key()
     with contextlib.ExitStack() as stack:
         disk = open_sqlite(home.root / "ledger.db")
@@ -202,13 +202,13 @@ def _books(home: SiteDirectory) -> Iterator[_Books]:
         yield _Books(store, notes, site, key)
 
 
-def _amended(books: _Books, shared: State, envelopes: dict[bytes, bytes]) -> bool:
+def _amended(ledger: _Books, shared: State, envelopes: dict[bytes, bytes]) -> bool:
     """A policy that this site signed after the backup binds again."""
-    number = shared.amended.get(books.site, 0)
-    if not number > books.store.state.amended.get(books.site, 0):
+    number = shared.amended.get(ledger.site, 0)
+    if not number > ledger.store.state.amended.get(ledger.site, 0):
         return False
-    envelope = envelopes[shared.policies[books.site]]
-    said = parse(open_envelope(envelope, books.public))
+    envelope = envelopes[shared.policies[ledger.site]]
+    said = parse(open_envelope(envelope, ledger.public))
     assert isinstance(said, Amendment), "the export was audited"
-    decisions.amend(books.store, f"amend-again-{number}", said, envelope)
+    decisions.amend(ledger.store, f"amend-again-{number}", said, envelope)
     return True

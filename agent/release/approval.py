@@ -37,30 +37,30 @@ def submit_approved(site: SiteContext, release: str) -> tuple[SignedRelease, Ver
         told = "it contains an image of an earlier release that was retired since: withdraw it"
         raise ReviewRejectedError("site", Verdict((Finding("retired", told),)))
     still_enough(site, draft)
-    refused = site.books.store.state.proposals.get(refusal(release))
+    refused = site.ledger.store.state.proposals.get(refusal(release))
     if refused is not None and refused.approvals:
         raise ReviewRejectedError("site", Verdict((Finding("approval", "an approver has refused it: withdraw it"),)))
     artifact = artifact_of(site.vault, release, one)
     if not is_as_stated(artifact, draft):
         told = "the kept bytes are not those that the statement names: withdraw it, or restore the vault"
         raise ReviewRejectedError("site", Verdict((Finding("artifact", told),)))
-    hand_in = site.door.submit_earlier if of_before(one) else site.door.submit
-    sent = site.books.store.state.sent.get(release)
+    hand_in = site.gateway.submit_earlier if of_before(one) else site.gateway.submit
+    sent = site.ledger.store.state.sent.get(release)
     if sent is not None:  # what has set out is what the ledger holds: no other word and no other byte goes under it
-        envelope = site.books.store.envelope(sent.envelope) or b""
-        goods = SignedRelease(site.read(envelope), envelope, artifact)
-        again = site.books.dry_run_review(goods.release, envelope)
+        envelope = site.ledger.store.envelope(sent.envelope) or b""
+        signed = SignedRelease(site.read(envelope), envelope, artifact)
+        again = site.ledger.dry_run_review(signed.release, envelope)
         if not again.admitted:  # the policy of today binds (P12): it is kept until it is withdrawn
             raise ReviewRejectedError("site", again)
-        return goods, deliver(site, goods, hand_in)
-    given = site.books.store.state.approvals(release, "release", release, draft.artifact_sha256)
-    missing = site.books.policy_of(site.name).approvals - set(given)
+        return signed, deliver(site, signed, hand_in)
+    given = site.ledger.store.state.approvals(release, "release", release, draft.artifact_sha256)
+    missing = site.ledger.policy_of(site.name).approvals - set(given)
     if missing:
         raise ReviewRejectedError(
             "site", Verdict((Finding("approval", f"not yet approved by: {', '.join(sorted(missing))}"),))
         )
-    goods = sign_release(site, replace(draft, approvals=given), artifact)
-    return goods, submit(site, goods, hand_in)
+    signed = sign_release(site, replace(draft, approvals=given), artifact)
+    return signed, submit(site, signed, hand_in)
 
 
 def _kept(site: SiteContext, release: str) -> Mapping[str, Any]:
@@ -96,7 +96,7 @@ def withdraw(site: SiteContext, release: str) -> None:
         ReviewRejectedError: no release of that name is kept.
     """
     draft = statement_of(_kept(site, release))
-    grant = site.books.store.state.grants[draft.grant].reserved
+    grant = site.ledger.store.state.grants[draft.grant].reserved
     if isinstance(draft.claim, KAnonymous):  # it was looked at: another k after it is a choice from what was seen
         note_search(site, draft.modality, (draft.claim.k,))
     forget(site, release)

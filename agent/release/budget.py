@@ -53,16 +53,16 @@ def reserve_locally(
     """
     reservation = reservation_of(site, mechanism, modality, run)
     envelope = site.seal(reservation)
-    if run and site.books.policy_of(site.name).approvals:
+    if run and site.ledger.policy_of(site.name).approvals:
         raise ReviewRejectedError(
             "site", Verdict((Finding("approval", "the policy has persons approve; rounds do not wait"),))
         )
     site.say("price", f"{mechanism.name}: reserve in the site's ledger, then at the coordinator")
-    verdict = site.books.reserve(f"reserve-{reservation.grant}", reservation, envelope)
+    verdict = site.ledger.reserve(f"reserve-{reservation.grant}", reservation, envelope)
     if not verdict.admitted:
         declined = settlement(reservation, "declined", verdict.findings[0].rule)
         with best_effort():  # the refusal stands, whether or not the coordinator hears of it
-            site.door.settle(f"settle-{reservation.grant}", site.seal(declined))
+            site.gateway.settle(f"settle-{reservation.grant}", site.seal(declined))
         raise ReviewRejectedError("site", verdict)
     return reservation, envelope
 
@@ -83,11 +83,11 @@ def reserve(site: SiteContext, mechanism: Mechanism, modality: str) -> Reservati
         ReviewRejectedError: by either ledger, and the other one holds nothing; or the vault is older than the site's
         ledger. CoordinatorUnreachableError: the site's grant stays held, and is spent at the next start.
     """
-    older = tuple(older_vault(site.vault.note(RECORD), site.books.store.state, mechanism.name))
+    older = tuple(older_vault(site.vault.note(RECORD), site.ledger.store.state, mechanism.name))
     if older:
         raise ReviewRejectedError("site", Verdict(older))
     reservation, envelope = reserve_locally(site, mechanism, modality)
-    verdict = site.door.reserve(f"reserve-{reservation.grant}", envelope)
+    verdict = site.gateway.reserve(f"reserve-{reservation.grant}", envelope)
     if not verdict.admitted:
         release_grant(site, reservation)
         raise ReviewRejectedError("coordinator", verdict)
@@ -96,7 +96,7 @@ def reserve(site: SiteContext, mechanism: Mechanism, modality: str) -> Reservati
 
 def release_grant(site: SiteContext, reservation: Reservation | Reserved) -> None:
     """The coordinator refused the price: what the site's ledger holds is free again, since nothing was read."""
-    site.books.free(reservation.grant, "refused", site.seal(settlement(reservation, "declined", "coordinator")))
+    site.ledger.free(reservation.grant, "refused", site.seal(settlement(reservation, "declined", "coordinator")))
 
 
 def return_unused_grant(site: SiteContext, reservation: Reservation | Reserved) -> None:
@@ -105,9 +105,9 @@ def return_unused_grant(site: SiteContext, reservation: Reservation | Reserved) 
     Only the process that reserved it knows that nothing was read. The coordinator hears the same word, and spends.
     """
     word = site.seal(settlement(reservation, "declined", "unused"))
-    site.books.free(reservation.grant, "unused", word)
+    site.ledger.free(reservation.grant, "unused", word)
     with best_effort():  # there it stays held until the run's end, which is as good as spent
-        site.door.settle(f"settle-{reservation.grant}", word)
+        site.gateway.settle(f"settle-{reservation.grant}", word)
 
 
 def expire_grant(site: SiteContext, reservation: Reservation | Reserved, reason: str) -> None:
@@ -116,8 +116,8 @@ def expire_grant(site: SiteContext, reservation: Reservation | Reserved, reason:
     Raises:
         CoordinatorUnreachableError: the site's own ledger is closed all the same; the coordinator's grant stays held.
     """
-    site.books.close(reservation.grant, "expired")
-    site.door.settle(f"settle-{reservation.grant}", site.seal(settlement(reservation, "expired", reason)))
+    site.ledger.close(reservation.grant, "expired")
+    site.gateway.settle(f"settle-{reservation.grant}", site.seal(settlement(reservation, "expired", reason)))
 
 
 def settle_grant(site: SiteContext, name: str, made: Claim | None) -> None:
@@ -126,18 +126,18 @@ def settle_grant(site: SiteContext, name: str, made: Claim | None) -> None:
     Made, not what left: a round that failed has read images, and its failure was an answer. The coordinator spends
     the whole grant; the stricter of both books binds.
     """
-    grant = site.books.store.state.grants[name]
+    grant = site.ledger.store.state.grants[name]
     reserved = grant.reserved
     if grant.state != "held" or not isinstance(reserved, Reserved):
         return
-    used = price_of(made, site.books.store.state.accounts[reserved.account]) if made else reserved.amount
+    used = price_of(made, site.ledger.store.state.accounts[reserved.account]) if made else reserved.amount
     if not grant.sent <= used < reserved.amount:
-        site.books.close(name, "finished")
+        site.ledger.close(name, "finished")
     else:
         word = settlement(reserved, "finished", "finished", used)
-        site.books.finish(word, site.seal(word))
+        site.ledger.finish(word, site.seal(word))
     with best_effort():  # there it stays held, which is as good as spent
-        site.door.settle(f"settle-{name}", site.seal(settlement(reserved, "expired", "finished")))
+        site.gateway.settle(f"settle-{name}", site.seal(settlement(reserved, "expired", "finished")))
 
 
 def settlement(reservation: Reservation | Reserved, outcome: str, reason: str, used: int = 0) -> Settlement:

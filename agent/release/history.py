@@ -106,7 +106,7 @@ def frozen_clusters(
     With ``known``, of these releases alone, as after the next start (:func:`known_after_start`).
     """
     old: list[ReleasedCluster] = []
-    gone, state = site.vault.opted_out(), site.books.store.state
+    gone, state = site.vault.opted_out(), site.ledger.store.state
     for one in site.vault.note(RECORD) or []:
         if known is not None and one["release"] not in known:
             continue
@@ -221,7 +221,7 @@ def shows_retired(site: SiteContext, release: str) -> bool:
 
 def known_after_start(site: SiteContext) -> frozenset[str]:
     """The releases that a start does not forget: those that set out, and those that are kept."""
-    state = site.books.store.state
+    state = site.ledger.store.state
     return frozenset({*state.sent, *state.releases, *listed(site.vault)})
 
 

@@ -74,7 +74,7 @@ _UNSHOWN: Final = "suppressed, or dropped as like somebody (by chance, too) or a
 
 def sign_release(site: SiteContext, draft: Release, artifact: bytes) -> SignedRelease:
     """Complete the statement with the artifact's digest and the claim's epsilon, and seal it."""
-    account, epsilon, delta = site.books.account(site.name, draft.claim), None, None
+    account, epsilon, delta = site.ledger.account(site.name, draft.claim), None, None
     if isinstance(draft.claim, Gaussian):
         delta = account.opened.delta
         epsilon = epsilon_nano(draft.claim, float(delta), account.opened.order)
@@ -102,7 +102,7 @@ def package_artifact(site: SiteContext, draft: Release, clear: bytes, wrapping: 
     return replace(sign_release(site, replace(draft, reader=wrapping.reader), wrapping.seal(clear)), clear=clear)
 
 
-def record_submission(site: SiteContext, goods: SignedRelease) -> None:
+def record_submission(site: SiteContext, signed: SignedRelease) -> None:
     """The site's own review of a finished parcel, and the entry that it leaves; durable before a byte of it does.
 
     This is a wall: the coordinator reviews the same again, but what the site refuses never leaves the site.
@@ -110,19 +110,19 @@ def record_submission(site: SiteContext, goods: SignedRelease) -> None:
     Raises:
         ReviewRejectedError: by the site; the refusal is in its ledger, and the coordinator never sees the parcel.
     """
-    verdict = site.books.dry_run_review(goods.release, goods.envelope)
-    older = older_vault(site.vault.note(RECORD), site.books.store.state, goods.release.mechanism)
+    verdict = site.ledger.dry_run_review(signed.release, signed.envelope)
+    older = older_vault(site.vault.note(RECORD), site.ledger.store.state, signed.release.mechanism)
     verdict = replace(
         verdict, findings=(*verdict.findings, *older)
     )  # brought back since the price, or while it waited
     if not verdict.admitted:
-        site.books.record(f"verdict-{goods.release.release}", goods.release, goods.envelope, verdict)
+        site.ledger.record(f"verdict-{signed.release.release}", signed.release, signed.envelope, verdict)
         raise ReviewRejectedError("site", verdict)
-    site.books.send(goods.release, goods.envelope)
-    site.vault.write_note("ledger", site.books.store.state.size)  # so that an older ledger is noticed
+    site.ledger.send(signed.release, signed.envelope)
+    site.vault.write_note("ledger", site.ledger.store.state.size)  # so that an older ledger is noticed
 
 
-def submit(site: SiteContext, goods: SignedRelease, hand_in: HandIn | None = None) -> Verdict:
+def submit(site: SiteContext, signed: SignedRelease, hand_in: HandIn | None = None) -> Verdict:
     """The one door: hand the parcel in, and write the coordinator's verdict into the site's own ledger.
 
     Raises:
@@ -130,31 +130,31 @@ def submit(site: SiteContext, goods: SignedRelease, hand_in: HandIn | None = Non
         NotSentError: the outcome is unknown; it is sent again, or :func:`agent.release.recovery.recover` hears of it.
     """
     try:
-        record_submission(site, goods)
+        record_submission(site, signed)
     except ReviewRejectedError:
-        held = site.books.store.state.grants.get(goods.release.grant)
+        held = site.ledger.store.state.grants.get(signed.release.grant)
         if held is not None and isinstance(held.reserved, Reserved):
             with best_effort():
                 expire_grant(site, held.reserved, "failed")
-        forget(site, goods.release.release)
+        forget(site, signed.release.release)
         raise
-    return deliver(site, goods, hand_in or site.door.submit)
+    return deliver(site, signed, hand_in or site.gateway.submit)
 
 
-def deliver(site: SiteContext, goods: SignedRelease, hand_in: HandIn) -> Verdict:
+def deliver(site: SiteContext, signed: SignedRelease, hand_in: HandIn) -> Verdict:
     """Hand in what has set out, for the first time or again: the coordinator takes it once.
 
     Raises:
         NotSentError: the outcome is unknown; what is kept stays kept.
     """
-    name = goods.release.release
+    name = signed.release.release
     try:
-        verdict = hand_in(f"submit-{name}", goods.envelope, goods.artifact)
+        verdict = hand_in(f"submit-{name}", signed.envelope, signed.artifact)
     except LedgerForkError:
         raise
     except CoordinatorUnreachableError as error:
         raise NotSentError(name, str(error)) from error
-    site.books.record(f"verdict-{name}", goods.release, goods.envelope, verdict)
+    site.ledger.record(f"verdict-{name}", signed.release, signed.envelope, verdict)
     with contextlib.suppress(SiteStorageError):  # a full disk changes no verdict: the next start forgets it
         forget(site, name)
     return verdict
@@ -166,14 +166,14 @@ def fetch_verdicts(site: SiteContext) -> None:
     Raises:
         CoordinatorUnreachableError: no answer; what is known by then is written.
     """
-    for sent, envelope in site.books.unanswered():
-        verdict = site.door.outcome(f"submit-{sent.release}", sent.envelope)
+    for sent, envelope in site.ledger.unanswered():
+        verdict = site.gateway.outcome(f"submit-{sent.release}", sent.envelope)
         if verdict is None:
             continue
         try:
-            site.books.record(f"verdict-{sent.release}", site.read(envelope), envelope, verdict)
+            site.ledger.record(f"verdict-{sent.release}", site.read(envelope), envelope, verdict)
         except InvalidEntryError:  # a verdict that contradicts an earlier one: the books end here, the grant is spent
-            site.books.close(sent.grant, "failed")
+            site.ledger.close(sent.grant, "failed")
 
 
 def release_synthetic(
@@ -239,12 +239,12 @@ def release_synthetic(
         draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
         draft = passed.stated(replace(draft, menu=",".join(map(str, tried))))
         leaving = [*passed.fresh, *passed.again]
-        goods = package_images(site, draft, combine_shuffled(leaving, rng), wrapping)
-        remember(site, goods.release.release, passed.fresh, passed.again)
+        signed = package_images(site, draft, combine_shuffled(leaving, rng), wrapping)
+        remember(site, signed.release.release, passed.fresh, passed.again)
         check_opt_outs(site, {person for cluster in leaving for person in cluster.members})
-        keep(site.vault, goods.release, goods.artifact, goods.clear, frozenset())
+        keep(site.vault, signed.release, signed.artifact, signed.clear, frozenset())
     end(site)
-    return goods, submit_or_await_approval(site, goods)
+    return signed, submit_or_await_approval(site, signed)
 
 
 @contextlib.contextmanager
@@ -308,16 +308,16 @@ def release_resumable(
         made = mechanism.run(cohort, entropy, bench)
         draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
         if isinstance(made, SyntheticSet):
-            goods = package_images(site, draft, made, wrapping)
+            signed = package_images(site, draft, made, wrapping)
         else:
             shown(made.review)
-            goods = distilled(site, draft, made, wrapping)
-            if goods.release.epsilon_nano is None:
-                remember_persons(site, goods.release.release, persons)
+            signed = distilled(site, draft, made, wrapping)
+            if signed.release.epsilon_nano is None:
+                remember_persons(site, signed.release.release, persons)
         check_opt_outs(site, persons)
-        keep(site.vault, goods.release, goods.artifact, goods.clear, persons)
+        keep(site.vault, signed.release, signed.artifact, signed.clear, persons)
     end(site, places)
-    return goods, submit_or_await_approval(site, goods)
+    return signed, submit_or_await_approval(site, signed)
 
 
 def distilled(site: SiteContext, draft: Release, made: Distilled, wrapping: ReleaseFormat) -> SignedRelease:
@@ -370,12 +370,12 @@ def release_heads(
             reid_rate=round_up(made.known.interval.high),
             vetting_power=round_down_coarse(made.power.interval.low),
         )
-        goods = sign_release(site, draft, pack_volumes(made.made))
-        remember_persons(site, goods.release.release, made.persons)
+        signed = sign_release(site, draft, pack_volumes(made.made))
+        remember_persons(site, signed.release.release, made.persons)
         check_opt_outs(site, made.persons)
-        keep(site.vault, goods.release, goods.artifact, goods.clear, made.persons)
+        keep(site.vault, signed.release, signed.artifact, signed.clear, made.persons)
     end(site)
-    return goods, submit_or_await_approval(site, goods)
+    return signed, submit_or_await_approval(site, signed)
 
 
 def pack_volumes(made: VolumeSet) -> bytes:
@@ -407,7 +407,7 @@ def _told(site: SiteContext) -> Callable[[str, int, int], None]:
     return say
 
 
-def submit_or_await_approval(site: SiteContext, goods: SignedRelease) -> Verdict:
+def submit_or_await_approval(site: SiteContext, signed: SignedRelease) -> Verdict:
     """What was made and kept leaves; or waits in the vault, where persons must approve it first.
 
     Raises:
@@ -415,12 +415,12 @@ def submit_or_await_approval(site: SiteContext, goods: SignedRelease) -> Verdict
         stays kept. NotSentError: the outcome is unknown.
         ApprovalPending: for persons.
     """
-    needed = site.books.policy_of(site.name).approvals
+    needed = site.ledger.policy_of(site.name).approvals
     if needed:
-        raise ApprovalPending(goods, needed)
-    still_enough(site, goods.release)
+        raise ApprovalPending(signed, needed)
+    still_enough(site, signed.release)
     site.say("leave", "the site's own review, then submit and wait for the verdict")
-    return submit(site, goods)
+    return submit(site, signed)
 
 
 def check_opt_outs(site: SiteContext, persons: Set[str]) -> None:

@@ -16,10 +16,10 @@ from protos.common.errors import Signal
 class ApprovalPending(Signal):
     """A release was made, and persons must approve it before it leaves."""
 
-    def __init__(self, goods: SignedRelease, roles: frozenset[str]) -> None:
+    def __init__(self, signed: SignedRelease, roles: frozenset[str]) -> None:
         """``roles`` is who must approve."""
-        super().__init__(f"{goods.release.release} waits for approval by: {', '.join(sorted(roles))}")
-        self.goods, self.roles = goods, roles
+        super().__init__(f"{signed.release.release} waits for approval by: {', '.join(sorted(roles))}")
+        self.signed, self.roles = signed, roles
 
 
 class CoordinatorClient(Protocol):
@@ -112,8 +112,8 @@ class SiteContext:
     """One hospital's agent, put together by ``__main__``."""
 
     name: str
-    books: LedgerService  # the site's own ledger: the hard gate
-    door: CoordinatorClient
+    ledger: LedgerService  # the site's own ledger: the hard gate
+    gateway: CoordinatorClient
     vault: Vault
     seal: Callable[[Statement], bytes]
     read: Callable[[bytes], Release]  # back from an envelope that this site sealed

@@ -128,7 +128,7 @@ def of_heads(
 
 def quote(site: SiteContext, foreseen: ReleaseForecast, mechanism: Mechanism) -> Verdict:
     """What the site's own ledger would say to the price now; nothing is written."""
-    return site.books.quote(reservation_of(site, mechanism, foreseen.draft.modality))
+    return site.ledger.quote(reservation_of(site, mechanism, foreseen.draft.modality))
 
 
 def known_objections(site: SiteContext, foreseen: ReleaseForecast) -> Iterator[Finding]:
@@ -136,11 +136,11 @@ def known_objections(site: SiteContext, foreseen: ReleaseForecast) -> Iterator[F
 
     What the price itself is refused for is not among it: that is written down (:func:`agent.release.budget.reserve`).
     """
-    policy = site.books.policy_of(site.name)
+    policy = site.ledger.policy_of(site.name)
     most, size = policy.max_artifact_bytes, foreseen.size
     later = _LATER | {"level"} if isinstance(foreseen.draft.claim, NoClaim) else _LATER
     said = [
-        finding for finding in site.books.dry_run_review(foreseen.draft, b"").findings if finding.rule not in later
+        finding for finding in site.ledger.dry_run_review(foreseen.draft, b"").findings if finding.rule not in later
     ]
     if {finding.rule for finding in said} <= _ASKED:
         yield from said  # else the price is refused, and that is written down
@@ -182,7 +182,7 @@ def preflight_review(site: SiteContext, asked: ReleaseRequest, foreseen: Release
             yield Finding("unfinished", str(error))
     if not begun:
         yield from quote(site, foreseen, asked.mechanism).findings
-    yield from older_vault(site.vault.note(RECORD), site.books.store.state, asked.mechanism.name)
+    yield from older_vault(site.vault.note(RECORD), site.ledger.store.state, asked.mechanism.name)
     if isinstance(asked.mechanism.claim(), KAnonymous) and isinstance(asked.rule, Selection):
         mechanism = cast("Synthesis", asked.mechanism)  # which alone claims it
         among = begun[1] if begun else None

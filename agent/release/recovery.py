@@ -34,12 +34,12 @@ def recover(site: SiteContext) -> list[str]:
     waiting = {one["grant"] for one in kept.values()}
     waiting |= {(site.vault.note("run") or {}).get("grant", "")}  # a part in a run goes on where it was
     waiting |= {held_for(site)}
-    held = [reserved.grant for reserved in site.books.held()]
+    held = [reserved.grant for reserved in site.ledger.held()]
     fetch_verdicts(site)
-    for reserved in site.books.held():
+    for reserved in site.ledger.held():
         if reserved.grant not in waiting:
             expire_grant(site, reserved, "restart")
-    state = site.books.store.state
+    state = site.ledger.store.state
     closed = [grant for grant in held if state.grants[grant].state != "held"]
     for name in [name for name, one in kept.items() if not _open(site, one["grant"])]:
         forget(site, name)  # it has its verdict
@@ -65,7 +65,7 @@ def _withdraw_opted_out(site: SiteContext) -> list[str]:
 
 
 def _open(site: SiteContext, name: str) -> bool:
-    grant = site.books.store.state.grants.get(name)
+    grant = site.ledger.store.state.grants.get(name)
     return grant is not None and grant.state == "held"
 
 
@@ -80,15 +80,15 @@ def present(site: SiteContext, origin: str, nonce: str) -> int:
         ReviewRejectedError: by the coordinator.
         CoordinatorUnreachableError: to be done again at the next start; each receipt counts once.
     """
-    lost, store = 0, site.books.store
+    lost, store = 0, site.ledger.store
     for name, grant in store.state.grants.items():
         if grant.state == "freed" or _known(site, grant.reserved):
             continue
-        lost += _taken(site.door.present(f"recover-{name}", store.envelope(grant.reserved.envelope) or b""))
-    _taken(site.door.present(f"present-{nonce}", site.seal(Receipts(site.name, origin, nonce, lost))))
+        lost += _taken(site.gateway.present(f"recover-{name}", store.envelope(grant.reserved.envelope) or b""))
+    _taken(site.gateway.present(f"present-{nonce}", site.seal(Receipts(site.name, origin, nonce, lost))))
     policy = store.envelope(store.state.policies[site.name]) or b""
     if store.state.amended.get(site.name):  # the backup may hold an older one; a newer or the same is no news
-        site.door.amend(f"amend-again-{nonce}", policy)
+        site.gateway.amend(f"amend-again-{nonce}", policy)
     return lost
 
 
@@ -98,7 +98,7 @@ def _known(site: SiteContext, held: Reserved | Recovered) -> bool:
     A part in a run was reserved by the coordinator under the run's own key, for all of its sites.
     """
     keys = [f"reserve-{held.grant}", f"recover-{held.grant}"] + ([f"run-{held.run}"] if held.run else [])
-    found = (site.door.outcome(key, held.envelope) for key in keys)
+    found = (site.gateway.outcome(key, held.envelope) for key in keys)
     return any(verdict is not None and verdict.admitted for verdict in found)
 
 

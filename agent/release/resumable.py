@@ -78,7 +78,7 @@ def find_resumable(site: SiteContext, form: str) -> tuple[Reserved, frozenset[st
             has left: to begin anew is to spend anew, and must be said again.
     """
     name = held_for(site)
-    grant = site.books.store.state.grants.get(name)
+    grant = site.ledger.store.state.grants.get(name)
     lasts = grant is not None and grant.state == "held" and isinstance(grant.reserved, Reserved)
     over = bool(name) and (not lasts or _made(site, name))
     try:
@@ -97,7 +97,7 @@ def would_go_on(site: SiteContext, form: str) -> tuple[Reserved, frozenset[str]]
     name = held_for(site)
     if not name:
         return None
-    grant = site.books.store.state.grants.get(name)
+    grant = site.ledger.store.state.grants.get(name)
     if _made(site, name):
         made = release_id(site.name, name, 0)
         told = f"what was interrupted had been made in full: it is {made}"
@@ -142,7 +142,7 @@ def abandon(site: SiteContext) -> None:
         LedgerForkError: people have to look.
     """
     name = held_for(site)
-    grant = site.books.store.state.grants.get(name)
+    grant = site.ledger.store.state.grants.get(name)
     end(site)
     if grant is None or grant.state != "held" or not isinstance(grant.reserved, Reserved) or _made(site, name):
         return
@@ -154,7 +154,7 @@ def abandon(site: SiteContext) -> None:
 def _made(site: SiteContext, grant: str) -> bool:
     """Whether a release was made under it, which is kept or has set out."""
     made = release_id(site.name, grant, 0)
-    return made in listed(site.vault) or made in site.books.store.state.sent
+    return made in listed(site.vault) or made in site.ledger.store.state.sent
 
 
 def _clear(site: SiteContext) -> None:

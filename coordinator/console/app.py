@@ -24,20 +24,20 @@ from protos.web.server import ConsoleServer
 from protos.web.settings import ConsoleSettings
 
 
-def pages(desk: CoordinatorConsoleContext, settings: ConsoleSettings, logins: PinnedCertificates) -> Router:
+def pages(context: CoordinatorConsoleContext, settings: ConsoleSettings, logins: PinnedCertificates) -> Router:
     """Every page, in the order of the menu."""
     made = Router(
         title="Lazaret, coordinator",
         side="coordinator",
-        who=desk.person,
+        who=context.person,
         templates=Path(__file__).parent,
         settings=settings,
-        log=desk.log,
+        log=context.log,
         logins=logins,
         encode=decisions.statement_bytes,
     )
     for part in (overview, rounds, releases, ledger, policies, people, exports):
-        part.add(made, desk)
+        part.add(made, context)
     return made
 
 
@@ -68,7 +68,7 @@ def _console(parts: CoordinatorRuntime, settings: ConsoleSettings) -> Iterator[s
         index = stack.enter_context(Index(home.root / "search.db", lambda: homes.look_at_ledger(home)))
         stack.enter_context(IndexFollower(index))
         logins = PinnedCertificates(home.root / FOLDER)
-        desk = CoordinatorConsoleContext(
+        context = CoordinatorConsoleContext(
             home=home,
             store=parts.store,
             intake=parts.intake,
@@ -81,7 +81,7 @@ def _console(parts: CoordinatorRuntime, settings: ConsoleSettings) -> Iterator[s
             log=parts.log,
             now=lambda: dt.datetime.now(dt.UTC),
         )
-        app = pages(desk, settings, logins).guarded()
+        app = pages(context, settings, logins).guarded()
         serving = stack.enter_context(ConsoleServer(app, settings, logins, home.root))
         host = settings.listen.rpartition(":")[0]
         yield f"console: https://{host}:{serving.port}, certificate {serving.fingerprint[:32]} ..."

@@ -151,25 +151,25 @@ def _project(share: ProjectShare, budget: Budget) -> Bar:
     return Bar(share.project or "all others", parts, budget.limit, whole + held, href)
 
 
-def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def add(pages: Router, context: CoordinatorConsoleContext) -> None:
     """One site's budgets."""
 
     @pages.get("/budgets/{site}", READERS)
     def budgets(asked: RequestContext, site: str, days: int = 90) -> Response:
         if days not in PERIODS:
             raise PageError(400, f"Choose one of {', '.join(map(str, PERIODS))} days.")
-        level = desk.index.follow(1_000)
-        with desk.store.exclusive() as state:
+        level = context.index.follow(1_000)
+        with context.store.exclusive() as state:
             own = [b for b in budgets_of(state) if b.site == site]
         if not own:
             raise PageError(404, "There is no budget of a site of that name.")
-        end = int(desk.now().timestamp()) + 1
+        end = int(context.now().timestamp()) + 1
         shown = [
             {
                 "budget": b,
                 "title": KINDS.get(b.kind, b.kind),
-                "projects": by_project(desk.index, b) if level else None,
-                "curve": over_time(desk.index, [b], end - days * DAY, end) if level else None,
+                "projects": by_project(context.index, b) if level else None,
+                "curve": over_time(context.index, [b], end - days * DAY, end) if level else None,
             }
             for b in own
         ]

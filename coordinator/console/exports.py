@@ -27,14 +27,14 @@ _WORDS: Final = {
 }
 
 
-def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def add(pages: Router, context: CoordinatorConsoleContext) -> None:
     """The pages."""
     turn = threading.Lock()  # a snapshot holds the whole ledger in memory: one at a time
     pages.menu("Exports", "/exports", READERS)
 
     @pages.get("/exports", READERS)
     def exports(asked: RequestContext, release: str = "") -> Response:
-        with desk.store.exclusive() as state:
+        with context.store.exclusive() as state:
             names = subjects(state)
             offered = offers(state, release) if release in names else []
         if release and not offered:
@@ -58,7 +58,7 @@ def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
         if not turn.acquire(timeout=30.0):
             raise PageError(503, "Another report is being made. Try again in a minute.")
         try:
-            made = make(desk.home, name, form, release, desk.now())
+            made = make(context.home, name, form, release, context.now())
         except ReportError as error:
             raise PageError(404, f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
         except LedgerUnsoundError:

@@ -38,21 +38,21 @@ class InvitationStore:
             return self._kept.get(site)
 
 
-def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def add(pages: Router, context: CoordinatorConsoleContext) -> None:
     """The pages; they are reached from "People and keys"."""
-    _invite(pages, desk, InvitationStore())
-    _revoke(pages, desk)
+    _invite(pages, context, InvitationStore())
+    _revoke(pages, context)
 
 
-def _invite(pages: Router, desk: CoordinatorConsoleContext, bodies: InvitationStore) -> None:
+def _invite(pages: Router, context: CoordinatorConsoleContext, bodies: InvitationStore) -> None:
     """A hospital may come."""
 
     @pages.post("/hospitals/invite", {OPERATOR})
     def invite(asked: RequestContext) -> Response:
         site = asked.form["site"].strip()
-        made = _managed(lambda: desk.authority.invite(site))
+        made = _managed(lambda: context.authority.invite(site))
         bodies.keep(site, made.body)
-        desk.log.info("invited", site=site)
+        context.log.info("invited", site=site)
         return asked.page("invited.html", site=site, token=made.token, fingerprint=made.fingerprint)
 
     @pages.get("/hospitals/{site}/invitation", {OPERATOR})
@@ -63,18 +63,18 @@ def _invite(pages: Router, desk: CoordinatorConsoleContext, bodies: InvitationSt
         return asked.download(f"{site}-invitation.json", body, "application/json")
 
 
-def _revoke(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def _revoke(pages: Router, context: CoordinatorConsoleContext) -> None:
     """A hospital, or one of its certificates, ends."""
 
     @pages.get("/hospitals/{site}/revoke", {OPERATOR})
     def ask(asked: RequestContext, site: str, certificate: str = "") -> Response:
-        state = desk.store.state
+        state = context.store.state
         if site not in state.sites or site in state.revoked_sites:
             raise PageError(404, "No hospital of that name is enrolled.")
         if certificate and certificate not in state.issued:
             raise PageError(404, "No certificate of that number was issued.")
-        with desk.store.exclusive() as books:
-            grants = [g for g in books.grants.values() if g.reserved.site == site and g.state == "held"]
+        with context.store.exclusive() as ledger:
+            grants = [g for g in ledger.grants.values() if g.reserved.site == site and g.state == "held"]
             runs = sorted({g.reserved.run for g in grants if g.reserved.run})
         return asked.page(
             "revoke.html", site=site, certificate=certificate, reasons=WHY, grants=len(grants), runs=runs
@@ -87,16 +87,16 @@ def _revoke(pages: Router, desk: CoordinatorConsoleContext) -> None:
             raise PageError(400, "Choose one of the reasons of the list.")
         if not number and asked.form["again"].strip() != site:
             raise PageError(400, "Type the hospital's name to end its part in the federation. Nothing was done.")
-        _managed(lambda: desk.authority.revoke(site, number, why))
-        close_calls(desk, site)
-        desk.log.warning("revoked", site=site, rule=why)
+        _managed(lambda: context.authority.revoke(site, number, why))
+        close_calls(context, site)
+        context.log.warning("revoked", site=site, rule=why)
         what = f"Certificate {number[:12]}… of {site}" if number else site
         return asked.go("/people", f"{what} is revoked. This takes effect now, and is recorded in the ledger.")
 
 
-def close_calls(desk: CoordinatorConsoleContext, site: str) -> None:
+def close_calls(context: CoordinatorConsoleContext, site: str) -> None:
     """End the open calls of a revoked site; every new one is refused by itself, as the ledger is asked each time."""
-    desk.close_calls(site)
+    context.close_calls(site)
 
 
 def _managed(act: Callable[[], _Made]) -> _Made:

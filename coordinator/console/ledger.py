@@ -32,7 +32,7 @@ _NO_ENTRY: Final = "There is no such entry, or it is not durable yet."
 _NUMBER: Final = re.compile(r"#?([0-9]{1,15})")
 
 
-def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def add(pages: Router, context: CoordinatorConsoleContext) -> None:
     """The ledger, one entry of it, and the refusals."""
     pages.menu("Ledger", "/ledger", READERS)
     pages.menu("Refusals", "/refusals", INFORMED)
@@ -51,26 +51,26 @@ def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
     ) -> Response:
         chosen = {"kind": kind, "site": site, "since": since, "until": until, "text": text.strip()}
         with searching():
-            return asked.page("ledger.html", **listing(desk, chosen, _kinds(asked, kind), before, after))
+            return asked.page("ledger.html", **listing(context, chosen, _kinds(asked, kind), before, after))
 
     @pages.get("/ledger/{seq}", READERS)
     def entry(asked: RequestContext, seq: int) -> Response:
         with searching():
-            return asked.page("entry.html", **entry_page(desk, seq, _proof(asked, desk, seq)))
+            return asked.page("entry.html", **entry_page(context, seq, _proof(asked, context, seq)))
 
     @pages.get("/ledger/{seq}/proof.json", READERS)
     def proof(asked: RequestContext, seq: int) -> Response:
-        return asked.download(f"entry-{seq}-proof.json", _proof(asked, desk, seq).to_json(), "application/json")
+        return asked.download(f"entry-{seq}-proof.json", _proof(asked, context, seq).to_json(), "application/json")
 
     @pages.get("/ledger/{seq}/checkpoint", READERS)
     def checkpoint(asked: RequestContext, seq: int) -> Response:
-        note = _proof(asked, desk, seq).checkpoint.encode()
+        note = _proof(asked, context, seq).checkpoint.encode()
         return asked.download("ledger.checkpoint", note, "text/plain; charset=utf-8")
 
     @pages.get("/ledger/{seq}/statement.json", READERS)
     def statement(asked: RequestContext, seq: int) -> Response:
-        digest = getattr(decode(_proof(asked, desk, seq).entry).entry, "envelope", b"")
-        raw = desk.store.envelope(digest) if digest else None
+        digest = getattr(decode(_proof(asked, context, seq).entry).entry, "envelope", b"")
+        raw = context.store.envelope(digest) if digest else None
         if raw is None:
             raise PageError(404, f"Entry {seq} rests on no signed statement that is kept here.")
         return asked.download(f"entry-{seq}-statement.json", raw, "application/json")
@@ -78,18 +78,18 @@ def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
     @pages.get("/refusals", INFORMED)
     def refusals(asked: RequestContext, days: int = 7, site: str = "") -> Response:
         with searching():
-            return asked.page("refusals.html", **refused(desk, days, site))
+            return asked.page("refusals.html", **refused(context, days, site))
 
 
-def follow(desk: CoordinatorConsoleContext) -> str:
+def follow(context: CoordinatorConsoleContext) -> str:
     """Bring the index up to date; what to say when it is not."""
     try:
-        level = desk.index.follow(NEW)
+        level = context.index.follow(NEW)
     except (LedgerUnsoundError, OSError):
         level = False
     if level:
         return ""
-    held, size = desk.index.size, desk.store.state.size
+    held, size = context.index.size, context.store.state.size
     return f"The search index is still being built: it has the first {held:,} of {size:,} entries.".replace(",", " ")
 
 
@@ -105,7 +105,7 @@ def searching() -> Iterator[None]:
 
 
 def listing(
-    desk: CoordinatorConsoleContext,
+    context: CoordinatorConsoleContext,
     chosen: Mapping[str, str],
     kinds: Sequence[str],
     before: int | None,
@@ -120,18 +120,18 @@ def listing(
         before: entries before this number.
         after: or after this one.
     """
-    behind = follow(desk)
+    behind = follow(context)
     query = _query(chosen, kinds, before, after)
     try:
-        found, total = desk.index.find(query), desk.index.count(query)
+        found, total = context.index.find(query), context.index.count(query)
         problem = ""
     except QueryTooWideError as error:
         found, total, problem = EntryPage((), False, False), 0, f"{error}."
-    with desk.store.exclusive() as state:
-        rows = [entry_text.row(seq, desk.store.line(seq).record, state) for seq in found.seqs]
+    with context.store.exclusive() as state:
+        rows = [entry_text.row(seq, context.store.line(seq).record, state) for seq in found.seqs]
         sites, size = sorted(state.sites), state.size
         jump = _jump(chosen["text"], size)
-        if jump is not None and _REFUSED not in kinds and kind_of(desk.store.line(jump).record.entry) == _REFUSED:
+        if jump is not None and _REFUSED not in kinds and kind_of(context.store.line(jump).record.entry) == _REFUSED:
             jump = None  # as if there were none
     given = {name: value for name, value in chosen.items() if value}
     return {
@@ -209,38 +209,38 @@ def _day(text: str) -> int | None:
         raise PageError(400, "A date is written as in 2026-01-31.") from None
 
 
-def _proof(asked: RequestContext, desk: CoordinatorConsoleContext, seq: int) -> Proof:
+def _proof(asked: RequestContext, context: CoordinatorConsoleContext, seq: int) -> Proof:
     """One entry with its proof, for a person.
 
     Raises:
         PageError: there is no such entry; for a person who is told of no refusal, one is answered in the same way.
     """
-    proof = proof_of(desk, seq)
+    proof = proof_of(context, seq)
     if asked.person.role not in INFORMED and kind_of(decode(proof.entry).entry) == _REFUSED:
         raise PageError(404, _NO_ENTRY)
     return proof
 
 
-def proof_of(desk: CoordinatorConsoleContext, seq: int) -> Proof:
+def proof_of(context: CoordinatorConsoleContext, seq: int) -> Proof:
     """One entry with its inclusion proof, checked here.
 
     Raises:
         PageError: there is no such entry.
     """
-    shown = desk.store.prove(0, seq) if 0 <= seq < 1 << 62 else None
+    shown = context.store.prove(0, seq) if 0 <= seq < 1 << 62 else None
     if shown is None or not shown.entry:
         raise PageError(404, _NO_ENTRY)
-    return check(seq, shown.entry, shown.included, shown.checkpoint, (desk.store.origin, desk.store.public))
+    return check(seq, shown.entry, shown.included, shown.checkpoint, (context.store.origin, context.store.public))
 
 
-def entry_page(desk: CoordinatorConsoleContext, seq: int, proof: Proof) -> dict[str, Any]:
+def entry_page(context: CoordinatorConsoleContext, seq: int, proof: Proof) -> dict[str, Any]:
     """One entry in words, its signed statement and its proof."""
-    behind = follow(desk)
+    behind = follow(context)
     record = decode(proof.entry)
-    with desk.store.exclusive() as state:
+    with context.store.exclusive() as state:
         line = entry_text.row(seq, record, state)
         facts = entry_text.facts(record.entry, state)
-        said = statement_view(record.entry, state, desk.store, desk.index)
+        said = statement_view(record.entry, state, context.store, context.index)
     return {
         "line": line,
         "key": entry_text.visible_text(record.key),
@@ -250,20 +250,20 @@ def entry_page(desk: CoordinatorConsoleContext, seq: int, proof: Proof) -> dict[
         "proof": proof,
         "size": proof.head.size if proof.head else 0,
         "behind": behind,
-        "home": Path(desk.home.root).name,
+        "home": Path(context.home.root).name,
     }
 
 
-def refused(desk: CoordinatorConsoleContext, days: int, site: str) -> dict[str, Any]:
+def refused(context: CoordinatorConsoleContext, days: int, site: str) -> dict[str, Any]:
     """What was refused in the last days: how often by which rule, in words, and the newest of them."""
     if days not in PERIODS:
         raise PageError(400, f"Choose one of {', '.join(map(str, PERIODS))} days.")
-    behind, now = follow(desk), int(desk.now().timestamp())
+    behind, now = follow(context), int(context.now().timestamp())
     since = (now // DAY - days + 1) * DAY
-    counted = [r for r in desk.index.refusals(since, now + DAY) if not site or r.site == site]
-    newest = desk.index.find(Query(("refused",), site, since, most=20))
-    with desk.store.exclusive() as state:
-        rows = [entry_text.row(seq, desk.store.line(seq).record, state) for seq in newest.seqs]
+    counted = [r for r in context.index.refusals(since, now + DAY) if not site or r.site == site]
+    newest = context.index.find(Query(("refused",), site, since, most=20))
+    with context.store.exclusive() as state:
+        rows = [entry_text.row(seq, context.store.line(seq).record, state) for seq in newest.seqs]
         sites = sorted(state.sites)
     first = dt.datetime.fromtimestamp(since, dt.UTC).date().isoformat()
     return {

@@ -39,19 +39,19 @@ class SiteRow:
     level: bool  # whether that is the whole ledger
 
 
-def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def add(pages: Router, context: CoordinatorConsoleContext) -> None:
     """The overview, and the page of one site's budgets."""
     pages.menu("Overview", "/", READERS)
 
     @pages.get("/", READERS)
     def overview(asked: RequestContext) -> Response:
         with searching():
-            return asked.page("overview.html", **facts(desk, asked.person.name, asked.person.role in INFORMED))
+            return asked.page("overview.html", **facts(context, asked.person.name, asked.person.role in INFORMED))
 
-    budgets.add(pages, desk)
+    budgets.add(pages, context)
 
 
-def facts(desk: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, Any]:
+def facts(context: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, Any]:
     """Everything that the page shows.
 
     Args:
@@ -59,23 +59,23 @@ def facts(desk: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, Any
         me: who looks.
         told: whether that person sees what was refused.
     """
-    now = int(desk.now().timestamp())
-    level = _level(desk)
+    now = int(context.now().timestamp())
+    level = _level(context)
     since = (now // DAY - RECENT_DAYS + 1) * DAY
-    refusals = desk.index.refusals(since, now + DAY) if told else []
-    with desk.store.exclusive() as state:
+    refusals = context.index.refusals(since, now + DAY) if told else []
+    with context.store.exclusive() as state:
         accounts = budgets.budgets_of(state)
-        sites, heads = _sites(desk, state)
-        open_ones = proposals_of(state, desk.store.envelope, me, (LISTED, 0))
+        sites, heads = _sites(context, state)
+        open_ones = proposals_of(state, context.store.envelope, me, (LISTED, 0))
         found = [
-            *alerts.of_ledger(state, desk.store.stopped),
+            *alerts.of_ledger(state, context.store.stopped),
             *alerts.of_certificates(
-                keys_of(desk.home, desk.store), alerts.newest_certificates(state), state.revoked_sites, now
+                keys_of(context.home, context.store), alerts.newest_certificates(state), state.revoked_sites, now
             ),
         ]
         barred, size = set(state.revoked_sites), state.size
     first = dt.datetime.fromtimestamp(since, dt.UTC).date().isoformat()
-    disk = shutil.disk_usage(desk.home.root)
+    disk = shutil.disk_usage(context.home.root)
     found += [
         *alerts.of_refusals(refusals, first),
         *alerts.of_witnesses([h for h in heads if h.site not in barred], size, now),
@@ -87,14 +87,14 @@ def facts(desk: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, Any
         found.append(alerts.Alarm(alerts.MILD, "The search index is behind the ledger.", todo, "/ledger"))
     return {
         **alerts.as_context(alerts.in_order(found)),
-        **_money(desk, accounts, now, level),
+        **_money(context, accounts, now, level),
         "sites": sites,
         "online": sum(row.state == "online" for row in sites),
         "members": sum(row.state != "revoked" for row in sites),
         "waiting": open_ones.waiting,
         "open": len(open_ones.waiting) + open_ones.more,
         "rules": rules_of(refusals, first)[:LISTED],
-        "refused": _refused(desk, since) if told else 0,
+        "refused": _refused(context, since) if told else 0,
         "told": told,
         "recent_days": RECENT_DAYS,
         "size": size,
@@ -102,26 +102,28 @@ def facts(desk: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, Any
     }
 
 
-def _level(desk: CoordinatorConsoleContext) -> bool:
+def _level(context: CoordinatorConsoleContext) -> bool:
     try:
-        return desk.index.follow(NEW)
+        return context.index.follow(NEW)
     except (LedgerUnsoundError, OSError):
         return False
 
 
-def _refused(desk: CoordinatorConsoleContext, since: int) -> int:
+def _refused(context: CoordinatorConsoleContext, since: int) -> int:
     """How many entries refuse something, on these days; an entry may have several reasons."""
-    return desk.index.tally(since, 1 << 52).get("refused", 0)
+    return context.index.tally(since, 1 << 52).get("refused", 0)
 
 
-def _money(desk: CoordinatorConsoleContext, accounts: list[budgets.Budget], now: int, level: bool) -> dict[str, Any]:
+def _money(
+    context: CoordinatorConsoleContext, accounts: list[budgets.Budget], now: int, level: bool
+) -> dict[str, Any]:
     """Bars of all accounts, and curves of those with an epsilon."""
     kinds = []
     for kind, title in budgets.KINDS.items():
         own = [b for b in accounts if b.kind == kind]
         begin = now - CURVE_DAYS * DAY
         if own:
-            curve = budgets.over_time(desk.index, own, begin, now + 1) if level and kind == "rdp" else None
+            curve = budgets.over_time(context.index, own, begin, now + 1) if level and kind == "rdp" else None
             kinds.append({"kind": kind, "bars": budgets.drawn(own, title), "says": _says(own), "curve": curve})
     return {"kinds": kinds, "curve_days": CURVE_DAYS}
 
@@ -132,33 +134,33 @@ def _says(own: list[budgets.Budget]) -> str:
     return said.pop() if len(said) == 1 else "Each hospital's own, see its page."
 
 
-def _sites(desk: CoordinatorConsoleContext, state: State) -> tuple[list[SiteRow], list[CosignedHead]]:
-    presence = desk.sessions.presence()
+def _sites(context: CoordinatorConsoleContext, state: State) -> tuple[list[SiteRow], list[CosignedHead]]:
+    presence = context.sessions.presence()
     ends, rows, heads = alerts.newest_certificates(state), [], []
-    seen = _cosigned(desk, state)
+    seen = _cosigned(context, state)
     for site in sorted(state.sites):
         there = presence.get(site)
         word = "online" if there is not None and there.online else "offline"
         word = "revoked" if site in state.revoked_sites else word
         size = min(seen.get(site, 0), state.size)
         rows.append(SiteRow(site, word, there.since if there else None, ends.get(site), size, size == state.size))
-        first = max(size, _joined(desk, site))  # what was written before it was enrolled is no news to it
-        heads.append(CosignedHead(site, size, desk.index.time_of(first) if size < state.size else None))
+        first = max(size, _joined(context, site))  # what was written before it was enrolled is no news to it
+        heads.append(CosignedHead(site, size, context.index.time_of(first) if size < state.size else None))
     return rows, heads
 
 
-def _joined(desk: CoordinatorConsoleContext, site: str) -> int:
+def _joined(context: CoordinatorConsoleContext, site: str) -> int:
     """The place of its newest enrolment; 0 where the index does not know it yet."""
-    found = desk.index.find(Query(kinds=("enrolled",), site=site, most=1)).seqs
+    found = context.index.find(Query(kinds=("enrolled",), site=site, most=1)).seqs
     return found[0] if found else 0
 
 
-def _cosigned(desk: CoordinatorConsoleContext, state: State) -> dict[str, int]:
+def _cosigned(context: CoordinatorConsoleContext, state: State) -> dict[str, int]:
     """By site: the size of the newest head of this epoch that it cosigned. Nobody else's signature counts."""
     found: dict[str, int] = {}
     later = [f"epoch {state.epoch} {state.nonce}"] if state.epoch > 1 else []
     keys = {site: known.sign_key for site, known in state.sites.items()}
-    for note in Witnesses(desk.home.witnesses).notes():
+    for note in Witnesses(context.home.witnesses).notes():
         lines = note.partition("\n\n")[0].split("\n")
         if lines[3:] != later or not lines[1].isdigit():
             continue

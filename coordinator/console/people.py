@@ -42,23 +42,23 @@ MOST_OPEN: Final = 100  # open proposals that are shown
 MOST_DONE: Final = 20  # closed proposals that are shown
 
 
-def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def add(pages: Router, context: CoordinatorConsoleContext) -> None:
     """The pages."""
     pages.menu("People and keys", "/people", READERS)
-    invitations.add(pages, desk)
-    _look(pages, desk)
-    _ask(pages, desk)
-    _decide(pages, desk)
+    invitations.add(pages, context)
+    _look(pages, context)
+    _ask(pages, context)
+    _decide(pages, context)
 
 
-def _look(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def _look(pages: Router, context: CoordinatorConsoleContext) -> None:
     """Who is who, and how each proposal stands."""
 
     @pages.get("/people", READERS)
     def people(asked: RequestContext) -> Response:
-        with desk.store.exclusive() as state:
-            persons = persons_of(state, _pinned(desk))
-            proposals = proposals_of(state, desk.store.envelope, asked.person.name, (MOST_OPEN, MOST_DONE))
+        with context.store.exclusive() as state:
+            persons = persons_of(state, _pinned(context))
+            proposals = proposals_of(state, context.store.envelope, asked.person.name, (MOST_OPEN, MOST_DONE))
             office = sorted(state.office())
         return asked.page(
             "people.html",
@@ -69,45 +69,45 @@ def _look(pages: Router, desk: CoordinatorConsoleContext) -> None:
             waiting=proposals.waiting,
             more=proposals.more,
             done=proposals.done,
-            enrolments=desk.authority.enrolments(),
-            sites=sites_of(desk.store, desk.now()),
-            keys=keys_of(desk.home, desk.store),
+            enrolments=context.authority.enrolments(),
+            sites=sites_of(context.store, context.now()),
+            keys=keys_of(context.home, context.store),
             actions={name: ACTIONS[name] for name in requestable_kinds(asked.person.role)},
         )
 
     @pages.get("/people/proposals/{serial}", READERS)
     def proposal(asked: RequestContext, serial: str) -> Response:
-        found = _proposal(desk, asked, serial)
-        words_of = (desk.store.origin, found.serial, found.action, found.subject, found.value)
+        found = _proposal(context, asked, serial)
+        words_of = (context.store.origin, found.serial, found.action, found.subject, found.value)
         return asked.page(
             "proposal.html",
             proposal=found,
             signing=asked.signing(*words_of) if found.may_approve else None,
-            pending=_pending(desk, found),
+            pending=_pending(context, found),
             doers=DOERS,
         )
 
 
-def _ask(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def _ask(pages: Router, context: CoordinatorConsoleContext) -> None:
     """A person asks for something, by a signature of their own."""
 
     @pages.get("/ask/{action}", ASKING)
     def ask(asked: RequestContext, action: str, subject: str = "") -> Response:
-        return _ask_form(asked, desk, action, {"subject": subject})
+        return _ask_form(asked, context, action, {"subject": subject})
 
     @pages.post("/ask/{action}", ASKING)
     def draft(asked: RequestContext, action: str) -> Response:
         values = {name: asked.form[name].strip() for name in asked.form if name != "csrf"}
         try:
-            subject, value = _words_of(desk, action, values)
+            subject, value = _words_of(context, action, values)
         except InvalidEntryError as fault:
-            return _ask_form(asked, desk, action, values, str(fault))
-        if action == "appoint" and _first(desk, value.partition(" ")[0]):
+            return _ask_form(asked, context, action, values, str(fault))
+        if action == "appoint" and _first(context, value.partition(" ")[0]):
             return asked.page("first.html", subject=subject, value=value, role=value.partition(" ")[0])
-        with desk.store.exclusive() as state:
+        with context.store.exclusive() as state:
             said = words(action, subject, value, state)
         serial = f"{action}-{secrets.token_hex(4)}"
-        signing = asked.requesting(desk.store.origin, serial, action, subject, value)
+        signing = asked.requesting(context.store.origin, serial, action, subject, value)
         return asked.page("sign_request.html", signing=signing, words=said, heading=ACTIONS[action])
 
     @pages.post("/people/requests", ASKING)
@@ -115,22 +115,24 @@ def _ask(pages: Router, desk: CoordinatorConsoleContext) -> None:
         envelope = asked.envelope()
         said = _refusing(lambda: decisions.said_by(envelope))
         _own(asked, said.person)
-        _refusing(lambda: decisions.request(desk.store, envelope))
-        desk.log.info("requested", state=asked.person.role, rule=said.action)
+        _refusing(lambda: decisions.request(context.store, envelope))
+        context.log.info("requested", state=asked.person.role, rule=said.action)
         return asked.go(f"/people/proposals/{said.serial}", "The request is in the ledger. Other persons decide now.")
 
     @pages.post("/people/first", {OPERATOR})
     def first(asked: RequestContext) -> Response:
         name, (role, _, key) = asked.form["subject"], asked.form["value"].partition(" ")
-        if not _first(desk, role):
+        if not _first(context, role):
             raise PageError(409, "That role is already assigned: make a request, and let others approve.")
-        _refusing(lambda: _appointing(desk, name, {"role": role, "key": key}))  # nobody approves a name that is none
-        _refusing(lambda: decisions.appoint(desk.store, name, role, _raw(key)))
-        desk.log.warning("appointed_first", state=role)
+        _refusing(
+            lambda: _appointing(context, name, {"role": role, "key": key})
+        )  # nobody approves a name that is none
+        _refusing(lambda: decisions.appoint(context.store, name, role, _raw(key)))
+        context.log.warning("appointed_first", state=role)
         return asked.go("/people", f"{name} is the first {role}; this is recorded in the ledger.")
 
 
-def _decide(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def _decide(pages: Router, context: CoordinatorConsoleContext) -> None:
     """Others approve, and what is approved is carried out."""
 
     @pages.post("/people/proposals/{serial}/approve", APPROVERS)
@@ -140,51 +142,51 @@ def _decide(pages: Router, desk: CoordinatorConsoleContext) -> None:
         _own(asked, said.person)
         if said.serial != serial:
             raise PageError(409, "That approval is for another proposal. Nothing was written.")
-        _refusing(lambda: decisions.approve(desk.store, envelope))
-        desk.log.info("approved", state=asked.person.role, rule=said.action)
+        _refusing(lambda: decisions.approve(context.store, envelope))
+        context.log.info("approved", state=asked.person.role, rule=said.action)
         return asked.go(f"/people/proposals/{serial}", "Your approval is in the ledger.")
 
     @pages.post("/people/approvals", {OPERATOR})
     def hand_in(asked: RequestContext) -> Response:
         """Approvals that persons signed elsewhere, brought by whoever runs the ledger; the signature counts alone."""
         envelope = asked.envelope("approval")
-        said = _refusing(lambda: decisions.approve(desk.store, envelope))
-        desk.log.info("approved", state="handed in", rule=said.action)
+        said = _refusing(lambda: decisions.approve(context.store, envelope))
+        context.log.info("approved", state="handed in", rule=said.action)
         return asked.go(f"/people/proposals/{said.serial}", f"The approval of {said.person} is in the ledger.")
 
     @pages.post("/people/proposals/{serial}/do", DOERS)
     def carry_out(asked: RequestContext, serial: str) -> Response:
-        found = _proposal(desk, asked, serial)
+        found = _proposal(context, asked, serial)
         if found.done:
             raise PageError(409, "It is done already. A proposal ID is used once.")
         act = _ACTS.get(found.action)
         if act is None:
             raise PageError(409, "This page cannot carry that out.")
-        _refusing(lambda: act(desk, found))
-        desk.log.info("carried_out", state=asked.person.role, rule=found.action)
+        _refusing(lambda: act(context, found))
+        context.log.info("carried_out", state=asked.person.role, rule=found.action)
         return asked.go(f"/people/proposals/{serial}", "Done, and recorded in the ledger.")
 
 
-def _do_limit(desk: CoordinatorConsoleContext, p: Proposal) -> None:
-    decisions.set_limit(desk.store, p.subject, p.value, p.serial)
+def _do_limit(context: CoordinatorConsoleContext, p: Proposal) -> None:
+    decisions.set_limit(context.store, p.subject, p.value, p.serial)
 
 
-def _do_appoint(desk: CoordinatorConsoleContext, p: Proposal) -> None:
+def _do_appoint(context: CoordinatorConsoleContext, p: Proposal) -> None:
     role, _, key = p.value.partition(" ")
-    decisions.appoint(desk.store, p.subject, role, _raw(key), p.serial)
+    decisions.appoint(context.store, p.subject, role, _raw(key), p.serial)
 
 
-def _do_dismiss(desk: CoordinatorConsoleContext, p: Proposal) -> None:
-    decisions.dismiss(desk.store, p.subject, p.serial)
+def _do_dismiss(context: CoordinatorConsoleContext, p: Proposal) -> None:
+    decisions.dismiss(context.store, p.subject, p.serial)
 
 
-def _do_waive(desk: CoordinatorConsoleContext, p: Proposal) -> None:
-    decisions.waive(desk.store, p.subject, p.serial)
+def _do_waive(context: CoordinatorConsoleContext, p: Proposal) -> None:
+    decisions.waive(context.store, p.subject, p.serial)
 
 
-def _do_enrol(desk: CoordinatorConsoleContext, p: Proposal) -> None:
-    desk.authority.enrol(p.subject, p.serial, ())
-    desk.runs.register_node(p.subject)
+def _do_enrol(context: CoordinatorConsoleContext, p: Proposal) -> None:
+    context.authority.enrol(p.subject, p.serial, ())
+    context.runs.register_node(p.subject)
 
 
 _ACTS: Final[Mapping[str, Callable[[CoordinatorConsoleContext, Proposal], None]]] = {
@@ -214,25 +216,27 @@ def _own(asked: RequestContext, person: str) -> None:
         raise PageError(403, "The signature is of another person than the one who is logged in. Nothing was written.")
 
 
-def _proposal(desk: CoordinatorConsoleContext, asked: RequestContext, serial: str) -> Proposal:
-    with desk.store.exclusive() as state:
-        found = proposal_of(state, desk.store.envelope, asked.person.name, serial) if ID.fullmatch(serial) else None
+def _proposal(context: CoordinatorConsoleContext, asked: RequestContext, serial: str) -> Proposal:
+    with context.store.exclusive() as state:
+        found = (
+            proposal_of(state, context.store.envelope, asked.person.name, serial) if ID.fullmatch(serial) else None
+        )
     if found is None:
         raise PageError(404, "There is no proposal with that ID.")
     return found
 
 
-def _pending(desk: CoordinatorConsoleContext, p: Proposal) -> str:
+def _pending(context: CoordinatorConsoleContext, p: Proposal) -> str:
     """The fingerprint of the request that an enrolment is about, to be compared; "": it waits no more."""
     if p.action != "enrol":
         return ""
-    found = [e for e in desk.authority.enrolments() if (e.site, e.digest) == (p.subject, p.value)]
+    found = [e for e in context.authority.enrolments() if (e.site, e.digest) == (p.subject, p.value)]
     return found[0].fingerprint if found else ""
 
 
-def _pinned(desk: CoordinatorConsoleContext) -> frozenset[str]:
+def _pinned(context: CoordinatorConsoleContext) -> frozenset[str]:
     """Names with a certificate to log in with."""
-    return frozenset(path.stem for path in (desk.home.root / "logins").glob("*.crt"))
+    return frozenset(path.stem for path in (context.home.root / "logins").glob("*.crt"))
 
 
 def _raw(key: str) -> bytes:
@@ -251,31 +255,31 @@ def _raw(key: str) -> bytes:
     raise InvalidEntryError("the key is what `ledger person` printed: 44 characters, in base64")
 
 
-def _first(desk: CoordinatorConsoleContext, role: str) -> bool:
+def _first(context: CoordinatorConsoleContext, role: str) -> bool:
     """Whether nobody approves this appointment, as the role or every office is empty."""
-    office = desk.store.state.office()
+    office = context.store.state.office()
     return not office or role in APPROVING - office
 
 
-def _words_of(desk: CoordinatorConsoleContext, action: str, values: Mapping[str, str]) -> tuple[str, str]:
+def _words_of(context: CoordinatorConsoleContext, action: str, values: Mapping[str, str]) -> tuple[str, str]:
     """Subject and value as they are signed, from what a person typed.
 
     Raises:
         InvalidEntryError: it cannot be asked for; the text says why.
     """
-    subject, state = values.get("subject", ""), desk.store.state
+    subject, state = values.get("subject", ""), context.store.state
     if action == "limit":
-        limit, epsilon = decisions.limit_value(desk.store, subject, values.get("budget", ""))
+        limit, epsilon = decisions.limit_value(context.store, subject, values.get("budget", ""))
         return subject, epsilon or str(limit)
     if action == "appoint":
-        return subject, _appointing(desk, subject, values)
+        return subject, _appointing(context, subject, values)
     if action == "dismiss":
         person = state.active_person(subject)
         if person is None:
             raise InvalidEntryError("no active person has that name")
         return subject, person.role
     if action == "enrol":
-        waiting = {e.site: e.digest for e in desk.authority.enrolments() if e.state == "waiting"}
+        waiting = {e.site: e.digest for e in context.authority.enrolments() if e.state == "waiting"}
         if subject not in waiting:
             raise InvalidEntryError("no request of that hospital is pending")
         return subject, waiting[subject]
@@ -284,27 +288,31 @@ def _words_of(desk: CoordinatorConsoleContext, action: str, values: Mapping[str,
     return subject, waiver(state.epoch, state.nonce)
 
 
-def _appointing(desk: CoordinatorConsoleContext, subject: str, values: Mapping[str, str]) -> str:
+def _appointing(context: CoordinatorConsoleContext, subject: str, values: Mapping[str, str]) -> str:
     role, raw = values.get("role", ""), _raw(values.get("key", ""))
     if not ID.fullmatch(subject):
         raise InvalidEntryError("a person's name is short and opaque: 1 to 64 of a-z, 0-9, - and _")
     if role not in ROLES:
         raise InvalidEntryError(f"the role is one of {', '.join(ROLES)}")
-    if subject in desk.store.state.persons:
+    if subject in context.store.state.persons:
         raise InvalidEntryError("a person of that name was appointed before, and a name is never used again")
     return f"{role} {raw.hex()}"
 
 
 def _ask_form(
-    asked: RequestContext, desk: CoordinatorConsoleContext, action: str, values: Mapping[str, str], problem: str = ""
+    asked: RequestContext,
+    context: CoordinatorConsoleContext,
+    action: str,
+    values: Mapping[str, str],
+    problem: str = "",
 ) -> Response:
     if action not in ACTIONS:
         raise PageError(404, "That cannot be asked for.")
-    with desk.store.exclusive() as state:
+    with context.store.exclusive() as state:
         accounts = sorted(state.accounts)
         persons = sorted(name for name in state.persons if name not in state.dismissed)
         waiting = sorted(state.sites_awaited)
-    sites = sorted(e.site for e in desk.authority.enrolments() if e.state == "waiting")
+    sites = sorted(e.site for e in context.authority.enrolments() if e.state == "waiting")
     offered = {"limit": accounts, "dismiss": persons, "enrol": sites, "waive": waiting}.get(action, [])
     blank = {"subject": "", "budget": "", "role": "", "key": ""}
     return (asked.again if problem else asked.page)(

@@ -44,55 +44,55 @@ class AccountRow:
     bound: bool  # the policy of today is the smaller one
 
 
-def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def add(pages: Router, context: CoordinatorConsoleContext) -> None:
     """The pages."""
     pages.menu("Policies", "/policies", READERS)
 
     @pages.get("/policies", READERS)
     def policies(asked: RequestContext) -> Response:
-        federation = desk.intake.federation
+        federation = context.intake.federation
         rows = compare(federation, federation)
         return asked.page(
             "policies.html",
             federation=federation,
             rows=rows,
-            text=desk.home.policy_text(),
-            stale=_stale(desk),
-            sites=_sites(desk),
+            text=context.home.policy_text(),
+            stale=_stale(context),
+            sites=_sites(context),
         )
 
     @pages.get("/policies/{site}", READERS)
     def policy(asked: RequestContext, site: str) -> Response:
-        if site not in desk.store.state.sites:
+        if site not in context.store.state.sites:
             raise PageError(404, "No hospital of that name is enrolled.")
-        own, federation = _own(desk, site), desk.intake.federation
+        own, federation = _own(context, site), context.intake.federation
         return asked.page(
             "policy.html",
             site=site,
-            revoked=site in desk.store.state.revoked_sites,
+            revoked=site in context.store.state.revoked_sites,
             rows=compare(federation, own),
             both=strictest(federation, own),
-            versions=_history(desk, site),
-            purses=_purses(desk, site, strictest(federation, own)),
+            versions=_history(context, site),
+            purses=_purses(context, site, strictest(federation, own)),
         )
 
 
-def _stale(desk: CoordinatorConsoleContext) -> bool:
+def _stale(context: CoordinatorConsoleContext) -> bool:
     """Whether policy.toml is another one by now than this process was started with."""
     try:
-        return desk.home.policy() != desk.intake.federation
+        return context.home.policy() != context.intake.federation
     except (ValueError, OSError):
         return True
 
 
-def _sites(desk: CoordinatorConsoleContext) -> list[SiteRow]:
+def _sites(context: CoordinatorConsoleContext) -> list[SiteRow]:
     """Every site, by name."""
-    with desk.store.exclusive() as state:
+    with context.store.exclusive() as state:
         known = [(site, site in state.revoked_sites, state.amended.get(site, 0)) for site in sorted(state.sites)]
     out = []
     for site, revoked, number in known:
         try:
-            rows = compare(desk.intake.federation, _own(desk, site))
+            rows = compare(context.intake.federation, _own(context, site))
         except PageError:
             out.append(SiteRow(site, revoked, number, (), (), False))
             continue
@@ -104,18 +104,18 @@ def _labels(rows: list[Row], who: str) -> tuple[str, ...]:
     return tuple(row.label for row in rows if row.binds == who)
 
 
-def _own(desk: CoordinatorConsoleContext, site: str) -> Policy:
+def _own(context: CoordinatorConsoleContext, site: str) -> Policy:
     """The policy of a site that is in force, from the very statement that the books name."""
-    return _signed(desk, site, desk.store.state.policies[site])[1]
+    return _signed(context, site, context.store.state.policies[site])[1]
 
 
-def _signed(desk: CoordinatorConsoleContext, site: str, digest: bytes) -> tuple[str, Policy]:
+def _signed(context: CoordinatorConsoleContext, site: str, digest: bytes) -> tuple[str, Policy]:
     """A policy that a site signed: its text, and what it says. Its signature was verified before it was written down.
 
     Raises:
         PageError: it is not kept, or cannot be read.
     """
-    envelope = desk.store.envelope(digest) or b""
+    envelope = context.store.envelope(digest) or b""
     try:
         if hashlib.sha256(envelope).digest() != digest:
             raise ValueError(site)
@@ -127,18 +127,18 @@ def _signed(desk: CoordinatorConsoleContext, site: str, digest: bytes) -> tuple[
         raise PageError(409, f"The policy that {site} signed cannot be read here; the ledger names it.") from None
 
 
-def _history(desk: CoordinatorConsoleContext, site: str) -> list[Version]:
+def _history(context: CoordinatorConsoleContext, site: str) -> list[Version]:
     """The policies that a site has signed, the newest first, each with what it changed."""
-    desk.index.follow()
-    found = desk.index.find(Query(kinds=("enrolled", "amended"), site=site, most=MOST))
-    in_force = desk.store.state.policies[site]
+    context.index.follow()
+    found = context.index.find(Query(kinds=("enrolled", "amended"), site=site, most=MOST))
+    in_force = context.store.state.policies[site]
     out, before = list[Version](), None
     for seq in reversed(found.seqs):
-        record = desk.store.line(seq).record
+        record = context.store.line(seq).record
         entry = record.entry
         if not isinstance(entry, Enrolled | Amended) or entry.site != site:
             continue
-        text, policy = _signed(desk, site, entry.envelope)
+        text, policy = _signed(context, site, entry.envelope)
         made: tuple[Change, ...] = changes(before, policy) if before is not None else ()
         number = entry.number if isinstance(entry, Amended) else 0
         current = entry.envelope == in_force
@@ -147,10 +147,10 @@ def _history(desk: CoordinatorConsoleContext, site: str) -> list[Version]:
     return out[::-1]
 
 
-def _purses(desk: CoordinatorConsoleContext, site: str, both: Policy) -> list[AccountRow]:
+def _purses(context: CoordinatorConsoleContext, site: str, both: Policy) -> list[AccountRow]:
     """A site's accounts beside what the policies of today allow: the smaller of both binds."""
     out = []
-    with desk.store.exclusive() as state:
+    with context.store.exclusive() as state:
         for name, account in sorted(state.accounts.items()):
             if name.rpartition("/")[0] != site:
                 continue

@@ -41,16 +41,16 @@ class SheetImages:
     refused: str  # why there are none, in a sentence
 
 
-def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def add(pages: Router, context: CoordinatorConsoleContext) -> None:
     """The pages."""
-    goods, listed = ReleaseFiles(desk.shelf.root), Listed()
+    files, listed = ReleaseFiles(context.shelf.root), Listed()
     pages.menu("Releases", "/releases", READERS)
-    _listed(pages, desk, listed)
-    _one(pages, desk, goods, listed)
-    _files(pages, desk, goods, listed)
+    _listed(pages, context, listed)
+    _one(pages, context, files, listed)
+    _files(pages, context, files, listed)
 
 
-def _listed(pages: Router, desk: CoordinatorConsoleContext, listed: Listed) -> None:
+def _listed(pages: Router, context: CoordinatorConsoleContext, listed: Listed) -> None:
     """All of them, newest first."""
 
     @pages.get("/releases", READERS)
@@ -58,9 +58,9 @@ def _listed(pages: Router, desk: CoordinatorConsoleContext, listed: Listed) -> N
         asked: RequestContext, site: str = "", level: str = "", mechanism: str = "", text: str = "", page: int = 1
     ) -> Response:
         wanted = {"site": site, "level": level, "mechanism": mechanism, "text": text}
-        with desk.store.exclusive() as state:
+        with context.store.exclusive() as state:
             sheet = listed.sheet(state, wanted, page, PER_PAGE)
-            shown = [_facts(desk, state, entry) for entry in sheet.entries]
+            shown = [_facts(context, state, entry) for entry in sheet.entries]
         return asked.page(
             "releases.html",
             releases=shown,
@@ -70,29 +70,29 @@ def _listed(pages: Router, desk: CoordinatorConsoleContext, listed: Listed) -> N
             every=sheet.every,
             page=sheet.page,
             last=sheet.last,
-            models=_models(desk, listed) if sheet.page == 1 and not any(wanted.values()) else [],
+            models=_models(context, listed) if sheet.page == 1 and not any(wanted.values()) else [],
         )
 
 
-def _one(pages: Router, desk: CoordinatorConsoleContext, goods: ReleaseFiles, listed: Listed) -> None:
+def _one(pages: Router, context: CoordinatorConsoleContext, files: ReleaseFiles, listed: Listed) -> None:
     """One release, or a run's model."""
 
     @pages.get("/releases/{release}", READERS)
     def release(asked: RequestContext, release: str, sheet: int = 1) -> Response:
-        found = _find(desk, listed, release)
+        found = _find(context, listed, release)
         if isinstance(found, Model):
-            there = goods.there(release, found.facts.file)
+            there = files.there(release, found.facts.file)
             rows = [(part.site, part.rounds, part.level, part.epsilon or "none") for part in found.parts]
             return asked.page("model.html", model=found, facts=found.facts, there=there, rows=rows)
         facts = found
-        there = bool(facts.file) and not facts.run and goods.there(release, facts.file)
+        there = bool(facts.file) and not facts.run and files.there(release, facts.file)
         return asked.page(
             "release.html",
             facts=facts,
             there=there,
-            sheet=_sheet(goods, facts, sheet) if there and facts.pictures else None,
-            statement=_statement(desk, facts),
-            seq=_seq(desk, release),
+            sheet=_sheet(files, facts, sheet) if there and facts.pictures else None,
+            statement=_statement(context, facts),
+            seq=_seq(context, release),
             size=size_of(facts.size) if facts.size is not None else "not stated",
             approvals=[(role, f"{digest[:16]}…") for role, digest in facts.approvals],
             chart=bars([_bar(test) for test in facts.attacks], "What the attacks found, of 100 %")
@@ -102,28 +102,28 @@ def _one(pages: Router, desk: CoordinatorConsoleContext, goods: ReleaseFiles, li
 
     @pages.get("/releases/{release}/pictures/{index}", READERS)
     def picture(asked: RequestContext, release: str, index: int) -> Response:
-        facts = _find(desk, listed, release)
+        facts = _find(context, listed, release)
         if not isinstance(facts, Facts) or not facts.pictures or facts.run:
             raise PageError(404, _GONE)
         try:
-            return asked.png_response(goods.image(release, facts.file, bytes.fromhex(facts.artifact), index))
+            return asked.png_response(files.image(release, facts.file, bytes.fromhex(facts.artifact), index))
         except DigestMismatchError as refusal:
             raise PageError(404, f"{str(refusal).capitalize()}.") from None
 
 
-def _files(pages: Router, desk: CoordinatorConsoleContext, goods: ReleaseFiles, listed: Listed) -> None:
+def _files(pages: Router, context: CoordinatorConsoleContext, files: ReleaseFiles, listed: Listed) -> None:
     """What can be taken away."""
 
     @pages.get("/releases/{release}/artifact", READERS)
     def artifact(asked: RequestContext, release: str) -> Response:
-        found = _find(desk, listed, release)
+        found = _find(context, listed, release)
         facts = found.facts if isinstance(found, Model) else found
         if facts.run and not isinstance(found, Model):
             raise PageError(404, "A single update of a run is not kept: use the run's model.")
         try:
-            stream = goods.open(release, facts.file, bytes.fromhex(facts.artifact))
+            stream = files.open(release, facts.file, bytes.fromhex(facts.artifact))
         except DigestMismatchError as refusal:
-            desk.log.error("release_not_vouched", release=release)
+            context.log.error("release_not_vouched", release=release)
             raise PageError(404, f"{str(refusal).capitalize()}.") from None
         kept = asked.download(f"{release}-{facts.file}", b"", "application/octet-stream").headers
         headers = {"content-disposition": kept["content-disposition"]}
@@ -131,8 +131,8 @@ def _files(pages: Router, desk: CoordinatorConsoleContext, goods: ReleaseFiles, 
 
     @pages.get("/releases/{release}/statement", READERS)
     def statement(asked: RequestContext, release: str) -> Response:
-        facts = _find(desk, listed, release)
-        body = None if isinstance(facts, Model) else desk.store.envelope(bytes.fromhex(facts.statement))
+        facts = _find(context, listed, release)
+        body = None if isinstance(facts, Model) else context.store.envelope(bytes.fromhex(facts.statement))
         if body is None:
             raise PageError(404, _GONE)
         return asked.download(f"{release}-envelope.json", body, "application/json")
@@ -143,58 +143,58 @@ def _bar(test: Attack) -> Bar:
     return Bar(test.name, (Part(test.kind, test.value),), 100.0, f"{test.says}; {test.wanted}")
 
 
-def _find(desk: CoordinatorConsoleContext, listed: Listed, name: str) -> Facts | Model:
+def _find(context: CoordinatorConsoleContext, listed: Listed, name: str) -> Facts | Model:
     """A release, or a finished run's model, of that name.
 
     Raises:
         PageError: there is neither.
     """
-    with desk.store.exclusive() as state:
+    with context.store.exclusive() as state:
         entry = state.releases.get(name)
         if entry is not None:
-            return _facts(desk, state, entry)
-    found = _model_of(desk, listed, name) if ID.fullmatch(name) else None
+            return _facts(context, state, entry)
+    found = _model_of(context, listed, name) if ID.fullmatch(name) else None
     if found is None:
         raise PageError(404, _GONE)
     return found
 
 
-def _facts(desk: CoordinatorConsoleContext, state: State, entry: Admitted) -> Facts:
+def _facts(context: CoordinatorConsoleContext, state: State, entry: Admitted) -> Facts:
     """A release in words; its statement is the one whose digest is in the entry."""
     opened = state.accounts[state.grants[entry.grant].reserved.account].opened
     try:
-        said = release_in(desk.store.envelope(entry.envelope) or b"")
+        said = release_in(context.store.envelope(entry.envelope) or b"")
     except (ValueError, KeyError):
         said = None
     return facts_of(entry, opened, said)
 
 
-def _models(desk: CoordinatorConsoleContext, listed: Listed) -> list[Model]:
+def _models(context: CoordinatorConsoleContext, listed: Listed) -> list[Model]:
     """The models of finished runs, by name."""
-    jobs = [job for job, state in desk.runs.known() if state == "finished"]
-    return [model for job in jobs if (model := _model(desk, listed, job)) is not None]
+    jobs = [job for job, state in context.runs.known() if state == "finished"]
+    return [model for job in jobs if (model := _model(context, listed, job)) is not None]
 
 
-def _model_of(desk: CoordinatorConsoleContext, listed: Listed, run: str) -> Model | None:
+def _model_of(context: CoordinatorConsoleContext, listed: Listed, run: str) -> Model | None:
     """The model of the finished run of that name; None if there is none."""
-    jobs = [job for job, state in desk.runs.known() if job.run == run and state == "finished"]
-    return _model(desk, listed, jobs[0]) if jobs else None
+    jobs = [job for job, state in context.runs.known() if job.run == run and state == "finished"]
+    return _model(context, listed, jobs[0]) if jobs else None
 
 
-def _model(desk: CoordinatorConsoleContext, listed: Listed, job: Job) -> Model | None:
+def _model(context: CoordinatorConsoleContext, listed: Listed, job: Job) -> Model | None:
     """A finished run's model: the one of its last closed round, by the ledger's entry; None if there is none."""
-    lines = desk.store.answer(f"round-{job.run}-{job.rounds}")
+    lines = context.store.answer(f"round-{job.run}-{job.rounds}")
     entry = lines[0].record.entry if lines else None
     if not isinstance(entry, RoundClosed):
         return None
-    with desk.store.exclusive() as books:
-        return model_of(books, listed.of_run(books, job.run), entry.model, job.strategy)
+    with context.store.exclusive() as ledger:
+        return model_of(ledger, listed.of_run(ledger, job.run), entry.model, job.strategy)
 
 
-def _sheet(goods: ReleaseFiles, facts: Facts, page: int) -> SheetImages:
+def _sheet(files: ReleaseFiles, facts: Facts, page: int) -> SheetImages:
     """One page of a set's contact sheet, or why there is none."""
     try:
-        sheet = goods.sheet(facts.id, facts.file, bytes.fromhex(facts.artifact))
+        sheet = files.sheet(facts.id, facts.file, bytes.fromhex(facts.artifact))
     except DigestMismatchError as refusal:
         return SheetImages(0, (), 0, 1, 1, f"{str(refusal).capitalize()}.")
     pages = max(1, -(-len(sheet.places) // PER_SHEET))
@@ -203,19 +203,19 @@ def _sheet(goods: ReleaseFiles, facts: Facts, page: int) -> SheetImages:
     return SheetImages(first, sheet.places[first : first + PER_SHEET], sheet.total, page, pages, "")
 
 
-def _seq(desk: CoordinatorConsoleContext, release: str) -> int | None:
+def _seq(context: CoordinatorConsoleContext, release: str) -> int | None:
     """The number of the entry that admitted it; None while the index has not found it."""
-    desk.index.follow()
-    for seq in desk.index.find(Query(kinds=("admitted",), text=release, most=5)).seqs:
-        entry = desk.store.line(seq).record.entry
+    context.index.follow()
+    for seq in context.index.find(Query(kinds=("admitted",), text=release, most=5)).seqs:
+        entry = context.store.line(seq).record.entry
         if isinstance(entry, Admitted) and entry.release == release:
             return seq
     return None
 
 
-def _statement(desk: CoordinatorConsoleContext, facts: Facts) -> str:
+def _statement(context: CoordinatorConsoleContext, facts: Facts) -> str:
     """The sealed statement's content, indented for reading; "" when it cannot be read."""
-    body = desk.store.envelope(bytes.fromhex(facts.statement)) or b""
+    body = context.store.envelope(bytes.fromhex(facts.statement)) or b""
     try:
         payload: Any = json.loads(base64.b64decode(json.loads(body)["payload"]))
     except (ValueError, KeyError, TypeError):

@@ -25,30 +25,32 @@ PER_PAGE: Final = 50
 _LEGEND: Final = (("held", "would be held for the run"), ("left", "would stay"))
 
 
-def add(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def add(pages: Router, context: CoordinatorConsoleContext) -> None:
     """The pages."""
     pages.menu("Rounds", "/rounds", READERS)
-    _look(pages, desk)
-    _conduct(pages, desk)
-    _plan(pages, desk)
-    _launch(pages, desk)
+    _look(pages, context)
+    _conduct(pages, context)
+    _plan(pages, context)
+    _launch(pages, context)
 
 
-def _look(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def _look(pages: Router, context: CoordinatorConsoleContext) -> None:
     """All runs, and one of them."""
 
     @pages.get("/rounds", READERS)
     def rounds(asked: RequestContext, page: int = 1) -> Response:
-        known = sorted(desk.runs.known(), key=lambda one: (one[1] != "open", one[0].run))  # what goes on comes first
+        known = sorted(
+            context.runs.known(), key=lambda one: (one[1] != "open", one[0].run)
+        )  # what goes on comes first
         last = max(1, -(-len(known) // PER_PAGE))
         page = min(max(1, page), last)
-        boards = _boards(desk, known[(page - 1) * PER_PAGE : page * PER_PAGE])
+        boards = _boards(context, known[(page - 1) * PER_PAGE : page * PER_PAGE])
         return asked.page("rounds.html", boards=boards, page=page, last=last, total=len(known), drivers=DRIVERS)
 
     @pages.get("/rounds/{run}", READERS)
     def run(asked: RequestContext, run: str) -> Response:
-        job, state = _known(desk, run)
-        (board,) = _boards(desk, [(job, state)])
+        job, state = _known(context, run)
+        (board,) = _boards(context, [(job, state)])
         said = f"{board.closed} of {job.rounds} are closed"
         drawn = Bar("Rounds", (Part("spent", board.closed),), job.rounds, said)
         return asked.page(
@@ -57,139 +59,139 @@ def _look(pages: Router, desk: CoordinatorConsoleContext) -> None:
             chart=bars([drawn], "Progress"),
             config=_indented(job.config),
             strategy=_indented(job.strategy),
-            launched=_launched(desk, run),
+            launched=_launched(context, run),
             drivers=DRIVERS,
             sole=job_form.priced_as(),
         )
 
 
-def _conduct(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def _conduct(pages: Router, context: CoordinatorConsoleContext) -> None:
     """Stop and resume."""
 
     @pages.post("/rounds/{run}/stop", DRIVERS)
     def stop(asked: RequestContext, run: str) -> Response:
-        _known(desk, run)
-        state = desk.runs.stop(run)
-        desk.log.warning("run_stop", run=run, state=state)
+        _known(context, run)
+        state = context.runs.stop(run)
+        context.log.warning("run_stop", run=run, state=state)
         words = "It stops after the round in progress. Held budget stays held until it is resumed."
         return asked.go(f"/rounds/{run}", words if state == "stopping" else f"It is over already: {state}.")
 
     @pages.post("/rounds/{run}/resume", DRIVERS)
     def resume(asked: RequestContext, run: str) -> Response:
-        _job, state = _known(desk, run)
+        _job, state = _known(context, run)
         if state != "stopped":
             raise PageError(409, f"Only a run that was stopped is resumed; this one is {state}.")
-        desk.runs.resume(run)
-        desk.log.info("run_resume", run=run)
+        context.runs.resume(run)
+        context.log.info("run_resume", run=run)
         return asked.go(f"/rounds/{run}", "It continues where it stopped.")
 
 
-def _plan(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def _plan(pages: Router, context: CoordinatorConsoleContext) -> None:
     """What a run would cost."""
 
     @pages.get("/plan", DRIVERS)
     def plan(asked: RequestContext, mechanism: str = PLAIN, like: str = "") -> Response:
         if like:
-            return _form(asked, desk, job_form.from_job(_known(desk, like)[0]) | {"run": ""})
+            return _form(asked, context, job_form.from_job(_known(context, like)[0]) | {"run": ""})
         if mechanism not in KEYS:
             raise PageError(404, "There is no such method of federated training.")
-        return _form(asked, desk, job_form.blank(mechanism, _sites(desk)))
+        return _form(asked, context, job_form.blank(mechanism, _sites(context)))
 
     @pages.post("/plan/file", DRIVERS)
     def from_file(asked: RequestContext) -> Response:
         try:
             values = job_form.from_file(asked.uploads.get("job", b""))
         except JobFormError as fault:
-            return _form(asked, desk, job_form.blank(PLAIN, _sites(desk)), fault.problems)
-        return _form(asked, desk, values)
+            return _form(asked, context, job_form.blank(PLAIN, _sites(context)), fault.problems)
+        return _form(asked, context, values)
 
     @pages.post("/plan/change", DRIVERS)
     def change(asked: RequestContext) -> Response:
-        return _form(asked, desk, {name: asked.form[name] for name in asked.form if name != "csrf"})
+        return _form(asked, context, {name: asked.form[name] for name in asked.form if name != "csrf"})
 
     @pages.post("/plan", DRIVERS)
     def forecast(asked: RequestContext) -> Response:
         values = {name: asked.form[name] for name in asked.form if name != "csrf"}
         try:
-            job, costs, decision = _priced(desk, values)
+            job, costs, decision = _priced(context, values)
         except JobFormError as fault:
-            return _form(asked, desk, values, fault.problems)
+            return _form(asked, context, values, fault.problems)
         return _forecast(asked, job, costs, decision)
 
 
-def _launch(pages: Router, desk: CoordinatorConsoleContext) -> None:
+def _launch(pages: Router, context: CoordinatorConsoleContext) -> None:
     """Only what was seen is launched."""
 
     @pages.post("/plan/launch", DRIVERS)
     def launch(asked: RequestContext) -> Response:
         try:
             job = job_from(asked.form["job"])
-            if any(job.run == other.run for other, _ in desk.runs.known()):
+            if any(job.run == other.run for other, _ in context.runs.known()):
                 return asked.go(f"/rounds/{job.run}", "There is a run of that name already; nothing was launched.")
-            costs, decision = desk.runs.plan(job)
+            costs, decision = context.runs.plan(job)
             if job_form.forecast_digest(costs, decision) != asked.form["seen"]:
                 return _forecast(asked, job, costs, decision, "The forecast has changed since. Nothing was launched.")
-            desk.runs.launch(job)
+            context.runs.launch(job)
         except JobError as fault:
             raise PageError(409, f"It was not launched: {fault}.") from None
-        note = {"person": asked.person.name, "role": asked.person.role, "at": int(desk.now().timestamp())}
-        replace_file(desk.runs.root / job.run / "launched.json", json.dumps(note).encode())
-        desk.log.info("run_launch", run=job.run, sites=len(decision.sites))
+        note = {"person": asked.person.name, "role": asked.person.role, "at": int(context.now().timestamp())}
+        replace_file(context.runs.root / job.run / "launched.json", json.dumps(note).encode())
+        context.log.info("run_launch", run=job.run, sites=len(decision.sites))
         return asked.go(f"/rounds/{job.run}", "The run is launched.")
 
 
-def _priced(desk: CoordinatorConsoleContext, values: Mapping[str, str]) -> tuple[Job, list[SiteCost], Decision]:
+def _priced(context: CoordinatorConsoleContext, values: Mapping[str, str]) -> tuple[Job, list[SiteCost], Decision]:
     """The job that a form asks for, and what it would cost.
 
     Raises:
         JobFormError: all that is wrong.
     """
     job = job_form.job_of(values)
-    if any(job.run == other.run for other, _ in desk.runs.known()):
+    if any(job.run == other.run for other, _ in context.runs.known()):
         raise JobFormError(["run: that name is taken by another run"])
     try:
-        return job, *desk.runs.plan(job)
+        return job, *context.runs.plan(job)
     except JobError as fault:
         raise JobFormError([str(fault)]) from None
 
 
-def _known(desk: CoordinatorConsoleContext, run: str) -> tuple[Job, str]:
+def _known(context: CoordinatorConsoleContext, run: str) -> tuple[Job, str]:
     """A run and its state.
 
     Raises:
         PageError: there is none of that name.
     """
-    found = next(((job, state) for job, state in desk.runs.known() if job.run == run), None)
+    found = next(((job, state) for job, state in context.runs.known() if job.run == run), None)
     if found is None:
         raise PageError(404, "There is no run of that name.")
     return found
 
 
-def _sites(desk: CoordinatorConsoleContext) -> list[str]:
+def _sites(context: CoordinatorConsoleContext) -> list[str]:
     """The sites that can be asked."""
-    with desk.store.exclusive() as state:
+    with context.store.exclusive() as state:
         return sorted(site for site in state.sites if site not in state.revoked_sites)
 
 
-def _boards(desk: CoordinatorConsoleContext, known: Sequence[tuple[Job, str]]) -> list[RunStatus]:
+def _boards(context: CoordinatorConsoleContext, known: Sequence[tuple[Job, str]]) -> list[RunStatus]:
     """Runs as the ledger, and this process, know them."""
-    with desk.store.exclusive() as books:
-        said = books_of(books, [job for job, _ in known])
+    with context.store.exclusive() as ledger:
+        said = books_of(ledger, [job for job, _ in known])
     out = []
     for job, state in known:
-        events, over = _events(desk, job.run)
+        events, over = _events(context, job.run)
         out.append(board_of(job, state, said[job.run], events, stopping=not over))
     return out
 
 
-def _events(desk: CoordinatorConsoleContext, run: str) -> tuple[Sequence[Event], bool]:
+def _events(context: CoordinatorConsoleContext, run: str) -> tuple[Sequence[Event], bool]:
     """What this process has seen of a run so far, without waiting; and whether that is all there will be."""
-    return desk.runs.so_far(run)  # `watch` waits for more, and a page must not
+    return context.runs.so_far(run)  # `watch` waits for more, and a page must not
 
 
-def _launched(desk: CoordinatorConsoleContext, run: str) -> Mapping[str, Any]:
+def _launched(context: CoordinatorConsoleContext, run: str) -> Mapping[str, Any]:
     """Who launched it from this console, and when; empty for a run from the command line."""
-    path = desk.runs.root / run / "launched.json"
+    path = context.runs.root / run / "launched.json"
     if not ID.fullmatch(run) or not path.exists():
         return {}
     found = json.loads(path.read_bytes())
@@ -197,12 +199,12 @@ def _launched(desk: CoordinatorConsoleContext, run: str) -> Mapping[str, Any]:
 
 
 def _form(
-    asked: RequestContext, desk: CoordinatorConsoleContext, values: Mapping[str, str], problems: Sequence[str] = ()
+    asked: RequestContext, context: CoordinatorConsoleContext, values: Mapping[str, str], problems: Sequence[str] = ()
 ) -> Response:
     """The form, filled, with what is wrong with it."""
     if values.get("mechanism") not in KEYS:
         raise PageError(400, "There is no such method of federated training.")
-    known = _sites(desk)
+    known = _sites(context)
     strangers = sorted(k.removeprefix("site.") for k in values if k.startswith("site.") and k[5:] not in known)
     wrong = [*problems, *(f"sites: {site[:64]} is not enrolled" for site in strangers)]
     return (asked.again if wrong else asked.page)(

@@ -219,7 +219,7 @@ def _heard(events: Iterable[Event]) -> _Heard:
     return heard
 
 
-def board_of(job: Job, known: str, books: RunEntries, events: Sequence[Event], stopping: bool = False) -> RunStatus:
+def board_of(job: Job, known: str, entries: RunEntries, events: Sequence[Event], stopping: bool = False) -> RunStatus:
     """The board.
 
     Args:
@@ -233,20 +233,20 @@ def board_of(job: Job, known: str, books: RunEntries, events: Sequence[Event], s
     heard = _heard(events)
     state = _state(known, heard, stopping)
     word, kind = STATES[state]
-    numbers = sorted(books.counted.keys() | heard.asked.keys() | {n for n in heard.out if n}, reverse=True)
+    numbers = sorted(entries.counted.keys() | heard.asked.keys() | {n for n in heard.out if n}, reverse=True)
     rows = tuple(
         RoundRow(
             n,
-            n <= books.closed,
+            n <= entries.closed,
             heard.asked.get(n, ()),
-            books.counted.get(n, ()),
+            entries.counted.get(n, ()),
             tuple(Dropout(site, code, *explain_code(code)) for site, code in sorted(heard.out.get(n, {}).items())),
         )
         for n in numbers
     )
     code = heard.last.reason if heard.last is not None and state in ("failed", "stopped", "waiting") else ""
-    seats = tuple(_seat(site, job, books, heard, state) for site in job.sites)
-    return RunStatus(job, state, word, kind, books.closed, rows, seats, *explain_code(code))
+    seats = tuple(_seat(site, job, entries, heard, state) for site in job.sites)
+    return RunStatus(job, state, word, kind, entries.closed, rows, seats, *explain_code(code))
 
 
 def _state(known: str, heard: _Heard, stopping: bool) -> str:
@@ -260,13 +260,13 @@ def _state(known: str, heard: _Heard, stopping: bool) -> str:
     return {"": "queued", "waiting": "waiting"}.get(last, "running")
 
 
-def _seat(site: str, job: Job, books: RunEntries, heard: _Heard, state: str) -> SiteRound:
+def _seat(site: str, job: Job, entries: RunEntries, heard: _Heard, state: str) -> SiteRound:
     """One site: what it was granted, how often it counts, and what its last word was."""
-    rounds = sum(site in sites for sites in books.counted.values())
-    grant = books.grants.get(site)
+    rounds = sum(site in sites for sites in entries.counted.values())
+    grant = entries.grants.get(site)
     newest = max((n for n, sites in heard.out.items() if site in sites), default=-1)
     code = heard.out[newest][site] if newest >= 0 else ""
-    lasting = newest >= books.closed or grant is None  # else it came back, and later rounds count it
+    lasting = newest >= entries.closed or grant is None  # else it came back, and later rounds count it
     out = Dropout(site, code, *explain_code(code)) if code and lasting else None
     if grant is None:
         asked = bool(heard.out.get(0)) or bool(heard.granted) or state in ("finished", "failed")

@@ -221,8 +221,8 @@ class RunController:
             key = f"submit-{release.release}"
             if (release.run, release.round) != (self.job.run, number):
                 return "another_round"
-            goods = UpdateArtifact(artifact, self.job.parameters, self.job.secure)
-            verdict = intake.admit(site, key, envelope, release, goods)
+            signed = UpdateArtifact(artifact, self.job.parameters, self.job.secure)
+            verdict = intake.admit(site, key, envelope, release, signed)
         except RequestRejectedError as refusal:
             return refusal.finding.rule
         return None if verdict.admitted else verdict.findings[0].rule

@@ -83,7 +83,7 @@ class RunProcess:
         child_process.end(self._process)
 
     def conduct(
-        self, order: RunSpec, way: LoopbackEndpoint, desk: RunRequestHandler, stopping: threading.Event
+        self, order: RunSpec, way: LoopbackEndpoint, handler: RunRequestHandler, stopping: threading.Event
     ) -> None:
         """Let it conduct the run, make its calls to Flower, and answer its questions until it is over. Blocks.
 
@@ -102,18 +102,18 @@ class RunProcess:
                 if stopping.is_set() and not stopped:
                     stopped = now
                     self.pipe.send("stop")
-                if (stopped and now - stopped > _LEAVE_S) or now - heard > desk.patience:
+                if (stopped and now - stopped > _LEAVE_S) or now - heard > handler.patience:
                     raise RunFrameError("silent")
                 if self.pipe.ready(_POLL_S):
                     frame = self.pipe.receive()
-                    answer = desk.take(frame)
+                    answer = handler.take(frame)
                     if answer is None:
                         return
                     self.pipe.send(*answer)
                     heard = time.monotonic()
         except RunFrameError as fault:
             if stopping.is_set():
-                raise RoundFailedError(desk.index, "stopped", {}) from None
+                raise RoundFailedError(handler.index, "stopped", {}) from None
             raise RunLostError(f"the run's process is lost: {fault}") from None
         finally:
             calls.close()

@@ -116,9 +116,9 @@ class _Gate(RunController):
     """The run's own gate; a closed round is looked at, and the news go to who simulates."""
 
     def __init__(
-        self, books: _Books, job: Job, closed: Callable[[Model], None], told: Callable[[Progress], None]
+        self, ledger: _Books, job: Job, closed: Callable[[Model], None], told: Callable[[Progress], None]
     ) -> None:
-        super().__init__(cast(Any, books), job, EventStream())
+        super().__init__(cast(Any, ledger), job, EventStream())
         self.closed, self.told = closed, told
         self.folder.mkdir(parents=True)
 
@@ -220,9 +220,9 @@ class Simulation:
             for index in range(self.players.sites):
                 intake.enrol(answers.site(index).enrolment())
             price = self._price(intake)
-            books = _Books(self.folder / "runs", intake, open_log(self.folder / "simulation.log"))
+            ledger = _Books(self.folder / "runs", intake, open_log(self.folder / "simulation.log"))
             held_out = SyntheticCohort.make(Training.of(self.job), self.players.seed, _HELD_OUT, even=True)
-            gate = _Gate(books, self.job, lambda model: self._closed(model, held_out), self._progress)
+            gate = _Gate(ledger, self.job, lambda model: self._closed(model, held_out), self._progress)
             strategy = GatedStrategy(self._plan(), gate)
             app = ServerApp()
             app.main()(lambda grid, _context: self._conduct(grid, _context, strategy))

@@ -332,8 +332,8 @@ class Service(GatewayServicer):
         except UploadError as refusal:
             raise self._not_taken(site, request.key, refusal) from None
         look = functools.partial(self._look, call, staged, release)
-        goods = StagedArtifact(release.artifact_sha256, staged.stat().st_size, look)
-        verdict = intake.admit(site, request.key, request.envelope, release, goods)
+        staged_artifact = StagedArtifact(release.artifact_sha256, staged.stat().st_size, look)
+        verdict = intake.admit(site, request.key, request.envelope, release, staged_artifact)
         self.at.shelf.settle(staged, release, request.envelope, verdict)
         self.at.uploads.drop(site, release.artifact_sha256)
         return verdict

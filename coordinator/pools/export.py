@@ -99,25 +99,25 @@ def as_json(value: Any) -> Any:
     return [as_json(v) for v in value] if isinstance(value, tuple | list) else value
 
 
-def list_releases(home: CoordinatorDirectory, books: PoolLedger) -> list[ReleaseRow]:
+def list_releases(home: CoordinatorDirectory, ledger: PoolLedger) -> list[ReleaseRow]:
     """Every image set, volume set and model that the ledger admitted, or that stands on the shelf, by its name.
 
     Artifacts are not hashed here; an export does it.
     """
-    alone = {name for name, entry in books.state.releases.items() if not entry.run}
+    alone = {name for name, entry in ledger.state.releases.items() if not entry.run}
     there = {path.name for path in home.releases.glob("[!.]*") if path.is_dir()}
-    return [_row(home.releases / name, books) for name in sorted(alone | there)]
+    return [_row(home.releases / name, ledger) for name in sorted(alone | there)]
 
 
-def _row(folder: Path, books: PoolLedger) -> ReleaseRow:
+def _row(folder: Path, ledger: PoolLedger) -> ReleaseRow:
     name = folder.name
-    if name in books.models and (folder / "model.safetensors").exists():
-        mine = [a for a in books.state.releases.values() if a.run == name]
-        last = max((books.at.get(a.release, 0) for a in mine), default=0)
+    if name in ledger.models and (folder / "model.safetensors").exists():
+        mine = [a for a in ledger.state.releases.values() if a.run == name]
+        last = max((ledger.at.get(a.release, 0) for a in mine), default=0)
         level, sites = weakest(a.level for a in mine), ", ".join(sorted({a.site for a in mine}))
         return ReleaseRow(name, sites, mine[0].mechanism, level, "", {}, None, None, None, last, "model")
     try:
-        source = source_of(books, name, envelope_of(folder))
+        source = source_of(ledger, name, envelope_of(folder))
     except PoolRefusedError as refusal:
         return ReleaseRow(name, "", "", "", "", {}, None, None, None, 0, *_absent(folder, str(refusal)))
     holds, why = _holds(folder, source)
@@ -150,7 +150,7 @@ def envelope_of(folder: Path) -> bytes:
 
 
 def gather(
-    home: CoordinatorDirectory, books: PoolLedger, wanted: SelectionCriteria
+    home: CoordinatorDirectory, ledger: PoolLedger, wanted: SelectionCriteria
 ) -> tuple[list[AdmittedRelease], list[LeftOut]]:
     """The admitted sets that a pool shall hold, and what is left out.
 
@@ -159,18 +159,18 @@ def gather(
         it.
     """
     sources, left = [], []
-    for name in sorted({path.name for path in home.releases.glob("[!.]*") if path.is_dir()} - set(books.models)):
+    for name in sorted({path.name for path in home.releases.glob("[!.]*") if path.is_dir()} - set(ledger.models)):
         if name in wanted.without:
             left.append(LeftOut(name, "excluded", "left out by name"))
             continue
-        source = source_of(books, name, envelope_of(home.releases / name))
+        source = source_of(ledger, name, envelope_of(home.releases / name))
         holds, why = _holds(home.releases / name, source)
         if why:
             left.append(LeftOut(name, holds, why))
         else:
             sources.append(source)
     known = {s.release for s in sources} | {x.release for x in left}
-    lost = [n for n, entry in books.state.releases.items() if not entry.run and n not in known]
+    lost = [n for n, entry in ledger.state.releases.items() if not entry.run and n not in known]
     left += [LeftOut(n, "missing", "the ledger admitted it, but its file is missing") for n in sorted(lost)]
     kept, unwanted = select(sources, wanted)
     return kept, sorted([*left, *unwanted], key=lambda x: x.release)
@@ -187,7 +187,7 @@ class Options:
 
 def export_pool(
     home: CoordinatorDirectory,
-    books: PoolLedger,
+    ledger: PoolLedger,
     out: Path,
     wanted: SelectionCriteria,
     options: Options | None = None,
@@ -205,7 +205,7 @@ def export_pool(
     options = options or Options()
     if out.exists():  # before an hour of reading; looked at again when it is made
         raise PoolRefusedError(f"{out.name} exists already: name a new directory")
-    kept, left = gather(home, books, wanted)
+    kept, left = gather(home, ledger, wanted)
     if not kept:
         raise PoolRefusedError("no admitted release fits: " + (_reasons(left) or "the release store is empty"))
     _same("modality", {s.modality for s in kept}, wanted)

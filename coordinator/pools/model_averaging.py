@@ -77,7 +77,7 @@ class MergeReport:
 
 def average_runs(
     home: CoordinatorDirectory,
-    books: PoolLedger,
+    ledger: PoolLedger,
     out: Path,
     names: Sequence[str],
     weights: Sequence[float] | None = None,
@@ -97,7 +97,7 @@ def average_runs(
     paid: list[AdmittedRelease] = []
     ingredients = []
     for name in sorted(names):
-        sources, digest = _behind(home, books, name)
+        sources, digest = _behind(home, ledger, name)
         paid += sources
         level, sites = weakest(s.level for s in sources), tuple(sorted({s.site for s in sources}))
         measured = evidence(sources[0].reid_rate, sources[0].vetting_power) if level == "C" else ""
@@ -146,16 +146,16 @@ def shares_of(names: Sequence[str], weights: Sequence[float] | None) -> dict[str
     return shares
 
 
-def _behind(home: CoordinatorDirectory, books: PoolLedger, name: str) -> tuple[list[AdmittedRelease], str]:
+def _behind(home: CoordinatorDirectory, ledger: PoolLedger, name: str) -> tuple[list[AdmittedRelease], str]:
     """Everything that was released into a model, and the model's SHA-256 in the ledger."""
-    if name in books.models:
-        number, digest = books.models[name]
-        state = books.state
+    if name in ledger.models:
+        number, digest = ledger.models[name]
+        state = ledger.state
         mine = [a for a in state.releases.values() if a.run == name and (name, a.round, a.site) in state.aggregated]
         if not mine or number != state.rounds.get(name):
             raise PoolRefusedError(f"{name}: its rounds are not in order in the ledger")
-        return [update_of(books, entry) for entry in mine], digest.hex()
-    source = source_of(books, name, envelope_of(home.releases / name))
+        return [update_of(ledger, entry) for entry in mine], digest.hex()
+    source = source_of(ledger, name, envelope_of(home.releases / name))
     if source.artifact_type != "model":
         raise PoolRefusedError(f"{name}: it is not a model but of the type {source.artifact_type}: see `pool export`")
     if source.reader:

@@ -95,18 +95,18 @@ def books_of(records: Iterable[Record]) -> PoolLedger:
     return PoolLedger(state, at, models, keys)
 
 
-def source_of(books: PoolLedger, release: str, envelope: bytes) -> AdmittedRelease:
+def source_of(ledger: PoolLedger, release: str, envelope: bytes) -> AdmittedRelease:
     """A release as the ledger admitted it; ``envelope`` is stored next to its artifact.
 
     Raises:
         PoolRefusedError: not admitted, another envelope than the admitted one, or a level or unit without words here.
     """
-    entry = books.state.releases.get(release)
+    entry = ledger.state.releases.get(release)
     if entry is None:
         raise PoolRefusedError(f"{release}: the ledger did not admit it")
     if hashlib.sha256(envelope).digest() != entry.envelope:
         raise PoolRefusedError(f"{release}: the envelope is not the one that the ledger admitted; it was changed")
-    keys = {f"{entry.site} {i}": key for i, key in enumerate(books.keys[entry.site])}
+    keys = {f"{entry.site} {i}": key for i, key in enumerate(ledger.keys[entry.site])}
     try:
         said = parse(open_sealed(envelope, PAYLOAD_TYPE, keys).payload)
     except (EnvelopeError, StatementError, UnsupportedClaimError) as error:
@@ -115,26 +115,26 @@ def source_of(books: PoolLedger, release: str, envelope: bytes) -> AdmittedRelea
         raise PoolRefusedError(f"{release}: its statement is about something else")
     if said.artifact_sha256 != entry.artifact.hex():
         raise PoolRefusedError(f"{release}: its statement is about another artifact")
-    source = _priced(books, entry, said.modality, said.artifact_type)
+    source = _priced(ledger, entry, said.modality, said.artifact_type)
     return replace(source, reid_rate=said.reid_rate, vetting_power=said.vetting_power)
 
 
-def update_of(books: PoolLedger, entry: Admitted) -> AdmittedRelease:
+def update_of(ledger: PoolLedger, entry: Admitted) -> AdmittedRelease:
     """An update of a federated run, by its entry alone: it has left no file behind.
 
     Raises:
         PoolRefusedError: a level or unit that a pool cannot state.
     """
-    return _priced(books, entry, "", "update")
+    return _priced(ledger, entry, "", "update")
 
 
-def _priced(books: PoolLedger, entry: Admitted, modality: str, artifact_type: str) -> AdmittedRelease:
+def _priced(ledger: PoolLedger, entry: Admitted, modality: str, artifact_type: str) -> AdmittedRelease:
     if entry.level not in LEVELS:
         raise PoolRefusedError(f"{entry.release}: its level {entry.level!r} is not one of {', '.join(LEVELS)}")
     claim = claim_from(load_json(entry.claim))
     if not isinstance(claim, NoClaim) and claim.unit != UNIT:
         raise PoolRefusedError(f"{entry.release}: its claim is per {claim.unit}, which cannot be added to others")
-    opened = books.state.accounts[books.state.grants[entry.grant].reserved.account].opened
+    opened = ledger.state.accounts[ledger.state.grants[entry.grant].reserved.account].opened
     kind, delta, epsilon = "none", None, None
     if isinstance(claim, KAnonymous):
         kind = "k"
@@ -143,7 +143,7 @@ def _priced(books: PoolLedger, entry: Admitted, modality: str, artifact_type: st
         epsilon = epsilon_nano(claim, delta, opened.order) / NANO
     return AdmittedRelease(
         entry.release, entry.site, entry.mechanism, entry.level, modality, artifact_type, claim, entry.grant, kind,
-        entry.used, opened.order if kind == "rdp" else 0, delta, epsilon, books.at.get(entry.release, 0),
+        entry.used, opened.order if kind == "rdp" else 0, delta, epsilon, ledger.at.get(entry.release, 0),
         entry.artifact.hex(), entry.envelope.hex(), entry.reader,
     )  # fmt: skip
 

@@ -20,18 +20,18 @@ _WHOLE = (
 )
 
 
-def burn_down(books: ReportInputs) -> Document:
+def burn_down(inputs: ReportInputs) -> Document:
     """Each account's way from full to empty."""
-    count_of, accounts = len(books.state.sites), books.told.accounts
-    history = books.told.fold.history
+    count_of, accounts = len(inputs.state.sites), inputs.told.accounts
+    history = inputs.told.fold.history
     sections = [Section("How to read this", (Text(_WHOLE),))]
-    sections += [_account(books, account, history[account["account"]]) for account in accounts]
+    sections += [_account(inputs, account, history[account["account"]]) for account in accounts]
     if not accounts:
         sections.append(Section("Accounts", (Text("No hospital has a budget yet."),)))
     told = [{**a, "history": [_moment(*m) for m in history[a["account"]]]} for a in accounts]
     data = {**UNIT_OF, "accounts": told}
     summary = f"{count(len(accounts), 'account')} of {count(count_of, 'hospital')}."
-    return Document("burn-down", "How the privacy budgets were used", summary, tuple(sections), books.source, data)
+    return Document("burn-down", "How the privacy budgets were used", summary, tuple(sections), inputs.source, data)
 
 
 def _moment(at: int, spent: int, held: int, limit: int) -> dict[str, int]:
@@ -42,38 +42,38 @@ def _share(part: int, limit: int) -> float:
     return rounded_up(100 * part / limit, 1) if limit else 0.0
 
 
-def _account(books: ReportInputs, account: Mapping[str, Any], history: list[tuple[int, int, int, int]]) -> Section:
+def _account(inputs: ReportInputs, account: Mapping[str, Any], history: list[tuple[int, int, int, int]]) -> Section:
     spent, held, limit = account["spent"], account["held"], account["limit"]
     rdp = account["kind"] == "rdp"
-    rows = [("Budget", _stated(books, account))]
+    rows = [("Budget", _stated(inputs, account))]
     if rdp:
         left = max(0.0, rounded_down(100 - 100 * (spent + held) / limit, 1)) if limit else 0.0
-        rows.append(("Spent", f"{_share(spent, limit):g} %{_worth(books, account, spent)}"))
-        rows.append(("Held", f"{_share(held, limit):g} %{_worth(books, account, spent + held) if held else ''}"))
+        rows.append(("Spent", f"{_share(spent, limit):g} %{_worth(inputs, account, spent)}"))
+        rows.append(("Held", f"{_share(held, limit):g} %{_worth(inputs, account, spent + held) if held else ''}"))
         rows.append(("Left", f"{left:g} %"))
     else:
         rows += [("Spent", str(spent)), ("Held", str(held)), ("Left", str(limit - spent - held))]
     blocks: list[Block] = [Facts(tuple(rows))]
     if len(history) > 1:
-        history = [*history, (books.told.records[-1].at, *history[-1][1:])]  # drawn until the ledger's last entry
+        history = [*history, (inputs.told.records[-1].at, *history[-1][1:])]  # drawn until the ledger's last entry
         used = tuple((at, 100 * (s + h) / most if most else 0.0) for at, s, h, most in history)
         closed = tuple((at, 100 * s / most if most else 0.0) for at, s, _, most in history)
         top = max(100.0, *(value for _, value in used))
         lines = (Line("held or spent", used), Line("spent", closed))
         blocks.append(Curve(f"The budget of {account['account']} over time", "% of the limit", lines, top))
-    blocks.append(_uses(books, account))
+    blocks.append(_uses(inputs, account))
     kind = "differential privacy" if rdp else "releases without an epsilon"
     return Section(f"{account['site']}: {kind}", tuple(blocks))
 
 
-def _stated(books: ReportInputs, account: Mapping[str, Any]) -> str:
+def _stated(inputs: ReportInputs, account: Mapping[str, Any]) -> str:
     if account["kind"] != "rdp":
         return f"a patient may be in {count(account['limit'], 'release')} without an epsilon, ever"
     where = f"delta {format_rounded_up(account['delta'])} {per(UNIT_OF)}"
     return f"epsilon {epsilon_text(account['epsilon'])} at {where}; Rényi filter of order {account['order']}"
 
 
-def _worth(books: ReportInputs, account: Mapping[str, Any], amount: int) -> str:
+def _worth(inputs: ReportInputs, account: Mapping[str, Any], amount: int) -> str:
     if not amount:
         return ""
     epsilon = epsilon_of(amount, float(account["delta"]), account["order"])
@@ -81,11 +81,11 @@ def _worth(books: ReportInputs, account: Mapping[str, Any], amount: int) -> str:
     return f": epsilon {epsilon_text(epsilon)} at {where}, so far"
 
 
-def _uses(books: ReportInputs, account: Mapping[str, Any]) -> Table:
+def _uses(inputs: ReportInputs, account: Mapping[str, Any]) -> Table:
     """What the account paid for, grant by grant."""
     words = {"held": "held", "spent": "spent", "freed": "given back: nothing was read or released"}
     rows = []
-    for at, grant in books.told.grants.get(account["account"], ()):
+    for at, grant in inputs.told.grants.get(account["account"], ()):
         g = grant.reserved
         if account["kind"] == "rdp":
             price = f"{_share(g.amount, account['limit']):g} %"

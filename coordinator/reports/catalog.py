@@ -198,10 +198,10 @@ def make(
     if release and not ID.fullmatch(release):
         raise ReportError("that is not the name of a release or run")
     step("reading the ledger")
-    raw, books = snapshot(home, now)
-    step(f"making {name} of {books.source.size} entries")
+    raw, inputs = snapshot(home, now)
+    step(f"making {name} of {inputs.source.size} entries")
     stem = f"{name}-{release}" if release else name
-    return ReportFile(f"{stem}.{form}", _body(home, raw, books, (name, form, release)), _MEDIA[form])
+    return ReportFile(f"{stem}.{form}", _body(home, raw, inputs, (name, form, release)), _MEDIA[form])
 
 
 def overview_html(
@@ -223,47 +223,47 @@ def overview_html(
         LedgerUnsoundError, ReportError, KeyFileError: as for :func:`make`.
     """
     step("reading the ledger")
-    _, books = snapshot(home, now)
-    step(f"making the overview of {books.source.size} entries")
-    return as_html(overview(books, views(home.releases), measured)).encode()
+    _, inputs = snapshot(home, now)
+    step(f"making the overview of {inputs.source.size} entries")
+    return as_html(overview(inputs, views(home.releases), measured)).encode()
 
 
-def _body(home: CoordinatorDirectory, raw: bytes, books: ReportInputs, asked: tuple[str, str, str]) -> bytes:
+def _body(home: CoordinatorDirectory, raw: bytes, inputs: ReportInputs, asked: tuple[str, str, str]) -> bytes:
     name, form, release = asked
     if name == "bundle":
-        return bundle(raw, books)
+        return bundle(raw, inputs)
     if name == "registry":
-        return dp_registry.as_yaml(dp_registry.entries(books)).encode()
+        return dp_registry.as_yaml(dp_registry.entries(inputs)).encode()
     if name in _DOCUMENTS:
-        return _as(form, _DOCUMENTS[name](books), books)
-    item = books.item(release)
+        return _as(form, _DOCUMENTS[name](inputs), inputs)
+    item = inputs.item(release)
     if name == "certificate":
-        return certificate(books, item, form, home.ledger_key())
+        return certificate(inputs, item, form, home.ledger_key())
     if name == "registry-entry":
-        return dp_registry.as_yaml(dp_registry.entry(books, item)).encode()
+        return dp_registry.as_yaml(dp_registry.entry(inputs, item)).encode()
     if name == "croissant":
-        return croissant(home, books, item)
-    return _as(form, model_cards.card(books, release), books)
+        return croissant(home, inputs, item)
+    return _as(form, model_cards.card(inputs, release), inputs)
 
 
-def _as(form: str, document: Document, books: ReportInputs) -> bytes:
+def _as(form: str, document: Document, inputs: ReportInputs) -> bytes:
     if form == "pdf":
-        return as_pdf(document, books.made)
+        return as_pdf(document, inputs.made)
     text = {"html": as_html, "json": as_json, "md": as_markdown}[form](document)
     return text.encode()
 
 
-def certificate(books: ReportInputs, item: Item, form: str, key: Ed25519PrivateKey) -> bytes:
+def certificate(inputs: ReportInputs, item: Item, form: str, key: Ed25519PrivateKey) -> bytes:
     """A release's certificate, signed: a DSSE envelope, or a PDF with it inside, signed whole."""
-    signed = seal(certificates.certificate(books, item).encode(), PAYLOAD, key)
+    signed = seal(certificates.certificate(inputs, item).encode(), PAYLOAD, key)
     if form == "json":
         return signed + b"\n"
-    printed = as_pdf(certificates.as_document(books, item), books.made, (ATTACHED, signed))
+    printed = as_pdf(certificates.as_document(inputs, item), inputs.made, (ATTACHED, signed))
     printed = printed if printed.endswith(b"\n") else printed + b"\n"
     return printed + pdf_signature(key.sign(pae("application/pdf", printed)))
 
 
-def croissant(home: CoordinatorDirectory, books: ReportInputs, item: Item) -> bytes:
+def croissant(home: CoordinatorDirectory, inputs: ReportInputs, item: Item) -> bytes:
     """The metadata of a stored set for a data catalogue.
 
     Raises:
@@ -280,7 +280,7 @@ def croissant(home: CoordinatorDirectory, books: ReportInputs, item: Item) -> by
         raise ReportError(f"{item.name}: the ledger admitted it, but its file is missing") from None
     if digest != item.facts["artifact_sha256"]:
         raise ReportError(f"{item.name}: the stored file is not the one that the ledger admitted: it was changed")
-    p = books.particulars
+    p = inputs.particulars
     promised = f"{item.meaning} {item.claim}. {item.strength}."
     about = f"{item.method}, from patients of {item.sites}."
     try:
@@ -291,10 +291,10 @@ def croissant(home: CoordinatorDirectory, books: ReportInputs, item: Item) -> by
     return (json.dumps(found, indent=2, sort_keys=True) + "\n").encode()
 
 
-def bundle(raw: bytes, books: ReportInputs) -> bytes:
+def bundle(raw: bytes, inputs: ReportInputs) -> bytes:
     """A zip archive for an auditor: the ledger, the verifier as one file, how to use it, and the digests of both."""
-    files = {"ledger.export": raw, "lazaret-verify.pyz": archive(), "README.txt": _readme(books).encode()}
-    files["checkpoint.txt"] = books.export.checkpoint.encode()
+    files = {"ledger.export": raw, "lazaret-verify.pyz": archive(), "README.txt": _readme(inputs).encode()}
+    files["checkpoint.txt"] = inputs.export.checkpoint.encode()
     sums = "".join(f"{hashlib.sha256(body).hexdigest()}  {name}\n" for name, body in sorted(files.items()))
     files["SHA256SUMS"] = sums.encode()
     return zip_bytes(
@@ -302,8 +302,8 @@ def bundle(raw: bytes, books: ReportInputs) -> bytes:
     )
 
 
-def _readme(books: ReportInputs) -> str:
-    s = books.source
+def _readme(inputs: ReportInputs) -> str:
+    s = inputs.source
     return f"""\
 The ledger {s.origin}: {s.size} entries until {s.until} UTC, taken {s.made} UTC.
 

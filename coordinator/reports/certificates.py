@@ -16,19 +16,19 @@ from policies.audit.certificate_check import revoked_words, supporting_entries
 from policies.ledger.merkle import Tree, leaf_hash
 
 
-def certificate(books: ReportInputs, item: Item) -> Certificate:
+def certificate(inputs: ReportInputs, item: Item) -> Certificate:
     """What the ledger's key is to sign, under the checkpoint of the books."""
     tree = Tree()
-    for entry in books.export.entries:
+    for entry in inputs.export.entries:
         tree.append(leaf_hash(entry))
-    wanted = supporting_entries(item.name, books.told.about(item.name))
+    wanted = supporting_entries(item.name, inputs.told.about(item.name))
     shown = tuple(
-        ProvenEntry(seq, books.export.entries[seq], tuple(tree.inclusion_proof(seq, tree.size))) for seq, _ in wanted
+        ProvenEntry(seq, inputs.export.entries[seq], tuple(tree.inclusion_proof(seq, tree.size))) for seq, _ in wanted
     )
-    envelopes = tuple(books.behind(wanted))
-    export = books.export
+    envelopes = tuple(inputs.behind(wanted))
+    export = inputs.export
     return Certificate(
-        books.source.origin, export.public, export.checkpoint, shown, envelopes, item.facts, words(item)
+        inputs.source.origin, export.public, export.checkpoint, shown, envelopes, item.facts, words(item)
     )
 
 
@@ -55,7 +55,7 @@ def revocations(item: Item) -> tuple[Text, ...]:
     return tuple(Text(f"{text[0].upper()}{text[1:]}.", "warn") for text in told)
 
 
-def as_document(books: ReportInputs, item: Item) -> Document:
+def as_document(inputs: ReportInputs, item: Item) -> Document:
     """The certificate for people."""
     title, plain = level_words(item.level)
     what = "Model" if item.facts["kind"] == "model" else "Release"
@@ -79,12 +79,12 @@ def as_document(books: ReportInputs, item: Item) -> Document:
             ),
         ),
         Section("What it is about", _about(item)),
-        Section("How to check it", _how(books, item)),
+        Section("How to check it", _how(inputs, item)),
     )
     name = f"certificate-{item.name}"
     summary = f"{item.method}, from the patients of {item.sites}."
     return Document(
-        name, f"{what} certificate: {item.name}", summary, sections, books.source, {"facts": dict(item.facts)}
+        name, f"{what} certificate: {item.name}", summary, sections, inputs.source, {"facts": dict(item.facts)}
     )
 
 
@@ -129,7 +129,7 @@ def _epsilon(epsilon: Any) -> str:
     return f"{epsilon_text(epsilon['value'])} at delta {format_rounded_up(epsilon['delta'])}{together(epsilon)}"
 
 
-def _how(books: ReportInputs, item: Item) -> tuple[Block, ...]:
+def _how(inputs: ReportInputs, item: Item) -> tuple[Block, ...]:
     return (
         Text(
             "The file that you hold is signed whole by the ledger's key: lazaret-verify finds any change of it, "
@@ -138,7 +138,7 @@ def _how(books: ReportInputs, item: Item) -> tuple[Block, ...]:
         ),
         Facts(
             (
-                ("With the key", f"lazaret-verify FILE --key {books.source.key}"),
+                ("With the key", f"lazaret-verify FILE --key {inputs.source.key}"),
                 ("With the ledger", "add --from ledger.export: does the ledger hold all of it, and what came later?"),
                 ("And the artifact", "add --artifact with the file itself: is it the one that this is about?"),
             )

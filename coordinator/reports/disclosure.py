@@ -49,16 +49,16 @@ def compare_with_threshold(item: Item) -> str:
     return f"NOT met: {item.k} is less than {CELL}"
 
 
-def annex(books: ReportInputs) -> Document:
+def annex(inputs: ReportInputs) -> Document:
     """The annex, over every image set, volume set and model that was admitted."""
-    items = list(books.items())
+    items = list(inputs.items())
     crowds = [i for i in items if i.k is not None]
     short = [i for i in crowds if i.k is not None and i.k < CELL]
     summary = (
         f"{count(len(items), 'release')}, {len(crowds)} of them with cells of patients: "
         f"{len(crowds) - len(short)} with at least {CELL} patients in each, {len(short)} with fewer."
     )
-    p = books.particulars
+    p = inputs.particulars
     sections = (
         Section("What this annex says, and what it does not", (Text(_SCOPE, "warn"),)),
         Section(
@@ -98,7 +98,7 @@ def annex(books: ReportInputs) -> Document:
     )
     data = {"threshold": {"k": CELL, "compared": "k >= 11"}, "releases": [_plain(i) for i in items]}
     return Document(
-        "disclosure", "Annex to an anonymisation report: cell sizes and tests", summary, sections, books.source, data
+        "disclosure", "Annex to an anonymisation report: cell sizes and tests", summary, sections, inputs.source, data
     )
 
 

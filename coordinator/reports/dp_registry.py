@@ -34,19 +34,19 @@ _FIXED: Final = "The configuration is public, and fixed before an image is read.
 _POST: Final = "What is made from the noisy result without another look at patients is post-processing."
 
 
-def entries(books: ReportInputs) -> dict[str, Any]:
+def entries(inputs: ReportInputs) -> dict[str, Any]:
     """File name -> entry, for every release with an epsilon.
 
     Raises:
         ReportError: there is none.
     """
-    found = {f"{item.name}.yaml": entry(books, item) for item in books.items() if item.epsilon}
+    found = {f"{item.name}.yaml": entry(inputs, item) for item in inputs.items() if item.epsilon}
     if not found:
         raise ReportError("no release has an epsilon: the registry is about differential privacy alone")
     return found
 
 
-def entry(books: ReportInputs, item: Item) -> dict[str, Any]:
+def entry(inputs: ReportInputs, item: Item) -> dict[str, Any]:
     """One release as the registry describes it.
 
     Raises:
@@ -58,7 +58,7 @@ def entry(books: ReportInputs, item: Item) -> dict[str, Any]:
     return {
         "url_slug": item.name,
         "deployment": {
-            "basic": _basic(books, item),
+            "basic": _basic(inputs, item),
             "dp_variant": {
                 "variant_name": "Approximate DP",
                 "data_domain": f"medical images ({item.parts[0]['modality']}) of the patients of {item.sites}",
@@ -75,15 +75,15 @@ def entry(books: ReportInputs, item: Item) -> dict[str, Any]:
             },
             "administrative": {
                 "status": "Draft",
-                "registry_authors": [books.particulars.authors or _OPEN],
+                "registry_authors": [inputs.particulars.authors or _OPEN],
                 "tier": 3,
             },
         },
     }
 
 
-def _basic(books: ReportInputs, item: Item) -> dict[str, Any]:
-    p = books.particulars
+def _basic(inputs: ReportInputs, item: Item) -> dict[str, Any]:
+    p = inputs.particulars
     kind = item.facts["kind"] if item.facts["kind"] == "model" else str(item.parts[0]["artifact_type"])
     return {
         "name": item.name,

@@ -75,25 +75,25 @@ _FREE: Final = (
 )
 
 
-def processing(books: ReportInputs) -> Document:
+def processing(inputs: ReportInputs) -> Document:
     """Article 30 rows, and what Article 35(7) asks for, as far as the ledger knows it."""
-    items = list(books.items())
+    items = list(inputs.items())
     measures = (f"{_HEADS if any(i.remodelled for i in items) else _STAY} {_REVIEW}", *_MEASURES)
     summary = (
-        f"{count(len(books.state.sites), 'hospital')}, {count(len(items), 'release')}. Rows marked ☐ are the "
+        f"{count(len(inputs.state.sites), 'hospital')}, {count(len(items), 'release')}. Rows marked ☐ are the "
         "controller's: they are filled in from particulars.toml."
     )
     sections = (
-        Section("Record of processing activities: Article 30(1)", (_record(books, items),)),
+        Section("Record of processing activities: Article 30(1)", (_record(inputs, items),)),
         Section("Security of processing: Article 32(1)", (Points(measures),)),
-        Section("Systematic description: Article 35(7)(a)", (_description(books, items), _releases(items))),
+        Section("Systematic description: Article 35(7)(a)", (_description(inputs, items), _releases(items))),
         Section(
             "Necessity and proportionality: Article 35(7)(b)",
             (
                 Facts(
                     (
-                        ("Legal basis", books.particulars.legal_basis or OPEN),
-                        ("Necessity", books.particulars.necessity or OPEN),
+                        ("Legal basis", inputs.particulars.legal_basis or OPEN),
+                        ("Necessity", inputs.particulars.necessity or OPEN),
                         ("Data minimisation", _minimised(items)),
                     )
                 ),
@@ -104,16 +104,16 @@ def processing(books: ReportInputs) -> Document:
             "Measures and residual risk: Article 35(7)(d)",
             (
                 Text("The measures are those under Article 32(1) above."),
-                Facts((("Residual risk", books.particulars.residual_risk or OPEN),)),
+                Facts((("Residual risk", inputs.particulars.residual_risk or OPEN),)),
             ),
         ),
         Section(
             "Views of patients or their representatives: Article 35(9)",
-            (Facts((("Views of patients", books.particulars.consultation or OPEN),)),),
+            (Facts((("Views of patients", inputs.particulars.consultation or OPEN),)),),
         ),
     )
     data = {
-        "controller": books.particulars.controller or None,
+        "controller": inputs.particulars.controller or None,
         "measures": list(measures),
         "releases": [
             {"release": i.name, "sites": i.facts["sites"], "level": i.level, "promise": i.claim, "says": i.strength}
@@ -121,11 +121,11 @@ def processing(books: ReportInputs) -> Document:
         ],
     }
     title = "Record of processing, and annex to an impact assessment"
-    return Document("processing", title, summary, sections, books.source, data)
+    return Document("processing", title, summary, sections, inputs.source, data)
 
 
-def _record(books: ReportInputs, items: list[Item]) -> Table:
-    p = books.particulars
+def _record(inputs: ReportInputs, items: list[Item]) -> Table:
+    p = inputs.particulars
     modalities = sorted({part["modality"] for i in items for part in i.parts})
     sealed = sorted({part["reader"][:12] for i in items for part in i.parts if part["reader"]})
     readers = f"; encrypted to the readers with the keys {', '.join(sealed)}" if sealed else ""
@@ -169,12 +169,12 @@ def _minimised(items: list[Item]) -> str:
     return "; ".join(told) or "no set and no model was released yet"
 
 
-def _description(books: ReportInputs, items: list[Item]) -> Facts:
+def _description(inputs: ReportInputs, items: list[Item]) -> Facts:
     methods = Counter(i.facts["mechanism"] for i in items)
     said = [f"{MECHANISMS.get(name, name)}: {n}" for name, n in sorted(methods.items())]
     return Facts(
         (
-            ("Hospitals", ", ".join(sorted(books.state.sites)) or "none yet"),
+            ("Hospitals", ", ".join(sorted(inputs.state.sites)) or "none yet"),
             ("Methods", "; ".join(said) or "nothing was released"),
             ("Unit of privacy", f"one {UNIT_OF['unit']} at a hospital"),
             ("Who decides", "the hospital's own ledger and policy, then the coordinator's; the stricter wins"),

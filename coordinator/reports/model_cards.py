@@ -35,14 +35,14 @@ _OTHERS: Final = (
 )
 
 
-def card(books: ReportInputs, name: str) -> Document:
+def card(inputs: ReportInputs, name: str) -> Document:
     """The card of a release or run.
 
     Raises:
         ReportError: the ledger has admitted nothing of that name.
     """
-    item = books.item(name)
-    return _model_card(books, item) if is_model(item) else _datasheet(books, item)
+    item = inputs.item(name)
+    return _model_card(inputs, item) if is_model(item) else _datasheet(inputs, item)
 
 
 def is_model(item: Item) -> bool:
@@ -68,8 +68,8 @@ def _promise(item: Item) -> tuple[Block, ...]:
     return (Text(item.meaning, "claim"), *revocations(item), Facts(tuple(rows)))
 
 
-def _details(books: ReportInputs, item: Item) -> Facts:
-    p = books.particulars
+def _details(inputs: ReportInputs, item: Item) -> Facts:
+    p = inputs.particulars
     rows = [
         ("Name", item.name),
         ("Made by", item.sites),
@@ -101,8 +101,8 @@ def _parts(item: Item) -> Table:
     return Table(f"Training data, by hospital{bound(item)}", head, rows, frozenset({3, 4}), (18, 12, 9, 16, 12, 33))
 
 
-def _use(books: ReportInputs) -> tuple[Block, ...]:
-    p = books.particulars
+def _use(inputs: ReportInputs) -> tuple[Block, ...]:
+    p = inputs.particulars
     return (
         Facts((("Intended use", p.intended_use or p.purposes or OPEN), ("Intended users", p.recipients or OPEN))),
         Text("Not for:"),
@@ -110,11 +110,11 @@ def _use(books: ReportInputs) -> tuple[Block, ...]:
     )
 
 
-def _model_card(books: ReportInputs, item: Item) -> Document:
+def _model_card(inputs: ReportInputs, item: Item) -> Document:
     sections = (
-        Section("Model details", (_details(books, item),)),
+        Section("Model details", (_details(inputs, item),)),
         Section("What is promised to patients", _promise(item)),
-        Section("Intended use", _use(books)),
+        Section("Intended use", _use(inputs)),
         Section("Factors", (Text("The ledger holds no results by group, device or hospital: " + OPEN),)),
         Section(
             "Metrics and evaluation data",
@@ -124,24 +124,24 @@ def _model_card(books: ReportInputs, item: Item) -> Document:
         Section("Ethical considerations, caveats and recommendations", (_caveats(item),)),
     )
     summary = f"{item.method}, from the patients of {item.sites}."
-    return Document("model-card", f"Model card: {item.name}", summary, sections, books.source, _data(item))
+    return Document("model-card", f"Model card: {item.name}", summary, sections, inputs.source, _data(item))
 
 
-def _datasheet(books: ReportInputs, item: Item) -> Document:
+def _datasheet(inputs: ReportInputs, item: Item) -> Document:
     part = item.parts[0]
     tried = ", ".join(str(k) for k in part["k_tried"])
     made: list[Block] = [_parts(item)]
     if tried:
         made.append(Text(f"Group sizes that were tried on the patients before one was chosen: {tried}."))
     sections = (
-        Section("What it is", (_details(books, item),)),
+        Section("What it is", (_details(inputs, item),)),
         Section("What is promised to patients", _promise(item)),
         Section("How it was made", tuple(made)),
-        Section("Uses", _use(books)),
+        Section("Uses", _use(inputs)),
         Section("Caveats", (_caveats(item),)),
     )
     summary = f"{item.method}, from the patients of {item.sites}."
-    return Document("datasheet", f"Datasheet: {item.name}", summary, sections, books.source, _data(item))
+    return Document("datasheet", f"Datasheet: {item.name}", summary, sections, inputs.source, _data(item))
 
 
 def _data(item: Item) -> dict[str, Any]:

@@ -145,19 +145,19 @@ def views(shelf: Path) -> list[ReleaseView]:
     return out
 
 
-def _checked(books: ReportInputs) -> dict[str, Any]:
+def _checked(inputs: ReportInputs) -> dict[str, Any]:
     """The ledger as JSON, folded from entries that hash to the root that the checkpoint signs.
 
     Raises:
         UnsoundReportError: they hash to another root, are another number, or break the rules of a ledger.
     """
     tree = CompactRange()
-    for entry in books.export.entries:
+    for entry in inputs.export.entries:
         tree.append(leaf_hash(entry))
-    if (len(books.export.entries), tree.root().hex()) != (books.source.size, books.source.root):
+    if (len(inputs.export.entries), tree.root().hex()) != (inputs.source.size, inputs.source.root):
         raise UnsoundReportError("the ledger's entries do not lead to the root that its checkpoint signs")
     try:
-        return as_json(books.source.origin, books.records)
+        return as_json(inputs.source.origin, inputs.records)
     except ValueError as error:
         raise UnsoundReportError(f"the ledger's entries do not fold: {type(error).__name__}") from None
 
@@ -200,7 +200,7 @@ def _contents(view: ReleaseView) -> Iterator[Block]:
         yield Text(f"The first {len(shown)} of {total} images are shown.", "note")
 
 
-def _release(view: ReleaseView, ledger: _JsonMap, items: Mapping[str, Item], books: ReportInputs) -> Section:
+def _release(view: ReleaseView, ledger: _JsonMap, items: Mapping[str, Item], inputs: ReportInputs) -> Section:
     """A release whose certificate the ledger bears out, as its certificate says it; of any other only that."""
     proof = _in_ledger(view.certificate, ledger) if view.id == view.certificate.get("release") else ""
     item = items.get(view.id)
@@ -208,7 +208,7 @@ def _release(view: ReleaseView, ledger: _JsonMap, items: Mapping[str, Item], boo
         warning = Text("✕ the ledger does not say this; do not use it", "warn")
         return Section(f"Release {view.id}", (warning,))
     digests = ((name, f"sha256 {view.certificate[f'{name.lower()}_sha256']}") for name in ("Artifact", "Statement"))
-    blocks = (*as_document(books, item).sections[0].blocks, *_contents(view))
+    blocks = (*as_document(inputs, item).sections[0].blocks, *_contents(view))
     where = (("Ledger", f"✓ in the ledger: {proof}"), ("Method", item.method), ("Hospital", item.sites), *digests)
     return Section(f"Release {view.id}", (Facts(where), *blocks))
 
@@ -378,7 +378,7 @@ def _glance(head: Mapping[str, int]) -> Section:
     return Section("At a glance", (facts, Text(" ".join(said))))
 
 
-def overview(books: ReportInputs, releases: Sequence[ReleaseView], measured: Mapping[str, Any] | None) -> Document:
+def overview(inputs: ReportInputs, releases: Sequence[ReleaseView], measured: Mapping[str, Any] | None) -> Document:
     """The page of everything.
 
     Args:
@@ -390,15 +390,15 @@ def overview(books: ReportInputs, releases: Sequence[ReleaseView], measured: Map
         UnsoundReportError: the entries do not lead to the signed root, or do not fold.
         ReportError: the ledger holds a release that its own statement contradicts.
     """
-    ledger = _checked(books)
+    ledger = _checked(inputs)
     measured = measured if isinstance(measured, Mapping) else {}
     head = _headline(ledger)
-    items = {item.name: item for item in books.items()}
-    released = [_release(view, ledger, items, books) for view in releases]
+    items = {item.name: item for item in inputs.items()}
+    released = [_release(view, ledger, items, inputs) for view in releases]
     sections = (
         _glance(head),
-        *_under("Budgets", burn_down(books)),
-        *_under("Refusals", denied(books)),
+        *_under("Budgets", burn_down(inputs)),
+        *_under("Refusals", denied(inputs)),
         *(released or [Section("Releases", (Text("No release is stored.", "note"),))]),
         _accuracy(measured),
         _ingest(measured),
@@ -410,5 +410,5 @@ def overview(books: ReportInputs, releases: Sequence[ReleaseView], measured: Map
     title = str(measured.get("title") or "What left the hospitals, and what it cost")
     summary = f"{sentence}{count(head['sites'], 'hospital')}."
     return Document(
-        "overview", title, summary, sections, books.source, {"counts": head, "accounts": ledger["accounts"]}
+        "overview", title, summary, sections, inputs.source, {"counts": head, "accounts": ledger["accounts"]}
     )

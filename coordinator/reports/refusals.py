@@ -18,9 +18,9 @@ _WORDS = (
 )
 
 
-def denied(books: ReportInputs) -> Document:
+def denied(inputs: ReportInputs) -> Document:
     """Every refusal, with the reasons and what to do."""
-    entries = books.told.refused
+    entries = inputs.told.refused
     refused = [e for e in entries if e["stage"] != "expired"]
     given_up = [e for e in entries if e["stage"] == "expired"]
     by_rule = Counter(rule for e in refused for rule in e["findings"])
@@ -57,7 +57,7 @@ def denied(books: ReportInputs) -> Document:
     )
     summary = f"{count(len(refused), 'refusal')}, and {count(len(given_up), 'grant')} given up by hospitals."
     data = {"refused": [_plain(e) for e in refused], "given_up": [_plain(e) for e in given_up]}
-    return Document("denied", "What was refused, and why", summary, sections, books.source, data)
+    return Document("denied", "What was refused, and why", summary, sections, inputs.source, data)
 
 
 def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,16 +108,16 @@ _COLLECTION: Final = (
 )
 
 
-def checklist(books: ReportInputs) -> Document:
+def checklist(inputs: ReportInputs) -> Document:
     """The checklist, with this ledger's figures where they are asked for."""
-    items = list(books.items())
+    items = list(inputs.items())
     priced = [i for i in items if i.epsilon]
     sections = (
         Section(
             "What it covers", (Text(f"epsilon covers {len(priced)} of {count(len(items), 'release')}. {_COVERS}"),)
         ),
-        Section("Epsilon and delta", (_budgets(books), _releases(priced))),
-        Section("Unit of privacy", (_rows("What is protected", _unit(books)),)),
+        Section("Epsilon and delta", (_budgets(inputs), _releases(priced))),
+        Section("Unit of privacy", (_rows("What is protected", _unit(inputs)),)),
         Section("Definition and algorithms", (_rows("How it is done", _ALGORITHMS),)),
         Section("Utility and bias", (_rows("What it costs", _UTILITY),)),
         Section("Trust and security", (_rows("Who is trusted with what", _TRUST),)),
@@ -129,19 +129,19 @@ def checklist(books: ReportInputs) -> Document:
         "items": [_plain(i) for i in priced],
         "answers": [
             {"question": q, "answer": None if a == OPEN else a, "by": by}
-            for q, a, by in (*_unit(books), *_ALGORITHMS, *_UTILITY, *_TRUST, *_COLLECTION)
+            for q, a, by in (*_unit(inputs), *_ALGORITHMS, *_UTILITY, *_TRUST, *_COLLECTION)
         ],
     }
     title = "Evaluation of the differential-privacy guarantees (NIST SP 800-226)"
     summary = f"{count(len(priced), 'release')} with an epsilon, of {count(len(items), 'release')} in all."
-    return Document("sp-800-226", title, summary, sections, books.source, data)
+    return Document("sp-800-226", title, summary, sections, inputs.source, data)
 
 
 def _rows(caption: str, rows: tuple[tuple[str, str, str], ...]) -> Table:
     return Table(caption, ("Question", "Answer", "Where it is from"), rows, widths=(24, 50, 26))
 
 
-def _unit(books: ReportInputs) -> tuple[tuple[str, str, str], ...]:
+def _unit(inputs: ReportInputs) -> tuple[tuple[str, str, str], ...]:
     relation = RELATIONS.get(UNIT_OF["relation"], UNIT_OF["relation"])
     unit = UNIT_OF["unit"]
     return (
@@ -155,10 +155,10 @@ def _unit(books: ReportInputs) -> tuple[tuple[str, str, str], ...]:
     )
 
 
-def _budgets(books: ReportInputs) -> Table:
+def _budgets(inputs: ReportInputs) -> Table:
     rows = tuple(
         (a["site"], epsilon_text(a["epsilon"]), format_rounded_up(a["delta"]), str(a["order"]))
-        for a in books.told.accounts
+        for a in inputs.told.accounts
         if a["kind"] == "rdp"
     )
     relation = RELATIONS.get(UNIT_OF["relation"], UNIT_OF["relation"])

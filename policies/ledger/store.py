@@ -162,8 +162,8 @@ class Store:
         """
         self.origin, self._disk, self._key, self._clock = origin, disk, key, clock
         self._mac = _mac_key(key)
-        self._books = threading.RLock()  # a review and its entry
-        self._writing = threading.Lock()  # one commit at a time; taken before the books, never inside them
+        self._reviewing = threading.RLock()  # a review and its entry
+        self._writing = threading.Lock()  # one commit at a time; taken before a review, never inside one
         self._depth = 0
         self._stopped = False
         self._staged, self._flying = _Pending(), _Pending()
@@ -215,7 +215,7 @@ class Store:
 
     def head(self) -> SealedHead:
         """Size and root of what is durable, sealed."""
-        with self._books:
+        with self._reviewing:
             return _sealed(self.origin, self._durable, self._tree.root(self._durable), self._mac)
 
     def _head(self) -> SealedHead:
@@ -242,7 +242,7 @@ class Store:
         Raises:
             LedgerStoppedError: the disk failed, now or before; the process must end.
         """
-        self._books.acquire()
+        self._reviewing.acquire()
         self._depth += 1
         try:
             self._not_stopped()
@@ -250,7 +250,7 @@ class Store:
         finally:
             self._depth -= 1
             outermost, size = not self._depth, self.state.size
-            self._books.release()
+            self._reviewing.release()
             if outermost:
                 self._flush(size)
 
@@ -263,7 +263,7 @@ class Store:
             if self._durable >= size:
                 return
             try:
-                with self._books:  # the check too: others stage the next batch as soon as it is let go
+                with self._reviewing:  # the check too: others stage the next batch as soon as it is let go
                     self._flying, self._staged = self._staged, _Pending()
                     flying, head = self._flying, self._head()
                     if not self.state.size == head.size == self._durable + len(flying.bodies):
@@ -273,7 +273,7 @@ class Store:
             except BaseException:  # noqa: BLE001 - whatever it was, what the disk holds is unknown: stop
                 self._stopped = True
                 raise LedgerStoppedError("the ledger could not be written; restart to replay it") from None
-            with self._books:
+            with self._reviewing:
                 self._durable, self._flying = head.size, _Pending()
 
     def append(self, key: str, draft: AppendRequest) -> list[StoredRecord]:
@@ -331,7 +331,7 @@ class Store:
 
     def line(self, seq: int) -> StoredRecord:
         """One record by its place."""
-        with self._books:
+        with self._reviewing:
             at = seq - self._durable
             pending = [*self._flying.bodies, *self._staged.bodies] if at >= 0 else []
             body = pending[at] if 0 <= at < len(pending) else self._disk.body(seq)
@@ -341,7 +341,7 @@ class Store:
 
     def envelope(self, digest: bytes) -> bytes | None:
         """The sealed envelope with that SHA-256, or None."""
-        with self._books:
+        with self._reviewing:
             pending = self._staged.envelopes.get(digest) or self._flying.envelopes.get(digest)
         return pending or self._disk.envelope(digest)
 
@@ -380,7 +380,7 @@ class Store:
                 prove, because that is none, the whole tree, or more than there is.
             seq: the entry to show, with the proof that the head's tree holds it; -1 for none.
         """
-        with self._books:
+        with self._reviewing:
             self._not_stopped()
             size, at = self._durable, self.state.restored_at
             epoch = self.state.epoch if at < size else 1
@@ -397,7 +397,7 @@ class Store:
 
     def holds(self, head: Checkpoint) -> bool:
         """Is this a head of this ledger, of now or of earlier?"""
-        with self._books:
+        with self._reviewing:
             known = head.origin == self.origin and head.size <= self._tree.size
             return known and self._tree.root(head.size) == head.root
 

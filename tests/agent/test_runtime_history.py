@@ -33,18 +33,18 @@ COMPLIANCE, LOCAL = Person("dpo-1", "compliance"), Person("head-1", "hospital")
 def site(tmp_path: Path) -> Iterator[Site]:
     with Federation(tmp_path / "fed") as fed:
         made = fed.join("site-a")
-        with desk(made) as opened:
+        with runtime(made) as opened:
             spend(opened, made, "early")
         yield made
 
 
-def desk(site: Site) -> contextlib.AbstractContextManager[AgentRuntime]:
+def runtime(site: Site) -> contextlib.AbstractContextManager[AgentRuntime]:
     return open_runtime(site.home.root, lambda *_: None)
 
 
 def spend(opened: AgentRuntime, site: Site, name: str) -> None:
     said = site.hospital.reservation(name, SMALL, "federated", f"run-{name}")
-    assert opened.site.books.reserve(f"reserve-{name}", said, opened.site.seal(said)).admitted
+    assert opened.site.ledger.reserve(f"reserve-{name}", said, opened.site.seal(said)).admitted
 
 
 def typed(home: SiteDirectory, entries: int) -> int:
@@ -64,19 +64,19 @@ def notes(home: SiteDirectory) -> contextlib.closing[SiteDatabase]:
 
 
 def test_a_ledger_that_was_deleted_and_typed_full_again_opens_no_desk_however_long_it_is(site: Site) -> None:
-    with desk(site) as opened:
-        size = opened.site.books.store.state.size
+    with runtime(site) as opened:
+        size = opened.site.ledger.store.state.size
     for name in FILES:
         (site.home.root / name).unlink(missing_ok=True)
     assert typed(site.home, size + 3) > size
-    with pytest.raises(SiteConfigError, match="another one than this vault knows"), desk(site):
+    with pytest.raises(SiteConfigError, match="another one than this vault knows"), runtime(site):
         pass
 
 
 def test_in_place_of_a_ledger_that_is_gone_no_other_one_is_begun(site: Site) -> None:
     for name in FILES:
         (site.home.root / name).unlink(missing_ok=True)
-    with pytest.raises(SiteConfigError, match="older than this vault, or missing"), desk(site):
+    with pytest.raises(SiteConfigError, match="older than this vault, or missing"), runtime(site):
         pass
     with Store(open_sqlite(site.home.root / "ledger.db"), origin("site-a"), site.home.sign_key(), lambda: 0) as store:
         assert store.state.size == 0, "nothing was written before it was looked at"
@@ -85,13 +85,13 @@ def test_in_place_of_a_ledger_that_is_gone_no_other_one_is_begun(site: Site) -> 
 def test_an_older_copy_beside_its_newer_mark_opens_nothing_and_doctor_says_so(site: Site, tmp_path: Path) -> None:
     """Also where the vault is as old as the copy, and knows no better."""
     shutil.copytree(site.home.root, tmp_path / "copy")
-    with desk(site) as opened:
+    with runtime(site) as opened:
         spend(opened, site, "late")
     for name in (*FILES[:3], *VAULT):
         (site.home.root / name).unlink(missing_ok=True)
         if (tmp_path / "copy" / name).exists():
             shutil.copy(tmp_path / "copy" / name, site.home.root / name)
-    with pytest.raises(LedgerTurnedBackError, match="`restore`"), desk(site):
+    with pytest.raises(LedgerTurnedBackError, match="`restore`"), runtime(site):
         pass
     found = [
         f
@@ -108,22 +108,22 @@ def test_an_older_copy_beside_its_newer_mark_opens_nothing_and_doctor_says_so(si
 def test_an_older_copy_that_went_another_way_since_opens_no_desk(site: Site, tmp_path: Path) -> None:
     """What was written at the first desk's end is noted, too: the copy is of before that."""
     shutil.copytree(site.home.root, tmp_path / "copy")
-    with desk(site) as opened:
+    with runtime(site) as opened:
         spend(opened, site, "late")
-        size = opened.site.books.store.state.size
+        size = opened.site.ledger.store.state.size
     for name in FILES:
         (site.home.root / name).unlink(missing_ok=True)
         if (tmp_path / "copy" / name).exists():
             shutil.copy(tmp_path / "copy" / name, site.home.root / name)
     assert typed(site.home, 5) > size
-    with pytest.raises(SiteConfigError, match="another one"), desk(site):
+    with pytest.raises(SiteConfigError, match="another one"), runtime(site):
         pass
 
 
 def test_the_same_ledger_grown_longer_without_a_desk_opens(site: Site) -> None:
     size = typed(site.home, 4)
-    with desk(site) as opened:
-        assert opened.site.books.store.state.size == size
+    with runtime(site) as opened:
+        assert opened.site.ledger.store.state.size == size
         assert opened.vault.note("ledger_head")[0] == size
 
 
@@ -131,13 +131,13 @@ def test_a_vault_of_before_that_knows_the_length_alone_learns_the_root_when_it_i
     with notes(site.home) as kept:
         known = kept.note("ledger")
         kept.write_note("ledger_head", None)
-    with desk(site) as opened:
+    with runtime(site) as opened:
         size, root = opened.vault.note("ledger_head")
         assert (size, len(root)) == (known, 64)
     for name in FILES:
         (site.home.root / name).unlink(missing_ok=True)
     typed(site.home, 20)
-    with pytest.raises(SiteConfigError, match="another one"), desk(site):
+    with pytest.raises(SiteConfigError, match="another one"), runtime(site):
         pass
 
 
@@ -145,7 +145,7 @@ def test_a_vault_of_before_still_refuses_a_shorter_ledger(site: Site) -> None:
     with notes(site.home) as kept:
         kept.write_note("ledger_head", None)
         kept.write_note("ledger", kept.note("ledger") + 1)
-    with pytest.raises(SiteConfigError, match="older than this vault"), desk(site):
+    with pytest.raises(SiteConfigError, match="older than this vault"), runtime(site):
         pass
 
 
@@ -160,7 +160,7 @@ def test_a_vault_that_was_lost_or_emptied_opens_no_desk_beside_a_ledger_with_gra
     if how == "empty":
         (site.home.root / "vault.db").touch(mode=0o600)
     for _ in range(2):  # the attempt makes an empty one, which is no better
-        with pytest.raises(SiteConfigError, match=r"lost or emptied.*`restore`"), desk(site):
+        with pytest.raises(SiteConfigError, match=r"lost or emptied.*`restore`"), runtime(site):
             pass
 
 
@@ -168,11 +168,11 @@ def test_a_desk_that_dies_after_its_first_grant_opens_again(tmp_path: Path) -> N
     """The vault is told of the ledger before the first grant."""
     with Federation(tmp_path / "fed") as fed:
         made = fed.join("site-a")
-        with desk(made) as opened:
+        with runtime(made) as opened:
             spend(opened, made, "early")
             shutil.copytree(made.home.root, tmp_path / "killed")
         with open_runtime(tmp_path / "killed", lambda *_: None) as opened:
-            assert "early" in opened.site.books.store.state.grants
+            assert "early" in opened.site.ledger.store.state.grants
 
 
 def test_what_is_typed_or_clicked_without_the_vault_begins_no_other_ledger(

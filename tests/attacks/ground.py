@@ -142,7 +142,7 @@ class Ground:
             spends: the grant that a refused release spends by the law, since what it covered was made from patients.
         """
         state, found = self.federation.store.state, self.federation.findings()
-        before, money = self._books(), self._money()
+        before, money = self._ledger(), self._money()
         if spends:
             reserved = state.grants[spends].reserved
             held, spent = money[reserved.account]
@@ -150,7 +150,7 @@ class Ground:
         yield
         written = ["+".join(entry) for entry in self.federation.findings()[len(found) :]]
         assert written == list(rules), written
-        assert self._books() == before
+        assert self._ledger() == before
         assert self._money() == money
         if spends:
             assert self.federation.store.state.grants[spends].state == "spent"
@@ -158,7 +158,7 @@ class Ground:
     def _money(self) -> dict[str, tuple[int, int]]:
         return {name: (a.held, a.spent) for name, a in self.federation.store.state.accounts.items()}
 
-    def _books(self) -> tuple[Any, ...]:
+    def _ledger(self) -> tuple[Any, ...]:
         state = self.federation.store.state
         limits = {name: a.limit for name, a in state.accounts.items()}
         return limits, dict(state.releases), set(state.grants), set(state.sites), dict(state.policies), self.shelved()

@@ -230,7 +230,7 @@ def test_a_certificate_of_before_a_new_enrolment_is_turned_away(ground: Ground, 
     with ground.refused("bad_envelope"):  # and the key of before signs nothing any more
         word = again.hospital.reservation("grant-1")
         site.home = type(site.home)(site.home.root.with_name("before"))
-        assert not again.door().reserve("k", site.seal(word)).admitted
+        assert not again.gateway().reserve("k", site.seal(word)).admitted
 
 
 def methods(*roles: str) -> list[str]:

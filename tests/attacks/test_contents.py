@@ -55,7 +55,7 @@ def findings(ground: Ground, site: Site, artifact: bytes) -> list[Finding]:
     grant = f"grant-{site.hospital.name}"
     site.reserved(grant)
     with ground.refused("artifact_malformed", spends=grant):
-        verdict = site.door().submit("k", site.seal(site.release(grant, artifact)), artifact)
+        verdict = site.gateway().submit("k", site.seal(site.release(grant, artifact)), artifact)
     assert not list(ground.federation.uploads.root.glob("*/*/*"))
     return list(verdict.findings)
 
@@ -64,7 +64,7 @@ def test_the_set_that_the_attacks_bend_is_admitted_unbent(ground: Ground, site: 
     site.reserved(grant)
     release = site.release(grant, GOOD)
     ground.honest.add(release.release)
-    assert site.door().submit("k", site.seal(release), GOOD).admitted
+    assert site.gateway().submit("k", site.seal(release), GOOD).admitted
 
 
 NAMES = ("../../canary", "/tmp/canary", "a/../../canary.png", "..\\canary.png", "00000.png/x", "sub/00000.png")
@@ -195,7 +195,7 @@ def test_an_update_with_anything_but_finite_numbers_in_the_one_form_is_refused(
     site.reserved(grant, DP, "federated", "run-1")
     with ground.refused("artifact_malformed"):
         release = site.update(grant, artifact, 15, run="run-1", round=1)
-        verdict = site.door().submit("k", site.seal(release), artifact)
+        verdict = site.gateway().submit("k", site.seal(release), artifact)
     said = verdict.findings[0].detail
     assert not any(word in said for word in ("MRN", "4711", "covert", "flat2")), "a refusal quotes nothing"
 
@@ -204,7 +204,7 @@ def test_the_update_that_the_attacks_bend_is_admitted_unbent(ground: Ground, sit
     site.reserved(grant, DP, "federated", "run-1")
     release = site.update(grant, HONEST, 15, run="run-1", round=1)
     assert weights({"flat": _FLAT}, _BODY) == HONEST
-    assert site.door().submit("k", site.seal(release), HONEST).admitted
+    assert site.gateway().submit("k", site.seal(release), HONEST).admitted
     ground.updates.add(release.release)
 
 
@@ -253,7 +253,7 @@ def test_an_artifact_of_a_type_that_the_mechanism_does_not_make_is_refused(
     for number, kind in enumerate(("model", "update", "volume-set", "masked-update", "pickle")):
         before = len(ground.federation.findings())
         release = site.release(grant, GOOD, artifact_type=kind)
-        assert not site.door().submit(f"k{number}", site.seal(release), GOOD).admitted
+        assert not site.gateway().submit(f"k{number}", site.seal(release), GOOD).admitted
         assert "artifact_type" in ground.federation.findings()[before], kind
 
 
@@ -298,7 +298,7 @@ def test_what_is_declared_as_sealed_to_a_reader_and_is_not_is_refused(
     site.reserved(grant)
     with closed.refused("not_sealed", spends=grant):
         release = site.release(grant, artifact, reader=fingerprint(READER))
-        verdict = site.door().submit("k", site.seal(release), artifact)
+        verdict = site.gateway().submit("k", site.seal(release), artifact)
     assert [found.rule for found in verdict.findings] == ["not_sealed"]
     assert "4711" not in str(verdict.findings)
 
@@ -308,4 +308,4 @@ def test_what_is_sealed_to_the_reader_is_admitted(closed: Ground, tmp_path: Path
     site.reserved(f"grant-{site.hospital.name}")
     release = site.release(f"grant-{site.hospital.name}", artifact, reader=fingerprint(READER))
     closed.honest.add(release.release)
-    assert site.door().submit("k", site.seal(release), artifact).admitted
+    assert site.gateway().submit("k", site.seal(release), artifact).admitted

@@ -55,7 +55,7 @@ def working(site: Site) -> Iterator[AgentRuntime]:
         yield opened
 
 
-def participant(desk: AgentRuntime, monkeypatch: pytest.MonkeyPatch) -> tuple[Participant, list[str]]:
+def participant(runtime: AgentRuntime, monkeypatch: pytest.MonkeyPatch) -> tuple[Participant, list[str]]:
     """The agent's part in a run, and what of its images was asked for."""
     read: list[str] = []
 
@@ -63,8 +63,8 @@ def participant(desk: AgentRuntime, monkeypatch: pytest.MonkeyPatch) -> tuple[Pa
         read.append(modality)
         raise AssertionError("an image would have been read")
 
-    monkeypatch.setattr(type(desk.vault), "cohort", cohort)
-    return Participant(desk.site, "OT", _no_entropy), read  # type: ignore[arg-type]
+    monkeypatch.setattr(type(runtime.vault), "cohort", cohort)
+    return Participant(runtime.site, "OT", _no_entropy), read  # type: ignore[arg-type]
 
 
 def _no_entropy(_count: int) -> bytes:
@@ -98,19 +98,19 @@ def test_a_ledger_that_was_rewound_or_forked_is_refused_for_good_and_nothing_is_
 ) -> None:
     backup_file(ground.federation.home.ledger, tmp_path / "copy.db")
     grow(site, "seen")
-    with working(site) as desk:
-        sync_with_coordinator(desk)
+    with working(site) as runtime:
+        sync_with_coordinator(runtime)
         bring_back(site, tmp_path / "copy.db")
         for i in range(3 if how == "forked" else 0):
             grow(site, f"another-past-{i}")
-    with working(site) as desk:
-        part, read = participant(desk, monkeypatch)
+    with working(site) as runtime:
+        part, read = participant(runtime, monkeypatch)
         part.join("run-2", MECHANISM)
         for _ in range(2):
             with pytest.raises(LedgerForkError):
                 part.train("run-2", 1, start())
         with pytest.raises(LedgerForkError):
-            desk.door.reserve("reserve-x", site.seal(site.hospital.reservation("x")))
+            runtime.gateway.reserve("reserve-x", site.seal(site.hospital.reservation("x")))
         assert read == []
     kept = {path.name.split("-")[0] for path in (site.home.root / "watch").iterdir()}
     assert "fork" in kept, "both signed heads are kept as the proof"
@@ -119,9 +119,9 @@ def test_a_ledger_that_was_rewound_or_forked_is_refused_for_good_and_nothing_is_
 def test_a_run_that_the_coordinators_ledger_never_granted_is_not_trained_for(
     ground: Ground, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with working(site) as desk:
-        sync_with_coordinator(desk)
-        part, read = participant(desk, monkeypatch)
+    with working(site) as runtime:
+        sync_with_coordinator(runtime)
+        part, read = participant(runtime, monkeypatch)
         part.join("run-1", MECHANISM)
         with ground.refused(), pytest.raises(ReviewRejectedError) as caught:
             part.train("run-1", 1, start())
@@ -138,9 +138,9 @@ def test_a_yes_without_an_entry_or_with_another_sites_entry_trains_nothing(
         envelope = Participant(theirs.site, "OT", _no_entropy).join("run-1", MECHANISM)  # type: ignore[arg-type]
     assert ground.federation.intake.reserve_run("run-1", {"site-b": envelope}, 1)["site-b"].admitted
     seq = ground.federation.store.state.size - 1
-    with working(site) as desk:
-        sync_with_coordinator(desk)
-        part, read = participant(desk, monkeypatch)
+    with working(site) as runtime:
+        sync_with_coordinator(runtime)
+        part, read = participant(runtime, monkeypatch)
         part.join("run-1", MECHANISM)
         for shown in (-1, 0, seq):
             monkeypatch.setattr(AdmissionService, "outcome", lambda *_, shown=shown: (Verdict(()), shown))
@@ -155,9 +155,9 @@ def test_a_coordinator_grants_nothing_beyond_the_sites_own_policy(
     """The coordinator would say yes; the site's ledger is the hard gate, and says no before anything is sent."""
     poor = ground.federation.join("site-p", policy(epsilon="0.5"))
     monkeypatch.setattr(AdmissionService, "reserve", lambda *_: Verdict(()))
-    with working(poor) as desk:
-        sync_with_coordinator(desk)
-        part, read = participant(desk, monkeypatch)
+    with working(poor) as runtime:
+        sync_with_coordinator(runtime)
+        part, read = participant(runtime, monkeypatch)
         before = len(ground.federation.recorder.messages)
         with pytest.raises(ReviewRejectedError) as caught:
             part.join("run-1", MECHANISM)
@@ -173,9 +173,9 @@ def test_a_coordinator_grants_nothing_beyond_the_sites_own_policy(
 def test_rounds_of_another_run_beyond_the_grant_or_under_another_configuration_are_refused(
     ground: Ground, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with working(site) as desk:
-        sync_with_coordinator(desk)
-        part, read = participant(desk, monkeypatch)
+    with working(site) as runtime:
+        sync_with_coordinator(runtime)
+        part, read = participant(runtime, monkeypatch)
         envelope = part.join("run-1", MECHANISM)
         assert ground.federation.intake.reserve_run("run-1", {"site-a": envelope}, 1)["site-a"].admitted
         for run, number in (("run-2", 1), ("run-1", 0), ("run-1", -1)):

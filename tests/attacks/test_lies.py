@@ -80,7 +80,7 @@ def test_a_lie_about_a_set_is_refused_by_its_own_rule(ground: Ground, site: Site
     changes, rule = LIES[lie]
     grant, before = granted(site), len(ground.federation.findings())
     release = site.release(grant, SET, **changes)
-    verdict = site.door().submit("k", site.seal(release), SET)
+    verdict = site.gateway().submit("k", site.seal(release), SET)
     assert not verdict.admitted
     assert rule in [finding.rule for finding in verdict.findings]
     (written,) = ground.federation.findings()[before:]
@@ -115,7 +115,7 @@ def test_a_lie_about_an_update_is_refused_by_its_own_rule(ground: Ground, site: 
         true = site.update(grant, UPDATE, 15, run="run-1", round=1).epsilon_nano
         assert true is not None
         release = replace(release, epsilon_nano=true - 1 if changes["epsilon_nano"] == -1 else true // 2)
-    verdict = site.door().submit("k", site.seal(release), UPDATE)
+    verdict = site.gateway().submit("k", site.seal(release), UPDATE)
     assert rule in [finding.rule for finding in verdict.findings]
     (written,) = ground.federation.findings()[before:]
     assert rule in written
@@ -126,7 +126,7 @@ def test_a_lie_about_an_update_is_refused_by_its_own_rule(ground: Ground, site: 
 def test_rounds_beyond_the_grant_and_rounds_told_twice_are_refused(ground: Ground, site: Site) -> None:
     grant = granted_run(site)
     first = site.update(grant, UPDATE, 30, run="run-1", round=1)
-    assert site.door().submit("k1", site.seal(first), UPDATE).admitted
+    assert site.gateway().submit("k1", site.seal(first), UPDATE).admitted
     ground.updates.add(first.release)
     for key, (steps, number, rule) in {
         "again": (30, 2, "round_repeated"),
@@ -136,7 +136,7 @@ def test_rounds_beyond_the_grant_and_rounds_told_twice_are_refused(ground: Groun
     }.items():
         release = site.update(grant, vector(number), steps, run="run-1", round=number)
         before = len(ground.federation.findings())
-        assert not site.door().submit(key, site.seal(release), vector(number)).admitted
+        assert not site.gateway().submit(key, site.seal(release), vector(number)).admitted
         assert rule in ground.federation.findings()[before], key
 
 
@@ -145,16 +145,16 @@ def test_a_second_release_under_one_grant_and_a_grant_that_is_settled_cover_noth
 ) -> None:
     grant = granted(site)
     release = site.release(grant, SET)
-    assert site.door().submit("k1", site.seal(release), SET).admitted
+    assert site.gateway().submit("k1", site.seal(release), SET).admitted
     ground.honest.add(release.release)
     again = site.release(grant, pictures(1), release=release_id(site.hospital.name, grant, 0))
     with ground.refused("replay"):
-        assert not site.door().submit("k2", site.seal(again), pictures(1)).admitted
+        assert not site.gateway().submit("k2", site.seal(again), pictures(1)).admitted
     settled = granted(other)
     word = Settlement(settled, other.hospital.name, "", "ksame", "expired", "restart", 0)
-    other.door().settle("s", other.seal(word))
+    other.gateway().settle("s", other.seal(word))
     with ground.refused("grant_closed"):
-        assert not other.door().submit("k", other.seal(other.release(settled, SET)), SET).admitted
+        assert not other.gateway().submit("k", other.seal(other.release(settled, SET)), SET).admitted
 
 
 def test_a_replayed_envelope_and_a_reused_key_are_refused_from_either_site(
@@ -163,36 +163,36 @@ def test_a_replayed_envelope_and_a_reused_key_are_refused_from_either_site(
     grant = granted(site)
     envelope = site.seal(site.release(grant, SET))
     ground.honest.add(site.release(grant, SET).release)
-    assert site.door().submit("k1", envelope, SET).admitted
+    assert site.gateway().submit("k1", envelope, SET).admitted
     size = ground.federation.store.state.size
-    assert site.door().submit("k1", envelope, SET).admitted, "the same answer"
+    assert site.gateway().submit("k1", envelope, SET).admitted, "the same answer"
     assert ground.federation.store.state.size == size
     with ground.refused("replay"):
-        assert not site.door().submit("k2", envelope, SET).admitted
+        assert not site.gateway().submit("k2", envelope, SET).admitted
     with ground.refused("key_reused"):
-        assert not site.door().reserve(f"reserve-{grant}", site.seal(site.hospital.reservation("other"))).admitted
+        assert not site.gateway().reserve(f"reserve-{grant}", site.seal(site.hospital.reservation("other"))).admitted
     with ground.refused("bad_envelope", "bad_envelope"):  # captured, and sent by another
-        assert not other.door().submit("k1", envelope, SET).admitted
-        assert not other.door().reserve("k9", site.seal(site.hospital.reservation("other"))).admitted
-    assert other.door().outcome("submit-k1", bytes(32)) is None, "keys are each site's own"
+        assert not other.gateway().submit("k1", envelope, SET).admitted
+        assert not other.gateway().reserve("k9", site.seal(site.hospital.reservation("other"))).admitted
+    assert other.gateway().outcome("submit-k1", bytes(32)) is None, "keys are each site's own"
 
 
 def test_nobody_speaks_for_another_site_nor_uses_its_grant(ground: Ground, site: Site, other: Site) -> None:
     grant = granted(site)
     with ground.refused("another_site", "another_site", "another_site"):
-        door = other.door()
-        assert not door.reserve("k1", other.seal(site.hospital.reservation("mine"))).admitted
-        assert not door.submit("k2", other.seal(site.release(grant, SET)), SET).admitted
+        gateway = other.gateway()
+        assert not gateway.reserve("k1", other.seal(site.hospital.reservation("mine"))).admitted
+        assert not gateway.submit("k2", other.seal(site.release(grant, SET)), SET).admitted
         word = Settlement(grant, site.hospital.name, "", "ksame", "expired", "restart", 0)
-        assert not door.settle("k3", other.seal(word)).admitted
+        assert not gateway.settle("k3", other.seal(word)).admitted
     with ground.refused("grant_of_another"):
-        assert not other.door().submit("k4", other.seal(other.release(grant, SET)), SET).admitted
+        assert not other.gateway().submit("k4", other.seal(other.release(grant, SET)), SET).admitted
 
 
 def test_a_claim_beyond_the_budget_is_not_granted(ground: Ground, site: Site) -> None:
     dear = site.hospital.reservation("dear", SubsampledGaussian(0.9, 0.6, 4000), "federated", "run-9")
     with ground.refused("budget"):
-        assert not site.door().reserve("k1", site.seal(dear)).admitted
+        assert not site.gateway().reserve("k1", site.seal(dear)).admitted
 
 
 @pytest.mark.parametrize(
@@ -212,23 +212,23 @@ def test_a_statement_in_any_but_the_one_form_is_refused(ground: Ground, site: Si
     """An extra field, such as a level of one's own, too: what is not in the law's form is no statement."""
     raw = encode(site.hospital.reservation("grant-x", K5))
     with ground.refused(rule):
-        door = site.door()
-        assert not door.reserve("k", seal(change(raw), PAYLOAD_TYPE, site.home.sign_key())).admitted
+        gateway = site.gateway()
+        assert not gateway.reserve("k", seal(change(raw), PAYLOAD_TYPE, site.home.sign_key())).admitted
 
 
 def test_an_envelope_of_another_key_type_or_kind_is_refused(ground: Ground, site: Site) -> None:
     good = site.seal(site.hospital.reservation("grant-x", K5))
     approval = Approval(site.hospital.name, "lazaret/coordinator", "s", "enrol", "x", "y")
     with ground.refused("bad_envelope", "bad_envelope", "bad_envelope", "another_site", "bad_statement"):
-        door = site.door()
-        assert not door.reserve("k1", good.replace(b'"sig":"', b'"sig":"A')).admitted
-        assert not door.reserve("k2", seal(b"{}", "text/plain", site.home.sign_key())).admitted
-        assert not door.reserve("k3", b'{"payload": null}').admitted
-        assert not door.reserve("k4", site.seal(approval)).admitted  # type: ignore[arg-type]
-        assert not door.settle("k5", good).admitted
+        gateway = site.gateway()
+        assert not gateway.reserve("k1", good.replace(b'"sig":"', b'"sig":"A')).admitted
+        assert not gateway.reserve("k2", seal(b"{}", "text/plain", site.home.sign_key())).admitted
+        assert not gateway.reserve("k3", b'{"payload": null}').admitted
+        assert not gateway.reserve("k4", site.seal(approval)).admitted  # type: ignore[arg-type]
+        assert not gateway.settle("k5", good).admitted
 
 
 @pytest.mark.parametrize("key", ["", "A", "../x", "a b", "k" * 201, "ключ", "a\nb"])
 def test_a_key_of_another_form_is_refused(ground: Ground, site: Site, key: str) -> None:
     with ground.refused("bad_key"):
-        assert not site.door().reserve(key, site.seal(site.hospital.reservation("grant-x"))).admitted
+        assert not site.gateway().reserve(key, site.seal(site.hospital.reservation("grant-x"))).admitted

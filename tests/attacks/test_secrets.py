@@ -63,13 +63,13 @@ def test_no_token_and_no_private_key_is_in_a_message_or_a_log(ground: Ground) ->
         federation.approve("site-n")
         assert enrol(home, None, over_grpc(), now()).state == "enrolled"
     site = Site(home, Hospital("site-n", key=home.sign_key()), federation)
-    door = site.door()
-    assert door.renew(now() + dt.timedelta(hours=20), 0.0)
-    door.hello()
+    gateway = site.gateway()
+    assert gateway.renew(now() + dt.timedelta(hours=20), 0.0)
+    gateway.hello()
     site.reserved("grant-1")
     release = site.release("grant-1", pictures())
     ground.honest.add(release.release)
-    assert site.door().submit("k", site.seal(release), pictures()).admitted
+    assert site.gateway().submit("k", site.seal(release), pictures()).admitted
     token = read_token(invited.token)
     secrets = [invited.token.encode(), token, token_key(token).private_numbers().private_value.to_bytes(32)]
     secrets += list(private_bytes(home.root)) + list(private_bytes(federation.home.root))

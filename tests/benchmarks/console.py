@@ -108,7 +108,7 @@ def served(
         log = open_log(home.root / "coordinator.log")
         intake, host = AdmissionService.over(store, home.policy()), Host(Grid({}))
         shelf = ReleaseStore(home.releases, store)
-        desk = CoordinatorConsoleContext(
+        context = CoordinatorConsoleContext(
             home=home,
             store=store,
             intake=intake,
@@ -122,9 +122,9 @@ def served(
             now=lambda: dt.datetime.fromtimestamp(now, dt.UTC),
         )
         settings, logins = ConsoleSettings(listen="127.0.0.1:0"), PinnedCertificates(home.root / "logins")
-        app = console_pages(desk, settings, logins).guarded()
+        app = console_pages(context, settings, logins).guarded()
         serving = stack.enter_context(ConsoleServer(app, settings, logins, home.root))
-        yield stack.enter_context(entered(serving, home.root, logins)), desk
+        yield stack.enter_context(entered(serving, home.root, logins)), context
 
 
 def questions(rng: random.Random, size: int, last: int) -> list[Question]:
@@ -171,8 +171,8 @@ def coordinator(root: Path, entries: int, what: str, ledger: str = "") -> tuple[
     start = time.perf_counter()
     last = build(home, open_postgres(ledger) if ledger else open_sqlite(home.ledger), entries)
     rows = [Row(f"{what}: a ledger of {entries} entries is written", time.perf_counter() - start, "s")]
-    with served(home, last, what, rows) as (client, desk):
-        times = asked(client, questions(random.Random(0), desk.store.state.size, last))
+    with served(home, last, what, rows) as (client, context):
+        times = asked(client, questions(random.Random(0), context.store.state.size, last))
     size = sum(path.stat().st_size for path in root.glob("search.db*")) / (1 << 20)
     rows += [*told(what, times), Row(f"{what}: the index on the disk", size, "MB")]
     return rows, times

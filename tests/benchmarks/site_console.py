@@ -96,17 +96,19 @@ def serve(root: Path, last: int, rows: list[Row]) -> tuple[list[Row], dict[str, 
     """Pages over a ledger that is there."""
     home, logins = site_directory.SiteDirectory(root), PinnedCertificates(root / FOLDER)
     with ExitStack() as stack:
-        books = BorrowedLedger(home)
-        index, begun = stack.enter_context(Index(root / INDEX, books.disk)), time.perf_counter()
+        ledger = BorrowedLedger(home)
+        index, begun = stack.enter_context(Index(root / INDEX, ledger.disk)), time.perf_counter()
         stack.enter_context(IndexFollower(index))  # as beside every console
         log = open_log(root / "agent.log")
-        desk = SiteConsoleContext(home, books, log, lambda: dt.datetime.fromtimestamp(last, dt.UTC), index=index)
+        context = SiteConsoleContext(home, ledger, log, lambda: dt.datetime.fromtimestamp(last, dt.UTC), index=index)
         settings = ConsoleSettings(listen="127.0.0.1:0")
-        serving = stack.enter_context(ConsoleServer(pages(desk, settings, logins).guarded(), settings, logins, root))
+        serving = stack.enter_context(
+            ConsoleServer(pages(context, settings, logins).guarded(), settings, logins, root)
+        )
         start = time.perf_counter()
         client = stack.enter_context(entered(serving, root, logins))
         rows.append(Row("site: somebody logs in, first of all: the fold", time.perf_counter() - start, "s"))
-        size = books.read().state.size
+        size = ledger.read().state.size
         (taken,) = asked(client, [("", "/ledger", {})]).values()
         rows.append(Row("site: a page of the ledger while the index is made", taken[0] / 1000, "s"))
         while index.size < size:
@@ -114,7 +116,7 @@ def serve(root: Path, last: int, rows: list[Row]) -> tuple[list[Row], dict[str, 
         rows.append(Row("site: the index is made, once, in the background", time.perf_counter() - begun, "s"))
         times = asked(client, questions(random.Random(1), size))
         rows += told("site", times)
-        with books.write() as store:  # as another process does
+        with ledger.write() as store:  # as another process does
             late = Refused("late", SITE, "ksame", "reservation", ["min_k"], b"\0" * 32)
             store.append("late", AppendRequest((late,)))
         (taken,) = asked(client, [("", "/ledger", {})]).values()

@@ -59,7 +59,7 @@ class Auditor:
         """
         found: dict[str, list[Entry]] = {}
         for name in (COORDINATOR, *SITES):
-            raw = stage.books(name)
+            raw = stage.ledger(name)
             verify(raw)
             entries = Export.parse(raw).entries
             known = self.before.get(name, ())

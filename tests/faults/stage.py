@@ -221,7 +221,7 @@ class Stage:
             self.revive()
         raise Hangs(f"{run} cannot be launched: {said}")
 
-    def books(self, name: str) -> bytes:
+    def ledger(self, name: str) -> bytes:
         """The exported ledger of a site or of the coordinator, by the product's command."""
         out = self.work / f"{name}.export"
         main = coordinator_commands.main if name == COORDINATOR else agent_commands.main

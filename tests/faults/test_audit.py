@@ -21,45 +21,45 @@ Books = dict[str, list[Entry]]
 def sound() -> Books:
     """One round of three sites, in which all is well; the run was stopped by its operator afterwards."""
     hub: list[Entry] = []
-    books: Books = {COORDINATOR: hub}
+    ledger: Books = {COORDINATOR: hub}
     for site in SITES:
         grant, release, digest = f"grant-{site}", f"release-{site}", hashlib.sha256(site.encode()).digest()
         reserved = Reserved(grant, site, RUN, "federated", f"{site}/rdp", 100, b"{}", digest)
         sent = Sent(release, grant, site, RUN, 1, "federated", 50, digest, digest)
         admitted = Admitted(release, grant, site, RUN, 1, "federated", "A", 50, b"{}", digest, digest, "")
-        books[site] = [reserved, sent, admitted, Spent(grant, 50, "finished", b"x" * 32)]
+        ledger[site] = [reserved, sent, admitted, Spent(grant, 50, "finished", b"x" * 32)]
         hub += [reserved, admitted, Expired(grant, "finished")]
     hub.append(RoundClosed(RUN, 1, list(SITES), hashlib.sha256(BODY).digest()))
-    return books
+    return ledger
 
 
-def changed(books: Books, name: str, kind: type, **values: object) -> None:
+def changed(ledger: Books, name: str, kind: type, **values: object) -> None:
     """The first entry of a kind in one ledger gets other values."""
-    at = next(i for i, entry in enumerate(books[name]) if isinstance(entry, kind))
-    books[name][at] = replace(books[name][at], **values)  # type: ignore[arg-type]
+    at = next(i for i, entry in enumerate(ledger[name]) if isinstance(entry, kind))
+    ledger[name][at] = replace(ledger[name][at], **values)  # type: ignore[arg-type]
 
 
-def dropped(books: Books, name: str, kind: type) -> None:
+def dropped(ledger: Books, name: str, kind: type) -> None:
     """The first entry of a kind is gone."""
-    books[name].remove(next(entry for entry in books[name] if isinstance(entry, kind)))
+    ledger[name].remove(next(entry for entry in ledger[name] if isinstance(entry, kind)))
 
 
-def again(books: Books, kind: type) -> None:
+def again(ledger: Books, kind: type) -> None:
     """The coordinator's first entry of a kind comes twice."""
-    books[COORDINATOR].append(next(entry for entry in books[COORDINATOR] if isinstance(entry, kind)))
+    ledger[COORDINATOR].append(next(entry for entry in ledger[COORDINATOR] if isinstance(entry, kind)))
 
 
-def second_price(books: Books) -> None:
+def second_price(ledger: Books) -> None:
     """A site pays for the same run under another grant."""
-    first = books["site-a"][0]
+    first = ledger["site-a"][0]
     assert isinstance(first, Reserved)
-    books["site-a"] += [replace(first, grant="grant-2"), Expired("grant-2", "restart")]
-    books[COORDINATOR] += [replace(first, grant="grant-2"), Expired("grant-2", "restart")]
+    ledger["site-a"] += [replace(first, grant="grant-2"), Expired("grant-2", "restart")]
+    ledger[COORDINATOR] += [replace(first, grant="grant-2"), Expired("grant-2", "restart")]
 
 
-def freed_after_all(books: Books) -> None:
+def freed_after_all(ledger: Books) -> None:
     """The coordinator gives back what an update has used."""
-    books[COORDINATOR][2] = Freed("grant-site-a", "refused", b"x" * 32)
+    ledger[COORDINATOR][2] = Freed("grant-site-a", "refused", b"x" * 32)
 
 
 WRONG: dict[str, Callable[[Books], None]] = {
@@ -78,9 +78,9 @@ WRONG: dict[str, Callable[[Books], None]] = {
 }
 
 
-def faults(books: Books, folder: Path, state: str = "failed") -> list[str]:
+def faults(ledger: Books, folder: Path, state: str = "failed") -> list[str]:
     (folder / "round-1.safetensors").write_bytes(BODY)
-    return list(Ledgers(books).faults(RUN, state, folder))
+    return list(Ledgers(ledger).faults(RUN, state, folder))
 
 
 def test_sound_books_have_no_fault(tmp_path: Path) -> None:
@@ -89,17 +89,17 @@ def test_sound_books_have_no_fault(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("said", WRONG)
 def test_each_way_to_lose_or_double_is_seen(said: str, tmp_path: Path) -> None:
-    books = sound()
-    WRONG[said](books)
-    found = faults(books, tmp_path)
+    ledger = sound()
+    WRONG[said](ledger)
+    found = faults(ledger, tmp_path)
     assert any(said in fault for fault in found), found
 
 
 def test_what_is_held_has_a_reason_only_while_a_run_is_stopped(tmp_path: Path) -> None:
-    books = sound()
-    dropped(books, "site-b", Spent)
-    assert faults(books, tmp_path, "stopped") == []
-    assert faults(books, tmp_path, "failed") != []
+    ledger = sound()
+    dropped(ledger, "site-b", Spent)
+    assert faults(ledger, tmp_path, "stopped") == []
+    assert faults(ledger, tmp_path, "failed") != []
 
 
 def test_a_run_that_calls_itself_finished_has_all_its_rounds(tmp_path: Path) -> None:

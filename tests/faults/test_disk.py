@@ -99,9 +99,9 @@ def test_an_upload_on_a_disk_that_fills_is_taken_up_again(stage: Stage, auditor:
             said, _ = release.communicate(timeout=300)
         assert release.returncode == 0, said
         stage.dial("site-a", f"127.0.0.1:{stage.port}")
-        books = auditor.look(stage)
-        assert not list(books.faults("", "released", stage.work / COORDINATOR / "runs" / "none"))
-        assert len([e for e in books.of(COORDINATOR, Admitted, "") if isinstance(e, Admitted)]) == 1
+        ledger = auditor.look(stage)
+        assert not list(ledger.faults("", "released", stage.work / COORDINATOR / "runs" / "none"))
+        assert len([e for e in ledger.of(COORDINATOR, Admitted, "") if isinstance(e, Admitted)]) == 1
         assert set(stage.ended) <= {(COORDINATOR, 70)}
         stage.start("site-a")
 

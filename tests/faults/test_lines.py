@@ -75,9 +75,9 @@ def test_a_run_finishes_although_every_line_is_cut_in_the_middle(
         for proxy in lines.values():
             proxy.forward()
 
-    end, books = disturbed(stage, auditor, "cut", cut)
+    end, ledger = disturbed(stage, auditor, "cut", cut)
     assert end["state"] == "finished"
-    assert books.closed("cut") == [1, 2]
+    assert ledger.closed("cut") == [1, 2]
 
 
 @pytest.mark.parametrize("count", [500, 3_000, 9_000, 20_000, 60_000])
@@ -123,9 +123,9 @@ def test_a_half_open_line_is_noticed_and_the_site_comes_back(stage: Stage, lines
 
     end, _ = disturbed(stage, auditor, "half-open", half_open)
     assert end["state"] == "finished"
-    end, books = disturbed(stage, auditor, "after-half-open", lambda: None)
+    end, ledger = disturbed(stage, auditor, "after-half-open", lambda: None)
     assert set(end["sites"]) == set(SITES)
-    assert not books.held("half-open")
+    assert not ledger.held("half-open")
 
 
 def test_an_agent_that_sleeps_through_a_round_comes_back(stage: Stage, lines: Lines, auditor: Auditor) -> None:
@@ -170,10 +170,10 @@ def test_a_release_goes_on_where_its_line_was_cut(
         line.forward()
         said, _ = release.communicate(timeout=240)
     assert release.returncode == 0, said
-    books = auditor.look(stage)
-    assert not list(books.faults("", "released", stage.work / COORDINATOR / "runs" / "none"))
-    mine = [e for e in books.of(COORDINATOR, Admitted, "") if isinstance(e, Admitted) and e.site == site]
-    sent = [e for e in books.of(site, Sent, "") if isinstance(e, Sent)]
+    ledger = auditor.look(stage)
+    assert not list(ledger.faults("", "released", stage.work / COORDINATOR / "runs" / "none"))
+    mine = [e for e in ledger.of(COORDINATOR, Admitted, "") if isinstance(e, Admitted) and e.site == site]
+    sent = [e for e in ledger.of(site, Sent, "") if isinstance(e, Sent)]
     assert [e.release for e in mine] == [e.release for e in sent]
     assert len(mine) == 1
     stage.start(site)

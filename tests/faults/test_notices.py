@@ -10,8 +10,8 @@ from tests.support.ledger_world import DP
 
 def heard(site: Site) -> list[tuple[str, str]]:
     """The notices with which a session begins, up to the first beat or two of them."""
-    door = site.door()
-    stream = door.session("test")
+    gateway = site.gateway()
+    stream = gateway.session("test")
     try:
         said: list[tuple[str, str]] = []
         for notice in stream:
@@ -23,7 +23,7 @@ def heard(site: Site) -> list[tuple[str, str]]:
         return said
     finally:
         stream.cancel()
-        door.close()
+        gateway.close()
 
 
 def test_a_session_begins_with_the_end_that_the_site_may_have_missed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from policies.ledger.cbor import EntryEncodingError
 from policies.ledger.entries import proposal
 from policies.ledger.export import Export
 from policies.ledger.merkle import CompactRange, cosign, leaf_hash
-from tests.fuzz.books import LOG_KEY, SITE_KEY, note, public, redressed, sealed
+from tests.fuzz.ledger import LOG_KEY, SITE_KEY, note, public, redressed, sealed
 
 
 @dataclass(frozen=True, slots=True)

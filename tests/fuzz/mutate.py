@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from policies.ledger import cbor
 from policies.ledger.cbor import EntryEncodingError
-from tests.fuzz.books import redressed
+from tests.fuzz.ledger import redressed
 
 Dice = random.Random
 Mutator = Callable[[bytes, Dice], bytes]

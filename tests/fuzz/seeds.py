@@ -17,7 +17,7 @@ from policies.review.policy import preset
 from policies.statements import claim_json, encode
 from protos.common.canonical_json import canonical
 from tests.fuzz import images
-from tests.fuzz.books import LOG_KEY, SHARED, note, public, sealed, sound, statements
+from tests.fuzz.ledger import LOG_KEY, SHARED, note, public, sealed, sound, statements
 from tests.support.ledger_world import BOTH, HISTOGRAM
 
 

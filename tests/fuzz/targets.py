@@ -42,8 +42,8 @@ from policies.statements import encode as encode_statement
 from policies.statements import parse as parse_statement
 from protos.common.canonical_json import canonical
 from protos.common.dsse import EnvelopeError, open_sealed, seal
-from tests.fuzz.books import KEYS, LOG_KEY, ORIGIN, dressed, fold, note, public, sealed, sound
 from tests.fuzz.forgery import forge
+from tests.fuzz.ledger import KEYS, LOG_KEY, ORIGIN, dressed, fold, note, public, sealed, sound
 from tests.fuzz.roads import CHECKS, KINDS, Broken
 
 LOG: Final = public(LOG_KEY)
@@ -227,7 +227,7 @@ def entry(data: bytes) -> bool:
 
 def _applied(record: Record, before: State, n: int) -> None:
     """Apply a record to books that are kept from one input to the next: all of it is taken, or nothing."""
-    state = _books()[n]
+    state = _ledger()[n]
     try:
         state.apply(record)
     except InvalidEntryError:
@@ -235,7 +235,7 @@ def _applied(record: Record, before: State, n: int) -> None:
         return
     finally:
         if state != before:
-            _books()[n] = copy.deepcopy(before)
+            _ledger()[n] = copy.deepcopy(before)
     _promise(state.size == before.size + 1, "a record was taken and not counted")
     for account in state.accounts.values():
         _promise(min(account.held, account.spent) >= 0, "an account below zero")
@@ -253,7 +253,7 @@ def _states() -> tuple[State, ...]:
 
 
 @cache
-def _books() -> list[State]:
+def _ledger() -> list[State]:
     return copy.deepcopy(list(_states()))
 
 

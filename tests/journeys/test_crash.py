@@ -53,9 +53,9 @@ def test_an_agent_killed_between_grant_and_verdict_keeps_what_it_made_and_sends_
     (sent,) = [e for e in site_ledger(scene, site)["entries"] if e["type"] == "sent"]
     assert spent(ledger(scene), f"{site}/k") == (1, 0), "held on both sides"
     scene.run(scene.agent(site, "release", "send", sent["release"]))
-    books = ledger(scene)
-    assert spent(books, f"{site}/k") == spent(site_ledger(scene, site), f"{site}/k") == (0, 1)
-    assert [e["release"] for e in books["entries"] if e["type"] == "admitted" and e["site"] == site] == [
+    export = ledger(scene)
+    assert spent(export, f"{site}/k") == spent(site_ledger(scene, site), f"{site}/k") == (0, 1)
+    assert [e["release"] for e in export["entries"] if e["type"] == "admitted" and e["site"] == site] == [
         sent["release"]
     ]
 
@@ -88,9 +88,9 @@ def test_a_coordinator_killed_in_the_middle_of_a_run_goes_on_from_its_ledger(sce
     command = scene.coordinator("round", "launch", str(scene.work / "job.json"), "--run", RUN, "--json")
     events = [json.loads(line) for line in scene.run(command).splitlines()]
     assert events[-1]["state"] == "finished"
-    books = ledger(scene)
-    admitted = [(e["round"], e["site"]) for e in books["entries"] if e["type"] == "admitted" and e["run"]]
-    closed = [e["round"] for e in books["entries"] if e["type"] == "round-closed"]
+    export = ledger(scene)
+    admitted = [(e["round"], e["site"]) for e in export["entries"] if e["type"] == "admitted" and e["run"]]
+    closed = [e["round"] for e in export["entries"] if e["type"] == "round-closed"]
     assert closed == [1, 2, 3, 4], "every round once"
     assert len(admitted) == len(set(admitted)), "no update twice"
     path = scene.work / "last.export"
@@ -98,7 +98,7 @@ def test_a_coordinator_killed_in_the_middle_of_a_run_goes_on_from_its_ledger(sce
     verify(path.read_bytes())
     assert list(Export.parse(path.read_bytes()).entries[: len(before)]) == before, "no entry lost or rewritten"
     assert wait_until(lambda: spent(site_ledger(scene, "site-a"), "site-a/rdp")[0] == 0, 120)
-    assert spent(books, "site-a/rdp") == spent(site_ledger(scene, "site-a"), "site-a/rdp")
+    assert spent(export, "site-a/rdp") == spent(site_ledger(scene, "site-a"), "site-a/rdp")
 
 
 def _kill_coordinator(scene: Scene) -> None:

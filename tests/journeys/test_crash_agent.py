@@ -27,15 +27,15 @@ def test_an_agent_killed_in_the_middle_of_a_run_comes_back_into_it_and_pays_once
 
     scene.federate(say)
     assert killed
-    books = ledger(scene)
-    closed = [entry["round"] for entry in books["entries"] if entry["type"] == "round-closed"]
+    export = ledger(scene)
+    closed = [entry["round"] for entry in export["entries"] if entry["type"] == "round-closed"]
     assert closed == [1, 2, 3, 4]
-    admitted = [(e["round"], e["site"]) for e in books["entries"] if e["type"] == "admitted" and e["run"]]
+    admitted = [(e["round"], e["site"]) for e in export["entries"] if e["type"] == "admitted" and e["run"]]
     assert len(admitted) == len(set(admitted)), "no update twice"
     assert (4, "site-b") in admitted, "it came back"
     assert wait_until(lambda: spent(site_ledger(scene, "site-b"), "site-b/rdp")[0] == 0, 120)
-    held, used = spent(books, "site-b/rdp")
+    held, used = spent(export, "site-b/rdp")
     assert held == 0
     assert used == spent(site_ledger(scene, "site-b"), "site-b/rdp")[1] > 0
-    grants = [e for e in books["entries"] if e["type"] == "reserved" and e["site"] == "site-b" and e["run"]]
+    grants = [e for e in export["entries"] if e["type"] == "reserved" and e["site"] == "site-b" and e["run"]]
     assert len(grants) == 1, "priced once"

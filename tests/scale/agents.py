@@ -82,7 +82,7 @@ class Agent:
         self.key, self.hospital = self.home.sign_key(), Hospital(self.name)
         self.rng = random.Random(self.name)
         watch = LedgerWitness(self.home.root / "watch", self.home.coordinator_key())
-        self.door = GatewayClient(TARGET, Credentials(self.home.keys), watch, PATIENCE_S)
+        self.gateway = GatewayClient(TARGET, Credentials(self.home.keys), watch, PATIENCE_S)
         self.stop = threading.Event()
 
     def seal(self, statement: Statement) -> bytes:
@@ -91,7 +91,7 @@ class Agent:
     def link(self) -> None:
         """Poll for messages and send heartbeats, as the link's own process does."""
         keys = self.home.keys
-        desk = supernode.TaskQueue(
+        tasks = supernode.TaskQueue(
             task=lambda _ticket, _task: self.faults.append("task"),
             state=self.states.append,
             node=lambda _node: None,
@@ -101,11 +101,11 @@ class Agent:
         )
         key, config = _NodeKey(keys / "node.key"), LinkConfig(TARGET, keys, keys / "node.key")
         setup = LinkSetup(key.public.decode(), config.bundle_digest, config.demand)
-        supernode.serve(setup, Signing(config.transport(), key), desk)
+        supernode.serve(setup, Signing(config.transport(), key), tasks)
 
     def listen(self) -> None:
         """Hold the session stream open."""
-        stream = self.door.session("load")
+        stream = self.gateway.session("load")
         threading.Thread(target=lambda: (self.stop.wait(), stream.cancel()), daemon=True).start()
         try:
             for notice in stream:
@@ -119,7 +119,7 @@ class Agent:
         number = 0
         while time.monotonic() < until:
             try:
-                self.door.hello()
+                self.gateway.hello()
                 self._released(f"{self.name}-r{number}", number)
                 self._settled(f"{self.name}-s{number}")
             except CoordinatorUnreachableError as fault:
@@ -132,7 +132,7 @@ class Agent:
     def _reserve(self, grant: str) -> bool:
         note = self.told[grant] = {"reserved": None, "released": None, "settled": None}
         sealed = self.seal(self.hospital.reservation(grant))
-        verdict = self.door.reserve(f"reserve-{grant}", sealed)
+        verdict = self.gateway.reserve(f"reserve-{grant}", sealed)
         note["reserved"] = verdict.admitted or [finding.rule for finding in verdict.findings]
         return verdict.admitted
 
@@ -142,7 +142,7 @@ class Agent:
         artifact = pictures(self.rng.randrange(1 << 31), 3)
         digest = hashlib.sha256(artifact).hexdigest()
         release = self.hospital.release(grant, artifact_sha256=digest, artifact_bytes=len(artifact))
-        verdict = self.door.submit(f"submit-{release.release}", self.seal(release), artifact)
+        verdict = self.gateway.submit(f"submit-{release.release}", self.seal(release), artifact)
         self.told[grant]["released"] = verdict.admitted or [finding.rule for finding in verdict.findings]
         self.told[grant]["release"] = release.release
 
@@ -150,7 +150,7 @@ class Agent:
         if not self._reserve(grant):
             return
         settlement = Settlement(grant, self.name, "", "ksame", "expired", "timeout", 0)
-        self.told[grant]["settled"] = self.door.settle(f"settle-{grant}", self.seal(settlement)).admitted
+        self.told[grant]["settled"] = self.gateway.settle(f"settle-{grant}", self.seal(settlement)).admitted
 
 
 def main() -> None:

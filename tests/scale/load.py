@@ -122,7 +122,7 @@ def drive(root: Path, port: int, names: list[str], load: Load) -> list[dict[str,
     return [json.loads(path.read_text()) for path in reports]
 
 
-def books(root: Path) -> dict[str, Any]:
+def exported(root: Path) -> dict[str, Any]:
     """The exported ledger, once lazaret-verify has found it sound under the key that the coordinator tells."""
     out, home = root / "ledger.export", str(root / "coordinator")
     told = ""
@@ -203,7 +203,7 @@ def run(root: Path, load: Load, say: Any = lambda _text: None) -> dict[str, Any]
             reports = drive(root, port, names, load)
         say("the load is over")
     seconds = max(report["seconds"] for report in reports)
-    ledger = books(root)
+    ledger = exported(root)
     calls = table((report["took"] for report in reports), seconds)
     return {
         "agents": load.agents,

@@ -126,7 +126,7 @@ class Served:
     """A hub whose console is reached over TLS."""
 
     hub: Hub
-    desk: CoordinatorConsoleContext
+    context: CoordinatorConsoleContext
     logins: PinnedCertificates
     home: Path
     base: str = ""
@@ -215,7 +215,7 @@ def serving(
     monkeypatch.setattr(run_controller, "_PAUSES_S", (0.1, 0.1))
     hub = Hub(folder, options.pop("sites", SITES), **options)
     index = Index(hub.home.root / "search.db", lambda: homes.look_at_ledger(hub.home))
-    desk = CoordinatorConsoleContext(
+    context = CoordinatorConsoleContext(
         home=hub.home,
         store=hub.store,
         intake=hub.intake,
@@ -233,7 +233,7 @@ def serving(
     made = Router(
         title="Lazaret, test",
         side="coordinator",
-        who=desk.person,
+        who=context.person,
         templates=TEMPLATES,
         settings=settings,
         log=hub.log,
@@ -241,10 +241,10 @@ def serving(
         encode=decisions.statement_bytes,
     )
     for add in adds:
-        add(made, desk)
+        add(made, context)
     people = folder / "people"
     people.mkdir()
-    served = Served(hub, desk, logins, people)
+    served = Served(hub, context, logins, people)
     try:
         with ConsoleServer(made.guarded(), settings, logins, hub.home.root) as running:
             served.base = f"https://localhost:{running.port}"

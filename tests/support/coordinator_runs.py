@@ -66,7 +66,7 @@ def admitting(**changes: object) -> str:
     return policy(**{"levels": LEVELS, **changes})
 
 
-def goods(release: Release, artifact: bytes, expected: dict[str, Any] | None = None) -> StagedArtifact:
+def signed(release: Release, artifact: bytes, expected: dict[str, Any] | None = None) -> StagedArtifact:
     """An artifact at hand, read by the very readers that the coordinator's sandbox runs."""
 
     def look() -> list[Finding]:
@@ -233,7 +233,7 @@ class Federation:
         self.store.close()
         self.open()
         for ward in self.wards.values():
-            ward.intake = ward.door.intake = self.intake
+            ward.intake = ward.gateway.intake = self.intake
         self.start()
 
     def state(self, run: str = "run-1") -> str:

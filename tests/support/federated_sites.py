@@ -61,15 +61,15 @@ class FederatedSite:
     seed: int = 1
     asked: list[tuple[str, int, str]] = field(default_factory=list)  # kind, round, step
     part: SecureAggregationClient = field(init=False)
-    door: DirectCoordinatorClient = field(init=False)
+    gateway: DirectCoordinatorClient = field(init=False)
 
     def __post_init__(self) -> None:
-        self.door = DirectCoordinatorClient(self.intake, self.hospital.name)
+        self.gateway = DirectCoordinatorClient(self.intake, self.hospital.name)
         self.start()
 
     def start(self) -> bool:
         """The process (again): a ledger file, a vault, and what was in memory is gone."""
-        site = site_of(self.folder, self.hospital, self.vault, self.door)
+        site = site_of(self.folder, self.hospital, self.vault, self.gateway)
         known = KnownPartners(frozenset(key_id(key) for key in self.partners), 1) if self.partners else None
         participant = Participant(site, "OT", UnsafeSeededEntropy(self.seed))
         self.part = SecureAggregationClient(participant, self.hospital.key, known, UnsafeSeededEntropy(self.seed + 1))
@@ -77,7 +77,7 @@ class FederatedSite:
 
     def crash(self) -> bool:
         """kill -9, and a start; was the part taken up?"""
-        self.part.participant.site.books.store.close()
+        self.part.participant.site.ledger.store.close()
         self.vault.crash_at = ""
         return self.start()
 
@@ -105,7 +105,7 @@ class FederatedSite:
 
     def account(self, kind: str = "rdp") -> tuple[int, int]:
         """(held, spent) in the site's own ledger."""
-        account = self.part.participant.site.books.store.state.accounts[f"{self.hospital.name}/{kind}"]
+        account = self.part.participant.site.ledger.store.state.accounts[f"{self.hospital.name}/{kind}"]
         return account.held, account.spent
 
 

@@ -78,7 +78,7 @@ class Site:
     def seal(self, statement: Statement) -> bytes:
         return seal(encode(statement), PAYLOAD_TYPE, self.home.sign_key())
 
-    def door(self, patience_s: float = 0.0) -> GatewayClient:
+    def gateway(self, patience_s: float = 0.0) -> GatewayClient:
         target = f"127.0.0.1:{self.federation.port}"
         return GatewayClient(
             target,
@@ -90,7 +90,7 @@ class Site:
     def reserved(self, grant: str, claim: Any = K5, mechanism: str = "ksame", run: str = "") -> None:
         """Reserve, and expect a yes."""
         reservation = self.hospital.reservation(grant, claim, mechanism, run)
-        verdict = self.door().reserve(f"reserve-{grant}", self.seal(reservation))
+        verdict = self.gateway().reserve(f"reserve-{grant}", self.seal(reservation))
         assert verdict.admitted, verdict
 
     def release(self, grant: str, artifact: bytes, **changes: object) -> Release:
@@ -247,14 +247,14 @@ class Federation:
         invitation = self.authority.invite(home.settings().site)
         given = enrolment.Given(invitation.body, invitation.token, invitation.fingerprint)
         chain = json.loads(invitation.body)["certificate"].encode()
-        return enrolment.enrol(home, given, self.desk(home.settings().site, chain), _now())
+        return enrolment.enrol(home, given, self.context(home.settings().site, chain), _now())
 
     def calls(self, waiting: Path) -> enrolment.Join:
         """A call under the waiting certificate in that file."""
         chain = json.loads(waiting.read_bytes())["certificate"].encode()
-        return self.desk(waiting.parent.parent.name, chain)
+        return self.context(waiting.parent.parent.name, chain)
 
-    def desk(self, site: str, chain: bytes) -> enrolment.Join:
+    def context(self, site: str, chain: bytes) -> enrolment.Join:
         """What the service does with a joining site's call, without the wire."""
 
         def join(_credentials: Any, _target: str, envelope: bytes) -> Any:

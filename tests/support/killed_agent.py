@@ -24,22 +24,22 @@ def die(*_: Any) -> NoReturn:
     raise AssertionError
 
 
-def half_sent(door: Any, key: str, envelope: bytes, artifact: bytes) -> NoReturn:
+def half_sent(gateway: Any, key: str, envelope: bytes, artifact: bytes) -> NoReturn:
     """The announcement and every piece reach the coordinator, durable; what asks for the verdict never does."""
-    sealed = door._request(key, envelope, door._own_head())
+    sealed = gateway._request(key, envelope, gateway._own_head())
     listing = manifest(artifact)
-    reply = door._stub.Offer(gateway_pb2.OfferRequest(sealed=sealed, chunks=listing.chunks), timeout=30)
+    reply = gateway._stub.Offer(gateway_pb2.OfferRequest(sealed=sealed, chunks=listing.chunks), timeout=30)
     assert reply.upload == listing.sha256
     parts = [gateway_pb2.UploadPart(upload=listing.sha256)]
     for index in range(len(listing.chunks)):
         parts.append(gateway_pb2.UploadPart(chunk=gateway_pb2.Chunk(index=index, data=piece(artifact, index))))
-    assert door._stub.Upload(iter(parts), timeout=30).accepted == len(listing.chunks)
+    assert gateway._stub.Upload(iter(parts), timeout=30).accepted == len(listing.chunks)
     die()
 
 
-def after_verdict(door: Any, key: str, envelope: bytes, artifact: bytes) -> NoReturn:
+def after_verdict(gateway: Any, key: str, envelope: bytes, artifact: bytes) -> NoReturn:
     """The coordinator has decided; its answer is lost."""
-    SUBMIT(door, key, envelope, artifact)
+    SUBMIT(gateway, key, envelope, artifact)
     die()
 
 

@@ -28,7 +28,7 @@ from policies.statements import Settlement
 from protos.artifacts.arrays import pack_images, pack_vector
 from protos.artifacts.shards import Nifti, pack_shard
 from protos.artifacts.strict_safetensors import pack_ring
-from tests.support.coordinator_runs import goods
+from tests.support.coordinator_runs import signed
 from tests.support.ledger_world import COMPONENTS, DP, Clock, Hospital, policy
 from tests.support.upload_server import staged
 
@@ -89,7 +89,7 @@ class Stage:
         release = hospital.release(grant, **values)
         path, envelope = staged(self.uploads, hospital.name, body), hospital.seal(release)
         key = f"s-{release.release[:40]}"
-        verdict = self.intake.admit(hospital.name, key, envelope, release, goods(release, body))
+        verdict = self.intake.admit(hospital.name, key, envelope, release, signed(release, body))
         self.shelf.settle(path, release, envelope, verdict)
         self.uploads.drop(hospital.name, hashlib.sha256(body).hexdigest())
         return release.release if verdict.admitted else ""

@@ -69,11 +69,11 @@ def frozen(folder: Path, pictures: NDArray[np.float32], basis: Basis, k: int) ->
             vault.out = vault.out | {f"{row:05d}" for row in gone}
             vault.rows = tuple(rows.tolist())
             try:
-                goods, verdict = release_synthetic(site, KSame(k, 2, basis), MODALITY, dice)
+                signed, verdict = release_synthetic(site, KSame(k, 2, basis), MODALITY, dice)
             except CohortTooSmallError:
                 return last[-1]
             assert verdict.admitted
-            shown, _ = unpack_images(goods.artifact)
+            shown, _ = unpack_images(signed.artifact)
             behind = _behind(vault)
             sizes = np.array([behind[picture.tobytes()] for picture in shown], np.int64)
             codes = basis.encode(shown.astype(np.float32) / np.float32(255))

@@ -84,21 +84,21 @@ def _one_release(name: str, work: Path, folder: Path, monkeypatch: pytest.Monkey
     intake = admission(folder / "hub.db", text, hospital)
     with closing(intake.register.store), closing(open_vault(SiteDirectory(folder / SITE), "main")) as vault:
         site = site_of(folder, hospital, vault, DirectCoordinatorClient(intake, SITE))  # type: ignore[arg-type]
-        with closing(site.books.store):
+        with closing(site.ledger.store):
             selection = Selection("OT", OF_DIGITS[name].shape, fit=True) if name in OF_DIGITS else None
             if selection:
                 believe_the_vetting(monkeypatch)
-                goods, verdict = release_resumable(site, OF_DIGITS[name], selection, SystemEntropy())
+                signed, verdict = release_resumable(site, OF_DIGITS[name], selection, SystemEntropy())
             else:
                 asked = _anonfaces(folder, division)
                 selection = asked.selection
-                goods, verdict = release_synthetic(site, asked.mechanism, selection, np.random.default_rng(1))
+                signed, verdict = release_synthetic(site, asked.mechanism, selection, np.random.default_rng(1))
             assert verdict.admitted, verdict.findings
             cohort = vault.cohort(selection)
             record = vault.note("releases")
-    made, _ = unpack_images(goods.artifact)
+    made, _ = unpack_images(signed.artifact)
     return Left(
-        (goods.artifact, goods.envelope, *_books(folder)),
+        (signed.artifact, signed.envelope, *_ledger(folder)),
         made,
         np.stack([np.rint(i.pixels * 255).astype(np.uint8) for p in cohort.patients for i in p.images]),
         frozenset(p.pseudonym for p in cohort.patients),
@@ -106,7 +106,7 @@ def _one_release(name: str, work: Path, folder: Path, monkeypatch: pytest.Monkey
     )
 
 
-def _books(folder: Path) -> list[bytes]:
+def _ledger(folder: Path) -> list[bytes]:
     """The coordinator's ledger and the sites' own, with what is not yet written through."""
     return [path.read_bytes() for path in sorted(folder.glob("*.db*"))]
 
@@ -136,7 +136,7 @@ def _sum_in_secret(work: Path, patients: int, folder: Path) -> Left:
         trial.intake.register.store.close()
         cohorts = [vault.cohort("OT", job.shape) for vault in vaults.values()]
     return Left(
-        (*sent, *_books(folder)),
+        (*sent, *_ledger(folder)),
         np.empty((0, *job.shape), np.uint8),
         np.stack([np.rint(i.pixels * 255).astype(np.uint8) for c in cohorts for p in c.patients for i in p.images]),
         frozenset(p.pseudonym for c in cohorts for p in c.patients),

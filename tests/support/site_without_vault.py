@@ -28,8 +28,8 @@ def pipeline_site(site: Site, folder: Path) -> PipelineSite:
         register.enrol(statement, envelope, policy)
     return PipelineSite(
         name=site.hospital.name,
-        books=register,
-        door=site.door(),
+        ledger=register,
+        gateway=site.gateway(),
         vault=None,  # type: ignore[arg-type] - nothing is read
         seal=site.seal,
         read=lambda raw: None,  # type: ignore[arg-type, return-value]

@@ -30,7 +30,7 @@ from policies.review.policy import parse as parse_policy
 from policies.review.rules import Verdict
 from policies.statements import PAYLOAD_TYPE, Release, parse
 from protos.common.dsse import open_sealed
-from tests.support.coordinator_runs import goods
+from tests.support.coordinator_runs import signed
 from tests.support.ledger_world import Clock, Hospital, Person, policy
 
 SHAPE = (8, 8)
@@ -160,11 +160,11 @@ class DirectCoordinatorClient:
 
     def submit(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
         release = self.intake.release(self.site, key, envelope)
-        return self._ask(lambda: self.intake.admit(self.site, key, envelope, release, goods(release, artifact)))
+        return self._ask(lambda: self.intake.admit(self.site, key, envelope, release, signed(release, artifact)))
 
     def submit_earlier(self, key: str, envelope: bytes, artifact: bytes) -> Verdict:
         release = self.intake.release(self.site, key, envelope)
-        staged = goods(release, artifact, {"earlier": True})
+        staged = signed(release, artifact, {"earlier": True})
         return self._ask(lambda: self.intake.admit(self.site, key, envelope, release, staged))
 
     def amend(self, key: str, envelope: bytes) -> Verdict:
@@ -180,7 +180,7 @@ class DirectCoordinatorClient:
         return found[0] if found else None
 
 
-def site_of(folder: Path, hospital: Hospital, vault: MemoryVault, door: DirectCoordinatorClient) -> SiteContext:
+def site_of(folder: Path, hospital: Hospital, vault: MemoryVault, gateway: DirectCoordinatorClient) -> SiteContext:
     """A hospital's agent over its own ledger file; open it again after a crash."""
     store = Store(open_sqlite(folder / f"{hospital.name}.db"), "lazaret/test", hospital.key, Clock())
     own = parse_policy(hospital.policy_text, hospital.name)
@@ -199,7 +199,9 @@ def site_of(folder: Path, hospital: Hospital, vault: MemoryVault, door: DirectCo
             name for i in made if (name := f"{prefix}-{hospital.name}-{i}") not in register.store.state.grants
         )
 
-    return SiteContext(hospital.name, register, door, vault, hospital.seal, read, new_id, lambda _step, _detail: None)
+    return SiteContext(
+        hospital.name, register, gateway, vault, hospital.seal, read, new_id, lambda _step, _detail: None
+    )
 
 
 @dataclass
@@ -208,14 +210,14 @@ class SiteWorld:
 
     site: SiteContext
     vault: MemoryVault
-    door: DirectCoordinatorClient
+    gateway: DirectCoordinatorClient
     hospital: Hospital
     intake: AdmissionService
 
     def spent(self, kind: str) -> tuple[tuple[int, int], tuple[int, int]]:
         """(held, spent) of an account, at the site and at the coordinator."""
-        books = (self.site.books.store.state, self.intake.register.store.state)
-        accounts = [b.accounts[f"site-a/{kind}"] for b in books]
+        ledger = (self.site.ledger.store.state, self.intake.register.store.state)
+        accounts = [b.accounts[f"site-a/{kind}"] for b in ledger]
         return (accounts[0].held, accounts[0].spent), (accounts[1].held, accounts[1].spent)
 
     def join(self, p: Participant, mechanism: Federated, run: str = "run-1") -> None:
@@ -224,7 +226,7 @@ class SiteWorld:
 
     def arrives(self, sent: SignedRelease) -> None:
         """An update comes in with the link, and is admitted."""
-        assert self.door.submit(f"submit-{sent.release.release}", sent.envelope, sent.artifact).admitted
+        assert self.gateway.submit(f"submit-{sent.release.release}", sent.envelope, sent.artifact).admitted
 
 
 def admission(ledger: Path, federation: str, *hospitals: Hospital) -> AdmissionService:
@@ -253,8 +255,8 @@ def site_world(
     hospital = Hospital("site-a", own or policy(**changes))
     intake = admission(folder / "coordinator.db", federation or policy(max_releases_per_patient=9), hospital)
     vault = MemoryVault(patients) if vault is None else vault
-    door = DirectCoordinatorClient(intake, "site-a")
-    return SiteWorld(site_of(folder, hospital, vault, door), vault, door, hospital, intake)
+    gateway = DirectCoordinatorClient(intake, "site-a")
+    return SiteWorld(site_of(folder, hospital, vault, gateway), vault, gateway, hospital, intake)
 
 
 def public_basis(provenance: str = "public") -> Basis:
@@ -272,22 +274,22 @@ def approving(tmp_path: Path) -> tuple[SiteWorld, Person, Person]:
     s = site_world(tmp_path, approvals='["compliance", "hospital"]')
     persons = Person("dpo-1", "compliance"), Person("head-1", "hospital")
     for person in persons:
-        decisions.appoint(s.site.books.store, person.name, person.role, person.public)
+        decisions.appoint(s.site.ledger.store, person.name, person.role, person.public)
     return s, *persons
 
 
 def approve(s: SiteWorld, person: Person, release: Release, digest: str = "") -> None:
     """A person approves the release, or other bytes of the same name."""
     value = digest or release.artifact_sha256
-    sealed = person.approval(release.release, "release", release.release, value, origin=s.site.books.store.origin)
-    decisions.approve(s.site.books.store, sealed)
+    sealed = person.approval(release.release, "release", release.release, value, origin=s.site.ledger.store.origin)
+    decisions.approve(s.site.ledger.store, sealed)
 
 
 def waiting(s: SiteWorld) -> Release:
     """A release that waits for persons."""
     with pytest.raises(ApprovalPending) as caught:
         release_synthetic(s.site, ksame(), "OT", RNG)
-    return caught.value.goods.release
+    return caught.value.signed.release
 
 
 def permissive(text: str) -> str:

@@ -589,12 +589,12 @@ def test_bad_input_is_refused_before_budget_is_spent_where_it_can_be_known_and_k
         selection = Selection("OT", SIDE, fit=not bad.exact)
         before = s.intake.register.store.state.size
         if bad.raises is None:
-            goods, verdict = release_synthetic(s.site, mechanism, selection, np.random.default_rng(1))
+            signed, verdict = release_synthetic(s.site, mechanism, selection, np.random.default_rng(1))
             behind = [set(cluster) for one in vault.note("releases") for cluster in one["clusters"]]
             assert verdict.admitted
             assert all(len(members) >= 5 for members in behind)
             assert sum(map(len, behind)) == len(set().union(*behind)) <= bad.most
-            assert len(unpack_images(goods.artifact)[0]) == len(behind)
+            assert len(unpack_images(signed.artifact)[0]) == len(behind)
             return
         with pytest.raises(bad.raises) as caught:
             release_synthetic(s.site, mechanism, selection, np.random.default_rng(1))

@@ -65,7 +65,7 @@ class Hospital:
     home: SiteDirectory
     persons: dict[str, Person] = field(default_factory=dict)
     base: str = ""
-    desk: SiteConsoleContext | None = None
+    runtime: SiteConsoleContext | None = None
 
     def patient_id(self, number: int) -> str:
         """As the PACS knows them."""
@@ -108,11 +108,11 @@ class Hospital:
     def release(self) -> str:
         """A k-anonymous set is made, and waits for both persons."""
         rng = np.random.default_rng(4)
-        with open_runtime(self.home.root, lambda *_: None) as desk:
+        with open_runtime(self.home.root, lambda *_: None) as runtime:
             try:
-                release_synthetic(desk.site, KSame(5, 2, public_basis()), "OT", rng)
+                release_synthetic(runtime.site, KSame(5, 2, public_basis()), "OT", rng)
             except ApprovalPending as waiting:
-                return waiting.goods.release.release
+                return waiting.signed.release.release
         raise AssertionError("it should wait")
 
     def login(self, name: str) -> tuple[Path, Path]:
@@ -199,12 +199,12 @@ def hospital(root: Path, *, patients: int = 12, **changes: object) -> Iterator[H
 
 @contextmanager
 def serving(
-    made: Hospital, books: SiteLedger | None = None, reception: IngestService | None = None
+    made: Hospital, ledger: SiteLedger | None = None, reception: IngestService | None = None
 ) -> Iterator[Hospital]:
     """Its console, while it runs; without ``books`` it borrows the ledger for each act."""
     (made.home.root / "console.toml").write_text('listen = "127.0.0.1:0"\n')
     log = open_log(made.home.root / "agent.log")
-    with console_server(made.home, books or BorrowedLedger(made.home), log, reception) as told:
+    with console_server(made.home, ledger or BorrowedLedger(made.home), log, reception) as told:
         found = re.search(r"https://[^,]+", told)
         assert found is not None
         made.base = found[0].replace("127.0.0.1", "localhost")
@@ -214,5 +214,5 @@ def serving(
 @contextmanager
 def held(made: Hospital) -> Iterator[Hospital]:
     """The console of a process that holds the ledger itself, as ``serve`` with a modality does."""
-    with open_runtime(made.home.root, lambda *_: None) as desk, serving(made, SharedLedger(desk)) as running:
+    with open_runtime(made.home.root, lambda *_: None) as runtime, serving(made, SharedLedger(runtime)) as running:
         yield running

@@ -237,8 +237,8 @@ def test_without_a_ledger_the_console_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_while_another_process_holds_the_ledger_it_is_read_and_not_written(place: Hospital) -> None:
-    books = BorrowedLedger(place.home)
-    size = books.read().state.size
+    ledger = BorrowedLedger(place.home)
+    size = ledger.read().state.size
     code = "import sys, time\nfrom policies.ledger.backends.sqlite import open_sqlite\nfrom pathlib import Path\n"
     code += "kept = open_sqlite(Path(sys.argv[1]))\nprint('open', flush=True)\ntime.sleep(60)"
     command = [sys.executable, "-c", code, str(place.home.root / "ledger.db")]
@@ -246,14 +246,14 @@ def test_while_another_process_holds_the_ledger_it_is_read_and_not_written(place
         try:
             assert other.stdout is not None
             assert other.stdout.readline() == b"open\n"
-            assert books.read().state.size == size
-            with pytest.raises(LedgerBusyError), books.write():
+            assert ledger.read().state.size == size
+            with pytest.raises(LedgerBusyError), ledger.write():
                 pass
             with place.client("dora") as dora:
                 assert dora.get("/ledger").status_code == 200
         finally:
             other.kill()
-    with books.write() as store:
+    with ledger.write() as store:
         assert store.state.size == size
 
 
@@ -385,29 +385,29 @@ def test_what_has_left_is_said_to_stay_and_its_pictures_to_be_forgotten(tmp_path
     from tests.agent.console.hospital import public_basis
 
     with hospital(tmp_path, approvals="[]") as made:
-        with open_runtime(made.home.root, lambda *_: None) as desk:
+        with open_runtime(made.home.root, lambda *_: None) as context:
             import numpy as np
 
             rng = np.random.default_rng(1)
-            goods, verdict = release_synthetic(desk.site, KSame(5, 2, public_basis()), "OT", rng)
+            signed, verdict = release_synthetic(context.site, KSame(5, 2, public_basis()), "OT", rng)
         assert verdict.admitted
         foreseen = _foreseen(made, made.patient_id(3))
-        assert foreseen.out == (goods.release.release,)
+        assert foreseen.out == (signed.release.release,)
         assert (foreseen.retired, foreseen.dying, foreseen.unrecorded) == (1, (), 0)
         assert 4 <= foreseen.beside <= 8
-        before = _pictures(made, goods.release.release)
+        before = _pictures(made, signed.release.release)
         with open_ingest(made.home, MAIN) as way:
             person = way.who.person("", made.patient_id(3))
         projects.opt_out(made.home, person)
-        assert before - _pictures(made, goods.release.release) == foreseen.retired
+        assert before - _pictures(made, signed.release.release) == foreseen.retired
 
 
 def _foreseen(made: Hospital, ids: str) -> Consequences:
     import datetime as dt
 
-    desk = SiteConsoleContext(made.home, BorrowedLedger(made.home), None, lambda: dt.datetime.now(dt.UTC))
+    context = SiteConsoleContext(made.home, BorrowedLedger(made.home), None, lambda: dt.datetime.now(dt.UTC))
     with open_ingest(made.home, MAIN) as way:
-        return preview(desk, frozenset(way.who.person("", one) for one in ids.split()))
+        return preview(context, frozenset(way.who.person("", one) for one in ids.split()))
 
 
 def _instances(made: Hospital) -> int:

@@ -163,9 +163,9 @@ def test_a_page_takes_few_entries_into_the_index_and_says_when_it_is_behind(
     monkeypatch.setattr(overview, "NEW", 2)
     lent = BorrowedLedger(home)
     with Index(home.root / "search.db", lent.disk) as index:
-        desk = SiteConsoleContext(home, lent, None, lambda: dt.datetime.now(dt.UTC), index=index)
-        assert "has the first 2 entries" in overview.updated_index(desk)[1]
-        assert overview.updated_index(desk) == (index, "")
+        context = SiteConsoleContext(home, lent, None, lambda: dt.datetime.now(dt.UTC), index=index)
+        assert "has the first 2 entries" in overview.updated_index(context)[1]
+        assert overview.updated_index(context) == (index, "")
         assert index.size == 3
 
 

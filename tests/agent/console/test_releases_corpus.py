@@ -46,8 +46,8 @@ REFUSED = {
 class Clerk:
     """Types what a person would type, and signs what is asked for."""
 
-    def __init__(self, place: Hospital, desk: SiteConsoleContext) -> None:
-        self.place, self.desk = place, desk
+    def __init__(self, place: Hospital, context: SiteConsoleContext) -> None:
+        self.place, self.context = place, context
 
     def fill(self, form: Form, name: str) -> Mapping[str, Any]:
         """What is to be typed into a form, or chosen."""
@@ -56,14 +56,14 @@ class Clerk:
             return self._signed(form, self.of_release(name, head.rpartition("/")[2], tail))
         if form.path == "/policy/approve":
             text = (self.place.home.root / policy_draft.FILE).read_text()
-            serial = amendments.amendment_serial(text, self.desk.books.read().state.amended.get("site-a", 0))
+            serial = amendments.amendment_serial(text, self.context.ledger.read().state.amended.get("site-a", 0))
             words = (serial, amendments.ACTION, "site-a", amendments.digest(text))
             return self._signed(form, self.place.approval(name, *words))
         if tail in ("retry", "drop") and head.startswith("/quarantine"):
             with open_ingest(self.place.home, MAIN) as way:
                 return {"name": (way.quarantine.entries()[0].name,), "sure": ("yes",) if tail == "drop" else ()}
         if form.path == "/opt-out/do":
-            looked = [token for token, one in self.desk.memory.looked.items() if one.who == name]
+            looked = [token for token, one in self.context.memory.looked.items() if one.who == name]
             return {"token": (looked[-1] if looked else "none",)}
         typed: dict[str, dict[str, Any]] = {
             "/opt-out/look": {"patients": (self.place.patient_id(99),)},
@@ -72,7 +72,7 @@ class Clerk:
         return typed.get(form.path, {})
 
     def of_release(self, name: str, release: str, act: str) -> bytes:
-        with self.desk.vault() as vault:
+        with self.context.vault() as vault:
             kept = (vault.note("pending") or {})[release]
         made = parse(kept["statement"].encode())
         digest = made.artifact_sha256  # type: ignore[union-attr]
@@ -99,15 +99,17 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
         for name in ROLES:
             place.login(name)
         with open_runtime(place.home.root, lambda *_: None) as opened:
-            books, log = SharedLedger(opened), open_log(place.home.root / "agent.log")
-            with Index(place.home.root / app.INDEX, books.disk) as index:
-                desk = SiteConsoleContext(place.home, books, log, lambda: dt.datetime.now(dt.UTC), None, index=index)
-                made = Trial(_side(place, desk), heard)
-                _happens(place, desk, made, release)
+            ledger, log = SharedLedger(opened), open_log(place.home.root / "agent.log")
+            with Index(place.home.root / app.INDEX, ledger.disk) as index:
+                context = SiteConsoleContext(
+                    place.home, ledger, log, lambda: dt.datetime.now(dt.UTC), None, index=index
+                )
+                made = Trial(_side(place, context), heard)
+                _happens(place, context, made, release)
                 yield made
 
 
-def _side(place: Hospital, desk: SiteConsoleContext) -> Side:
+def _side(place: Hospital, context: SiteConsoleContext) -> Side:
     crts: dict[str, bytes] = {}
 
     def certificate(name: str) -> bytes:
@@ -117,19 +119,19 @@ def _side(place: Hospital, desk: SiteConsoleContext) -> Side:
         return crts[name]
 
     def settle() -> None:
-        while not desk.errand.told().over:
+        while not context.errand.told().over:
             time.sleep(0.005)
 
-    clerk = Clerk(place, desk)
+    clerk = Clerk(place, context)
     return Side(
-        pages=app.pages(desk, ConsoleSettings(listen="127.0.0.1:0"), PinnedCertificates(place.home.root / FOLDER)),
+        pages=app.pages(context, ConsoleSettings(listen="127.0.0.1:0"), PinnedCertificates(place.home.root / FOLDER)),
         folder=place.root,
         home=place.home.root,
         log=place.home.root / "agent.log",
         source=Path(app.__file__).parent,
-        people=lambda: {name: role for name, role in ROLES.items() if desk.person(name)},
+        people=lambda: {name: role for name, role in ROLES.items() if context.person(name)},
         certificate=certificate,
-        size=lambda: desk.books.read().state.size,
+        size=lambda: context.ledger.read().state.size,
         fill=clerk.fill,
         settle=settle,
         late=(
@@ -142,9 +144,9 @@ def _side(place: Hospital, desk: SiteConsoleContext) -> Side:
     )
 
 
-def _happens(place: Hospital, desk: SiteConsoleContext, trial: Trial, release: str) -> None:
+def _happens(place: Hospital, context: SiteConsoleContext, trial: Trial, release: str) -> None:
     """A site's days: after each of them, whatever was not there before is tried."""
-    clerk, draft = Clerk(place, desk), place.home.root / policy_draft.FILE
+    clerk, draft = Clerk(place, context), place.home.root / policy_draft.FILE
     tighter, looser = policy(approvals=BOTH, k_min=7), policy(approvals='["compliance"]')
     with open_ingest(place.home, MAIN) as way:
         way.inbox.put(ReceivedFile("dimse", "PACS1", b"no image either"))
@@ -154,7 +156,7 @@ def _happens(place: Hospital, desk: SiteConsoleContext, trial: Trial, release: s
         trial.attack()
     draft.write_text(tighter)
     for act in ("approve", "refuse"):  # the other person's word: it may be sent, and then it may not
-        with desk.books.write() as store:
+        with context.ledger.write() as store:
             for name in ("dora", "hugo") if act == "approve" else ("hugo",):
                 decisions.approve(store, clerk.of_release(name, release, act))
         trial.look()

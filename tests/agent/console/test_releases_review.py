@@ -293,14 +293,14 @@ def test_pictures_are_kept_for_half_an_hour_and_of_few_releases(monkeypatch: pyt
 
     from agent.console.context import ConsoleState
 
-    desk: Any = SimpleNamespace(memory=ConsoleState())
+    context: Any = SimpleNamespace(memory=ConsoleState())
     for n in range(5):
         shown = review_images.ReleaseImages(1000.0 + n, "", np.zeros((0, 1, 1), np.uint8))
-        review_images._keep(desk, f"r{n}", shown)
+        review_images._keep(context, f"r{n}", shown)
     monkeypatch.setattr(time, "monotonic", lambda: 1004.0 + review_images.KEPT_S)
-    assert [n for n in range(5) if review_images.recall(desk, f"r{n}")] == [4]
-    review_images.forget(desk)
-    assert review_images.recall(desk, "r4") is None
+    assert [n for n in range(5) if review_images.recall(context, f"r{n}")] == [4]
+    review_images.forget(context)
+    assert review_images.recall(context, "r4") is None
 
 
 def test_beside_a_process_that_holds_the_ledger_the_same_is_done_and_the_books_stay_sound(made: Hospital) -> None:

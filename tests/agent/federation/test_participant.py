@@ -106,7 +106,7 @@ def test_whatever_kills_it_and_whenever_no_round_is_trained_beyond_what_was_pric
     held, spent = w.account()
     assert held == 0
     assert spent >= whole * reads // 4, "what was read is paid for"
-    part(w).site.books.store.close()
+    part(w).site.ledger.store.close()
     verify(export_file(tmp_path / "site-a.db", "lazaret/test", w.hospital.key))
 
 
@@ -140,14 +140,14 @@ def test_nothing_is_read_before_the_coordinators_ledger_shows_the_grant_and_neve
     with pytest.raises(ReviewRejectedError, match="not_granted"):
         part(w).train("run-1", 1, START)
     assert w.intake.reserve_run("run-1", {"site-a": envelope}, 1)["site-a"].admitted
-    w.door.shut = True
+    w.gateway.shut = True
     with pytest.raises(CoordinatorUnreachableError):
         part(w).train("run-1", 1, START)
     assert (w.vault.reads, part(w).rounds_trained) == (0, 0)
-    w.door.shut = False
+    w.gateway.shut = False
     part(w).train("run-1", 1, START)
     assert w.crash()
-    w.door.shut = True
+    w.gateway.shut = True
     with pytest.raises(CoordinatorUnreachableError):
         part(w).train("run-1", 2, START)
     assert w.vault.reads == 1
@@ -187,7 +187,7 @@ def test_a_note_of_another_modality_or_of_a_grant_that_is_closed_is_not_taken_up
     granted(w, federated())
     site = part(w).site
     assert not Participant(site, "CT", UnsafeSeededEntropy(1)).resume()
-    site.books.close(part(w).grant, "finished")
+    site.ledger.close(part(w).grant, "finished")
     assert not Participant(site, "OT", UnsafeSeededEntropy(1)).resume()
     assert not w.crash()
     with pytest.raises(ReviewRejectedError, match="round"):
@@ -199,7 +199,7 @@ def test_a_run_that_was_followed_to_its_end_is_closed_and_leaves_no_note(tmp_pat
     granted(w, federated(rounds=1))
     sent, _ = part(w).train("run-1", 1, START)
     assert w.crash(), "after the last round, and before its verdict is known"
-    assert w.door.submit(f"submit-{sent.release.release}", sent.envelope, sent.artifact).admitted
+    assert w.gateway.submit(f"submit-{sent.release.release}", sent.envelope, sent.artifact).admitted
     assert part(w).follow()
     held, spent = w.account()
     assert held == 0 < spent

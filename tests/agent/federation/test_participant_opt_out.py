@@ -49,7 +49,7 @@ def test_a_synthetic_set_made_while_a_patient_opts_out_does_not_leave_and_is_pai
         release_synthetic(s.site, ksame(), "OT", RNG)
     assert caught.value.where == "site"
     assert s.intake.register.store.state.releases == {}
-    assert s.site.books.store.state.sent == {}
+    assert s.site.ledger.store.state.sent == {}
     assert s.spent("k") == ((0, 1), (0, 1))
 
 
@@ -90,7 +90,7 @@ def test_an_update_made_while_a_patient_opts_out_does_not_leave_and_the_next_is_
         with pytest.raises(ReviewRejectedError, match="opted_out"):
             part(w).train("run-1", 1, START)
     assert (part(w).rounds_trained, part(w).round_in_progress) == (1, False)
-    assert part(w).site.books.store.state.sent == {}
+    assert part(w).site.ledger.store.state.sent == {}
     seen: list[set[str]] = []
     cohort = MemoryVault.cohort
 
@@ -113,9 +113,9 @@ def test_the_coordinator_hears_the_same_word_as_for_any_failure(
     w = federated_site(tmp_path)
     granted(w, federated(rounds=2))
     meanwhile(monkeypatch, Federated, w.vault)
-    desk = TaskHandler(w.part, threading.Lock(), ErrorLog(), threading.Event())
+    handler = TaskHandler(w.part, threading.Lock(), ErrorLog(), threading.Event())
     with pytest.raises(TaskDeclinedError, match="unavailable"):
-        desk._answer(Task("run-1", "train", 0, b"", np.asarray(START.vector)))
+        handler._answer(Task("run-1", "train", 0, b"", np.asarray(START.vector)))
 
 
 def test_a_part_of_a_secret_sum_made_while_a_patient_opts_out_is_not_masked_in(
@@ -129,6 +129,6 @@ def test_a_part_of_a_secret_sum_made_while_a_patient_opts_out_is_not_masked_in(
     with pytest.raises(ReviewRejectedError, match="opted_out"):
         trial.step("north", Step.MASK, hub.requests()["north"])
     assert not north.part.participant.round_in_progress
-    assert north.part.participant.site.books.store.state.sent == {}
+    assert north.part.participant.site.ledger.store.state.sent == {}
     with pytest.raises(ReviewRejectedError, match="out of order"):
         trial.step("north", Step.MASK, hub.requests()["north"])

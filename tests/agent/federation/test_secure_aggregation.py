@@ -54,7 +54,7 @@ def test_the_hub_learns_the_sum_of_what_three_sites_trained_and_each_part_is_wri
     assert np.array_equal(hub.session.params.ring.decode(total.lattice), expected)
     for ward in trial.wards.values():
         assert ward.vault.reads == 1
-        sent = ward.part.participant.site.books.store.state.sent
+        sent = ward.part.participant.site.ledger.store.state.sent
         assert [s.round for s in sent.values()] == [1]
     admitted = trial.intake.register.store.state.releases.values()
     assert {(a.site, a.mechanism, a.level) for a in admitted} == {(n, "federated-masked", "A*") for n in NAMES}
@@ -196,7 +196,7 @@ def test_a_site_whose_own_review_refuses_its_part_signs_no_roll_and_reveals_no_s
     requests = hub.requests()
     tight = parse(admitting(max_artifact_bytes=100), "tight")
     north = trial.wards["north"].part.participant
-    north.site = replace(north.site, books=LedgerService(north.site.books.store, lambda _site: tight))
+    north.site = replace(north.site, ledger=LedgerService(north.site.ledger.store, lambda _site: tight))
     with pytest.raises(ReviewRejectedError, match="artifact_size"):
         trial.step("north", Step.MASK, requests["north"])
     assert not north.round_in_progress

@@ -36,7 +36,7 @@ from tests.support.site_world import DirectCoordinatorClient
 
 def word_on(w: FederatedSite, grant: str) -> tuple[Entry, Settlement]:
     """How a grant ended in the site's own book, and the site's sealed word that the entry rests on."""
-    store = part(w).site.books.store
+    store = part(w).site.ledger.store
     entry = store.answer(f"close-{grant}")[0].record.entry
     said = parse_statement(open_sealed(store.envelope(entry.envelope), PAYLOAD_TYPE, {"": w.hospital.public}).payload)
     assert isinstance(said, Settlement)
@@ -57,7 +57,7 @@ def test_an_untrained_part_is_left_as_unused_in_both_books_and_nobody_says_it_wa
     )
     assert isinstance(told[0], RefusedEntry)
     assert (told[0].stage, told[0].findings, told[0].envelope) == ("declined", ["unused"], entry.envelope)
-    part(w).site.books.store.close()
+    part(w).site.ledger.store.close()
     verify(export_file(tmp_path / "site-a.db", "lazaret/test", w.hospital.key))
     hub.close()
 
@@ -109,9 +109,9 @@ def test_an_older_vault_frees_no_grant_under_which_images_were_read(
     assert w.vault.reads == 1
     part(w).leave_run()
     held, spent = w.account()
-    sent = max((s.used for s in part(w).site.books.store.state.sent.values()), default=whole)
+    sent = max((s.used for s in part(w).site.ledger.store.state.sent.values()), default=whole)
     assert (held, spent) == (0, sent), "what the ledger shows as sent, and where it shows nothing all of it"
-    part(w).site.books.store.close()
+    part(w).site.ledger.store.close()
     verify(export_file(tmp_path / "site-a.db", "lazaret/test", w.hospital.key))
 
 
@@ -143,7 +143,7 @@ def test_a_fork_is_not_taken_for_silence_when_a_part_is_left_and_frees_nothing_t
     granted(w, federated(rounds=3))
     for number in range(1, rounds + 1):
         part(w).train("run-1", number, START)
-    sent = max((s.used for s in part(w).site.books.store.state.sent.values()), default=0)
+    sent = max((s.used for s in part(w).site.ledger.store.state.sent.values()), default=0)
     monkeypatch.setattr(DirectCoordinatorClient, call, forked)
     if (call, rounds) != ("outcome", 0):  # nothing set out: nothing is asked
         with pytest.raises(LedgerForkError):
@@ -168,7 +168,7 @@ def test_what_the_books_refuse_when_a_run_is_over_stops_no_agent_and_a_fork_does
     w = federated_site(tmp_path)
     granted(w, federated(rounds=3))
     part(w).train("run-1", 1, START)
-    station, desk = (
+    station, handler = (
         FederationContext(lambda: None, ErrorLog(), lambda _: None, threading.Event(), EndedRuns()),
         TaskHandler(w.part, threading.Lock(), ErrorLog(), threading.Event()),
     )
@@ -182,8 +182,8 @@ def test_what_the_books_refuse_when_a_run_is_over_stops_no_agent_and_a_fork_does
     monkeypatch.setattr(Participant, "leave_run", broken)
     station.over.say("run-1")
     with pytest.raises(LedgerForkError):
-        _keep_on(desk, station)
-    assert desk.log.said == ["not_left"]
+        _keep_on(handler, station)
+    assert handler.log.said == ["not_left"]
 
 
 def test_a_greeting_that_failed_is_soon_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_a_greeting_that_failed_is_soon_made_again(tmp_path: Path, monkeypatch: 
             raise CoordinatorUnreachableError("no answer")
 
     station = FederationContext(meet, ErrorLog(), lambda _: None, threading.Event(), EndedRuns(), met=False)
-    desk, turns = TaskHandler(federated_site(tmp_path).part, threading.Lock(), ErrorLog(), station.stop), []
+    handler, turns = TaskHandler(federated_site(tmp_path).part, threading.Lock(), ErrorLog(), station.stop), []
 
     def follow(_: TaskHandler) -> None:
         turns.append(None)
@@ -206,7 +206,7 @@ def test_a_greeting_that_failed_is_soon_made_again(tmp_path: Path, monkeypatch: 
             station.stop.set()
 
     monkeypatch.setattr(TaskHandler, "follow", follow)
-    _keep_on(desk, station)
+    _keep_on(handler, station)
     assert met == [False, False, True], "and then after five minutes"
 
 
@@ -214,15 +214,15 @@ def test_a_fork_that_a_task_meets_ends_the_process(tmp_path: Path, monkeypatch: 
     w = federated_site(tmp_path)
     monkeypatch.setattr("agent.federation.service.FOLLOW_S", 0.0)
     station = FederationContext(lambda: None, ErrorLog(), lambda _: None, threading.Event(), EndedRuns())
-    desk = TaskHandler(w.part, threading.Lock(), ErrorLog(), station.stop)
+    handler = TaskHandler(w.part, threading.Lock(), ErrorLog(), station.stop)
     granted(w, federated(rounds=1))
     monkeypatch.setattr(DirectCoordinatorClient, "outcome", forked)
     task = Task("run-1", "train", 0, b"", START.vector)
     with pytest.raises(TaskDeclinedError, match="unavailable"):
-        desk._answer(task)
+        handler._answer(task)
     part(w).granted = True  # so that nothing else asks
     with pytest.raises(LedgerForkError):
-        _keep_on(desk, station)
+        _keep_on(handler, station)
 
 
 def test_no_link_begins_before_the_coordinator_was_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

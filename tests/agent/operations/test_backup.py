@@ -64,19 +64,19 @@ class Ward:
         return self.site.home.root
 
     @contextlib.contextmanager
-    def desk(self, root: Path | None = None) -> Iterator[AgentRuntime]:
+    def runtime(self, root: Path | None = None) -> Iterator[AgentRuntime]:
         with open_runtime(root or self.root, lambda *_: None) as opened:
-            opened.door._patience_s = 0.0
+            opened.gateway._patience_s = 0.0
             yield opened
 
-    def grant(self, desk: AgentRuntime, name: str, claim: Any = SMALL, mechanism: str = "federated") -> bool:
+    def grant(self, runtime: AgentRuntime, name: str, claim: Any = SMALL, mechanism: str = "federated") -> bool:
         """Hold a price in both books, as the pipeline does."""
         run = f"run-{name}" if mechanism == "federated" else ""  # a part in a run is granted once
         said = self.site.hospital.reservation(name, claim, mechanism, run)
-        sealed = desk.site.seal(said)
-        if not desk.site.books.reserve(f"reserve-{name}", said, sealed).admitted:
+        sealed = runtime.site.seal(said)
+        if not runtime.site.ledger.reserve(f"reserve-{name}", said, sealed).admitted:
             return False
-        return bool(desk.door.reserve(f"reserve-{name}", sealed).admitted)
+        return bool(runtime.gateway.reserve(f"reserve-{name}", sealed).admitted)
 
     def shared(self) -> bytes:
         return export_file(self.fed.home.ledger, self.fed.store.origin, self.fed.home.ledger_key())
@@ -103,11 +103,11 @@ def ward(tmp_path: Path) -> Iterator[Ward]:
         toml = site.home.root / "site.toml"
         toml.write_text(toml.read_text().replace('127.0.0.1:1"', f'127.0.0.1:{fed.port}"'))
         made = Ward(fed, site)
-        with made.desk() as desk:
+        with made.runtime() as runtime:
             for n in range(6):
                 pixels = np.full((8, 8), n / 8, np.float32)
                 name, person = f"{n + 100:032x}", f"{n + 1:031x}f"
-                desk.vault.keep(Record(name, name, person, "0" * 32, "OT", "image", "0", pixels, b"x", False))
+                runtime.vault.keep(Record(name, name, person, "0" * 32, "OT", "image", "0", pixels, b"x", False))
         yield made
 
 
@@ -142,28 +142,28 @@ def audited(root: Path) -> Any:
 def test_a_site_that_was_lost_comes_back_with_everything_that_was_granted_since_spent(
     ward: Ward, tmp_path: Path
 ) -> None:
-    with ward.desk() as desk:
-        assert ward.grant(desk, "before")
+    with ward.runtime() as runtime:
+        assert ward.grant(runtime, "before")
         backup(ward.site.home, tmp_path / "backup")
-        assert ward.grant(desk, "lost-1")
-        assert ward.grant(desk, "lost-2")
-        desk.vault.write_note("ledger", desk.site.books.store.state.size)
+        assert ward.grant(runtime, "lost-1")
+        assert ward.grant(runtime, "lost-2")
+        runtime.vault.write_note("ledger", runtime.site.ledger.store.state.size)
     owed = used(ward.root)
     keys = ward.lose(tmp_path / "gone")
     done = restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
     assert (done.epoch, done.closed, done.gone) == (2, 1, ())
-    with ward.desk() as desk:
-        assert not ward.grant(desk, "early"), "nothing is granted before the lost is spent"
+    with ward.runtime() as runtime:
+        assert not ward.grant(runtime, "early"), "nothing is granted before the lost is spent"
         assert "frozen" in str(lines(open_read_only(ward.root / "ledger.db"))[-1].record.entry)
-        assert desk.vault.patients() == 6, "the vault opens with the keys of before"
+        assert runtime.vault.patients() == 6, "the vault opens with the keys of before"
     made = post_restore.recover(SiteDirectory(ward.root), ward.shared())
     assert (made.lost, made.full) == (2, ())
     assert all(used(ward.root)[name] >= owed[name] for name in owed)
     found = audited(ward.root)
     assert (found.epoch, found.origin) == (2, "lazaret/site-a")
-    with ward.desk() as desk:
-        assert ward.grant(desk, "after"), "what is left is granted again"
-        assert not ward.grant(desk, "lost-1"), "a lost grant's name is not given again"
+    with ward.runtime() as runtime:
+        assert ward.grant(runtime, "after"), "what is left is granted again"
+        assert not ward.grant(runtime, "lost-1"), "a lost grant's name is not given again"
     with pytest.raises(SiteConfigError, match="nothing to do"):
         post_restore.recover(SiteDirectory(ward.root), ward.shared())
 
@@ -172,12 +172,12 @@ def test_no_budget_comes_back_whenever_the_backup_was_made(ward: Ward, tmp_path:
     """At each point of a site's life a backup; each of them, restored, owes at least what was owed at the end."""
     steps = [(f"g{n}", SubsampledGaussian(0.02, 6.0, n + 1), "federated") for n in range(4)]
     steps.insert(2, ("k", K5, "ksame"))
-    with ward.desk() as desk:
+    with ward.runtime() as runtime:
         for n, (name, claim, mechanism) in enumerate(steps):
             backup(ward.site.home, tmp_path / f"backup-{n}")
-            assert ward.grant(desk, name, claim, mechanism)
+            assert ward.grant(runtime, name, claim, mechanism)
             if n == 0:
-                desk.site.books.close(name, "restart")
+                runtime.site.ledger.close(name, "restart")
     owed, shared = used(ward.root), ward.shared()
     keys = ward.lose(tmp_path / "gone")
     for n in range(len(steps)):
@@ -192,30 +192,30 @@ def test_no_budget_comes_back_whenever_the_backup_was_made(ward: Ward, tmp_path:
 def test_after_a_lost_release_without_an_epsilon_there_is_no_other_for_its_patients_are_unknown(
     wide: Ward, tmp_path: Path
 ) -> None:
-    with wide.desk():
+    with wide.runtime():
         pass
     backup(wide.site.home, tmp_path / "backup")
-    with wide.desk() as desk:
-        limit = desk.site.books.store.state.accounts["site-b/k"].limit
+    with wide.runtime() as runtime:
+        limit = runtime.site.ledger.store.state.accounts["site-b/k"].limit
         assert limit == 3
-        assert wide.grant(desk, "k", K5, "ksame")
+        assert wide.grant(runtime, "k", K5, "ksame")
     keys, shared = wide.lose(tmp_path / "gone"), wide.shared()
     restore.restore(wide.root, tmp_path / "backup", keys, NONCE)
     made = post_restore.recover(SiteDirectory(wide.root), shared)
     assert (made.lost, made.full) == (3, ("site-b/k",)), "the lost one, and two that nobody can give safely now"
     assert used(wide.root) == {"site-b/k": 3, "site-b/rdp": 0}
     assert audited(wide.root).grants == 3
-    with wide.desk() as desk:
-        assert not wide.grant(desk, "k-again", K5, "ksame")
-        assert wide.grant(desk, "dp"), "with an epsilon there is no such question"
+    with wide.runtime() as runtime:
+        assert not wide.grant(runtime, "k-again", K5, "ksame")
+        assert wide.grant(runtime, "dp"), "with an epsilon there is no such question"
 
 
 @pytest.mark.parametrize("between", ["nothing", "the note is lost"])
 def test_a_second_restore_forgets_nothing_that_the_first_had_to_make_good(
     wide: Ward, tmp_path: Path, between: str
 ) -> None:
-    with wide.desk() as desk:
-        assert wide.grant(desk, "k-open", K5, "ksame")
+    with wide.runtime() as runtime:
+        assert wide.grant(runtime, "k-open", K5, "ksame")
         backup(wide.site.home, tmp_path / "first")
     keys, shared = wide.lose(tmp_path / "gone"), wide.shared()
     restore.restore(wide.root, tmp_path / "first", keys, NONCE)
@@ -228,18 +228,18 @@ def test_a_second_restore_forgets_nothing_that_the_first_had_to_make_good(
     assert post_restore.recover(SiteDirectory(wide.root), shared).full == ("site-b/k",), (
         "and its patients are as unknown as before"
     )
-    with wide.desk() as desk:
-        assert not wide.grant(desk, "k-again", K5, "ksame")
+    with wide.runtime() as runtime:
+        assert not wide.grant(runtime, "k-again", K5, "ksame")
 
 
 def test_a_recovery_that_died_after_it_spent_a_lost_release_is_not_forgotten_by_the_next_restore(
     wide: Ward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with wide.desk():
+    with wide.runtime():
         pass
     backup(wide.site.home, tmp_path / "first")
-    with wide.desk() as desk:
-        assert wide.grant(desk, "k", K5, "ksame")
+    with wide.runtime() as runtime:
+        assert wide.grant(runtime, "k", K5, "ksame")
     keys, shared = wide.lose(tmp_path / "gone"), wide.shared()
     restore.restore(wide.root, tmp_path / "first", keys, NONCE)
 
@@ -262,22 +262,22 @@ def test_a_recovery_that_died_after_it_spent_a_lost_release_is_not_forgotten_by_
 def test_a_backup_of_before_the_first_desk_brings_no_budget_back(wide: Ward, tmp_path: Path) -> None:
     assert not (wide.root / "ledger.db").exists()
     backup(wide.site.home, tmp_path / "backup")
-    with wide.desk() as desk:
-        assert wide.grant(desk, "k", K5, "ksame")
-        assert wide.grant(desk, "dp")
+    with wide.runtime() as runtime:
+        assert wide.grant(runtime, "k", K5, "ksame")
+        assert wide.grant(runtime, "dp")
     owed = used(wide.root)
     keys, shared = wide.lose(tmp_path / "gone"), wide.shared()
     done = restore.restore(wide.root, tmp_path / "backup", keys, NONCE)
     assert (done.entries, done.epoch) == (0, 2)
-    with wide.desk() as desk:
-        assert not wide.grant(desk, "early"), "nothing is granted before the lost is spent"
+    with wide.runtime() as runtime:
+        assert not wide.grant(runtime, "early"), "nothing is granted before the lost is spent"
     made = post_restore.recover(SiteDirectory(wide.root), shared)
     assert made.full == ("site-b/k",)
     assert all(used(wide.root)[name] >= owed[name] for name in owed)
     assert audited(wide.root).epoch == 2
-    with wide.desk() as desk:
-        assert not wide.grant(desk, "k-again", K5, "ksame")
-        assert wide.grant(desk, "dp-again"), "what is left is granted again"
+    with wide.runtime() as runtime:
+        assert not wide.grant(runtime, "k-again", K5, "ksame")
+        assert wide.grant(runtime, "dp-again"), "what is left is granted again"
 
 
 def test_an_export_of_before_the_site_joined_is_not_believed(tmp_path: Path) -> None:
@@ -325,21 +325,21 @@ def test_a_coordinator_that_was_itself_brought_back_meanwhile_is_not_believed(wa
     """Its export is whole and true, and lacks what both had lost."""
     backup(ward.site.home, tmp_path / "backup")
     coordinator_backup.backup(ward.fed.home, tmp_path / "theirs")
-    with ward.desk() as desk:
-        assert ward.grant(desk, "k", K5, "ksame")
-        assert ward.grant(desk, "dp")
+    with ward.runtime() as runtime:
+        assert ward.grant(runtime, "k", K5, "ksame")
+        assert ward.grant(runtime, "dp")
     keys, whole = ward.lose(tmp_path / "gone"), ward.shared()
     restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
     brought_back(ward, tmp_path / "theirs", "ef" * 16)
     reachable(ward)
     with pytest.raises(SiteConfigError, match=r"itself restored.*--spend-everything"):
         post_restore.recover(SiteDirectory(ward.root), ward.shared())
-    with ward.desk() as desk:
+    with ward.runtime() as runtime:
         sync_with_coordinator(
-            desk
+            runtime
         )  # its certificate is looked after, and it does not say that it has shown everything
         assert ward.fed.store.state.sites_awaited == {"site-a"}
-        assert not ward.grant(desk, "early")
+        assert not ward.grant(runtime, "early")
     again = ward.shared()
     with pytest.raises(SiteConfigError, match="itself restored"):
         post_restore.recover(SiteDirectory(ward.root), again)
@@ -358,14 +358,14 @@ def test_a_coordinator_that_was_itself_brought_back_meanwhile_is_not_believed(wa
 
 
 def test_a_coordinator_that_still_awaits_this_sites_receipts_is_not_believed(ward: Ward, tmp_path: Path) -> None:
-    with ward.desk() as desk:
-        assert ward.grant(desk, "before")
+    with ward.runtime() as runtime:
+        assert ward.grant(runtime, "before")
     coordinator_backup.backup(ward.fed.home, tmp_path / "theirs")
     brought_back(ward, tmp_path / "theirs", "ef" * 16)
     reachable(ward)
-    with ward.desk() as desk:
-        desk.door.hello()  # it has met the new epoch, and shown nothing yet
-        assert desk.watch.must_present
+    with ward.runtime() as runtime:
+        runtime.gateway.hello()  # it has met the new epoch, and shown nothing yet
+        assert runtime.watch.must_present
     backup(ward.site.home, tmp_path / "backup")
     keys = ward.lose(tmp_path / "gone")
     restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
@@ -381,11 +381,11 @@ def test_a_site_that_met_the_coordinators_new_epoch_before_its_backup_recovers_a
     coordinator_backup.backup(ward.fed.home, tmp_path / "theirs")
     brought_back(ward, tmp_path / "theirs", "ef" * 16)
     reachable(ward)
-    with ward.desk() as desk:
-        sync_with_coordinator(desk)
+    with ward.runtime() as runtime:
+        sync_with_coordinator(runtime)
     backup(ward.site.home, tmp_path / "backup")
-    with ward.desk() as desk:
-        assert ward.grant(desk, "lost")
+    with ward.runtime() as runtime:
+        assert ward.grant(runtime, "lost")
     keys = ward.lose(tmp_path / "gone")
     restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
     assert post_restore.recover(SiteDirectory(ward.root), ward.shared()).lost == 1
@@ -399,17 +399,17 @@ def test_without_an_export_everything_is_spent(ward: Ward, tmp_path: Path) -> No
     assert set(made.full) == {"site-a/k", "site-a/rdp"}
     found = audited(ward.root)
     assert all(a["spent"] >= a["limit"] for a in found.accounts.values())
-    with ward.desk() as desk:
-        assert not ward.grant(desk, "after")
+    with ward.runtime() as runtime:
+        assert not ward.grant(runtime, "after")
 
 
 def test_a_recovery_that_is_interrupted_goes_on_and_counts_each_grant_once(
     ward: Ward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backup(ward.site.home, tmp_path / "backup")
-    with ward.desk() as desk:
-        assert ward.grant(desk, "k", K5, "ksame")
-        assert ward.grant(desk, "dp")
+    with ward.runtime() as runtime:
+        assert ward.grant(runtime, "k", K5, "ksame")
+        assert ward.grant(runtime, "dp")
     keys, shared, owed = ward.lose(tmp_path / "gone"), ward.shared(), used(tmp_path / "gone")
     restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
     take, taken = post_restore.decisions.recover_grant, []
@@ -424,8 +424,8 @@ def test_a_recovery_that_is_interrupted_goes_on_and_counts_each_grant_once(
         patch.setattr(post_restore.decisions, "recover_grant", dies)
         with pytest.raises(KeyboardInterrupt):
             post_restore.recover(SiteDirectory(ward.root), shared)
-    with ward.desk() as desk:
-        assert not ward.grant(desk, "between")
+    with ward.runtime() as runtime:
+        assert not ward.grant(runtime, "between")
     made = post_restore.recover(SiteDirectory(ward.root), shared)
     assert made.lost == 2
     assert used(ward.root) == owed
@@ -435,10 +435,10 @@ def test_a_recovery_that_is_interrupted_goes_on_and_counts_each_grant_once(
 
 def test_only_the_coordinators_own_whole_and_newer_ledger_is_believed(ward: Ward, tmp_path: Path) -> None:
     early = ward.shared()
-    with ward.desk() as desk:
-        assert ward.grant(desk, "one")
+    with ward.runtime() as runtime:
+        assert ward.grant(runtime, "one")
         backup(ward.site.home, tmp_path / "backup")
-        assert ward.grant(desk, "two")
+        assert ward.grant(runtime, "two")
     keys, good = ward.lose(tmp_path / "gone"), ward.shared()
     restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
     with Federation(tmp_path / "other") as other:
@@ -458,24 +458,24 @@ def test_only_the_coordinators_own_whole_and_newer_ledger_is_believed(ward: Ward
     for what, raw in bad.items():
         with pytest.raises(SiteConfigError, match="export"):
             post_restore.recover(SiteDirectory(ward.root), raw)
-        with ward.desk() as desk:
-            assert not ward.grant(desk, f"x-{len(what)}"), what
+        with ward.runtime() as runtime:
+            assert not ward.grant(runtime, f"x-{len(what)}"), what
     assert post_restore.recover(SiteDirectory(ward.root), good).lost == 1
 
 
 def test_a_policy_that_was_signed_after_the_backup_binds_again(ward: Ward, tmp_path: Path) -> None:
     backup(ward.site.home, tmp_path / "backup")
-    with ward.desk() as desk:
+    with ward.runtime() as runtime:
         text = policy(epsilon="0.5")
         said = Amendment("site-a", 1, text)
-        sealed = desk.site.seal(said)
-        assert desk.site.books.amend("amend-1", said, sealed).admitted
-        assert desk.door.amend("amend-1", sealed).admitted
+        sealed = runtime.site.seal(said)
+        assert runtime.site.ledger.amend("amend-1", said, sealed).admitted
+        assert runtime.gateway.amend("amend-1", sealed).admitted
     keys, shared = ward.lose(tmp_path / "gone"), ward.shared()
     restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
     assert post_restore.recover(SiteDirectory(ward.root), shared).amended
-    with ward.desk() as desk:
-        assert desk.site.books.policy_of("site-a").epsilon == 0.5
+    with ward.runtime() as runtime:
+        assert runtime.site.ledger.policy_of("site-a").epsilon == 0.5
 
 
 # -- the backup itself
@@ -487,13 +487,13 @@ def test_a_backup_that_is_made_while_the_site_works_fits_together(ward: Ward, tm
 
     def work() -> None:
         try:
-            with ward.desk() as desk:
+            with ward.runtime() as runtime:
                 n = 0
                 while not stop.is_set():
                     n += 1
                     said = ward.site.hospital.reservation(f"g{n}", SMALL, "federated", f"run-{n}")
-                    desk.site.books.reserve(f"reserve-{said.grant}", said, desk.site.seal(said))
-                    desk.vault.write_note("ledger", desk.site.books.store.state.size)
+                    runtime.site.ledger.reserve(f"reserve-{said.grant}", said, runtime.site.seal(said))
+                    runtime.vault.write_note("ledger", runtime.site.ledger.store.state.size)
                     written.set()
                     stop.wait(0.002)
         except Exception as error:  # noqa: BLE001 - whatever it is, the test fails by it
@@ -608,10 +608,10 @@ def test_a_project_that_ended_stays_ended_and_one_whose_key_is_lost_is_told(ward
 
 
 def test_what_waited_for_persons_does_not_come_back(ward: Ward, tmp_path: Path) -> None:
-    with ward.desk() as desk:
-        assert ward.grant(desk, "waits", K5, "ksame")
-        desk.vault.write_note("pending", {"release-x": {"grant": "waits"}})
-        desk.vault.site_place("kept/release-x/artifact").write(b"a made set")
+    with ward.runtime() as runtime:
+        assert ward.grant(runtime, "waits", K5, "ksame")
+        runtime.vault.write_note("pending", {"release-x": {"grant": "waits"}})
+        runtime.vault.site_place("kept/release-x/artifact").write(b"a made set")
     backup(ward.site.home, tmp_path / "backup")
     keys, shared = ward.lose(tmp_path / "gone"), ward.shared()
     done = restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
@@ -628,8 +628,8 @@ def test_what_waited_for_persons_does_not_come_back(ward: Ward, tmp_path: Path) 
 @pytest.mark.parametrize("what", ["vault.db", "ledger.db"])
 def test_nothing_is_made_good_where_ledger_or_vault_was_lost_again(ward: Ward, tmp_path: Path, what: str) -> None:
     """An empty vault in its place would say that nobody was released, and then match."""
-    with ward.desk() as desk:
-        assert ward.grant(desk, "early", K5, "ksame")
+    with ward.runtime() as runtime:
+        assert ward.grant(runtime, "early", K5, "ksame")
     backup(ward.site.home, tmp_path / "backup")
     keys, shared = ward.lose(tmp_path / "gone"), ward.shared()
     restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
@@ -679,8 +679,8 @@ def test_the_commands_lead_from_a_backup_to_a_site_that_works(
     assert "destroy this backup" in capsys.readouterr().out
     assert typed(ward.root, "backup", str(tmp_path / "full")) == 1
     assert "a new folder" in capsys.readouterr().err
-    with ward.desk() as desk:
-        assert ward.grant(desk, "lost")
+    with ward.runtime() as runtime:
+        assert ward.grant(runtime, "lost")
     ward.lose(tmp_path / "gone")
     (tmp_path / "shared.export").write_bytes(ward.shared())
     assert typed(ward.root, "restore", str(tmp_path / "bare")) == 1
@@ -697,8 +697,8 @@ def test_the_commands_lead_from_a_backup_to_a_site_that_works(
     shared = ["--shared", str(tmp_path / "shared.export")]
     assert typed(ward.root, "restore", str(tmp_path / "full"), *sealed, *shared) == 0
     assert "1 grant(s)" in capsys.readouterr().out
-    with ward.desk() as desk:
-        assert ward.grant(desk, "after")
+    with ward.runtime() as runtime:
+        assert ward.grant(runtime, "after")
 
 
 def test_a_wrong_passphrase_and_a_damaged_vault_are_told(
@@ -729,8 +729,8 @@ def test_a_restored_site_is_told_what_its_own_ledger_lost_beside_grants(
         for person in (first, local):
             decisions.approve(store, person.approval(serial, *words, store.origin))
 
-    with ward.desk() as desk:
-        store = desk.site.books.store
+    with ward.runtime() as runtime:
+        store = runtime.site.ledger.store
         for person in (first, local):
             decisions.appoint(store, person.name, person.role, person.public)
         decide(store, "new", "appoint", "dpo-2", f"compliance {second.public.hex()}")
@@ -770,8 +770,8 @@ def test_a_backup_of_before_the_first_desk_lists_all_that_was_ever_made_stricter
     """It has no ledger, so the accounts that it founds are the ones to compare with."""
     backup(wide.site.home, tmp_path / "backup")
     local = Person("head-1", "hospital")
-    with wide.desk() as desk:
-        store = desk.site.books.store
+    with wide.runtime() as runtime:
+        store = runtime.site.ledger.store
         decisions.appoint(store, "head-1", "hospital", local.public)
         decisions.approve(store, local.approval("low", "limit", "site-b/k", "1", store.origin))
         decisions.set_limit(store, "site-b/k", "1", "low")

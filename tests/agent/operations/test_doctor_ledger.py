@@ -53,11 +53,11 @@ def working(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         site = federation.join("site-a")
         toml = site.home.root / "site.toml"
         toml.write_text(toml.read_text().replace('127.0.0.1:1"', f'127.0.0.1:{federation.port}"'))
-        with open_runtime(site.home.root, quiet) as desk:
-            sync_with_coordinator(desk)
+        with open_runtime(site.home.root, quiet) as runtime:
+            sync_with_coordinator(runtime)
             for name in ("g1", "g2"):
                 said = site.hospital.reservation(name, SMALL, "federated", f"run-{name}")
-                assert desk.site.books.reserve(f"r-{name}", said, desk.site.seal(said)).admitted
+                assert runtime.site.ledger.reserve(f"r-{name}", said, runtime.site.seal(said)).admitted
         yield site
 
 
@@ -67,7 +67,7 @@ def home(working: Site, tmp_path: Path) -> SiteDirectory:
     return SiteDirectory(Path(shutil.copytree(working.home.root, tmp_path / "site", symlinks=True)))
 
 
-def books(home: SiteDirectory, now: dt.datetime | None = None) -> dict[str, CheckResult]:
+def ledger(home: SiteDirectory, now: dt.datetime | None = None) -> dict[str, CheckResult]:
     found = examine(
         [("books", lambda: doctor_command.ledgers(home, now or right_now(), lambda _done, _all: None))],
         doctor_command._EXPECTED,
@@ -76,7 +76,7 @@ def books(home: SiteDirectory, now: dt.datetime | None = None) -> dict[str, Chec
 
 
 def wrong(home: SiteDirectory) -> set[str]:
-    told = books(home)
+    told = ledger(home)
     assert not any("the check itself failed" in f.said or str(home.root) in f.said for f in told.values())
     return {name for name, finding in told.items() if finding.state == "fail"}
 
@@ -88,7 +88,7 @@ def opens(home: SiteDirectory) -> None:
 
 def test_a_site_that_opens_is_green_also_while_it_is_open(home: SiteDirectory) -> None:
     assert wrong(home) == set()
-    assert {f.state for f in books(home).values()} == {"pass"}
+    assert {f.state for f in ledger(home).values()} == {"pass"}
     with open_runtime(home.root, quiet):
         assert wrong(home) == set()
     opens(home)
@@ -98,8 +98,8 @@ def test_an_entry_of_the_future_is_a_fault_once_it_is_further_off_than_clocks_ma
     with contextlib.closing(doctor_command._folded(home, lambda _done, _all: None)) as store:
         latest = dt.datetime.fromtimestamp(store.state.latest, dt.UTC)
     skew = dt.timedelta(seconds=SKEW)
-    assert books(home, latest - skew)[doctor_command._TIMES].state == "pass"
-    found = books(home, latest - skew - dt.timedelta(seconds=1))[doctor_command._TIMES]
+    assert ledger(home, latest - skew)[doctor_command._TIMES].state == "pass"
+    found = ledger(home, latest - skew - dt.timedelta(seconds=1))[doctor_command._TIMES]
     assert found.state == "fail"
     assert f"{SKEW + 1} s in the future" in found.said
     assert "set it right (NTP)" in found.said
@@ -108,11 +108,11 @@ def test_an_entry_of_the_future_is_a_fault_once_it_is_further_off_than_clocks_ma
 def test_a_site_that_serves_with_an_entry_of_the_future_says_and_logs_it(
     home: SiteDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with open_runtime(home.root, quiet) as desk:
-        latest = desk.site.books.store.state.latest
-        serve._warn_of_the_future(desk, latest)
+    with open_runtime(home.root, quiet) as runtime:
+        latest = runtime.site.ledger.store.state.latest
+        serve._warn_of_the_future(runtime, latest)
         assert capsys.readouterr().err == ""
-        serve._warn_of_the_future(desk, latest - SKEW - 1)
+        serve._warn_of_the_future(runtime, latest - SKEW - 1)
     assert "in the future" in capsys.readouterr().err
     lines = [json.loads(line) for line in (home.root / "agent.log").read_text().splitlines()]
     (told,) = (line for line in lines if line["event"] == "ledger_in_the_future")
@@ -212,15 +212,15 @@ def test_a_release_that_the_vault_does_not_know_is_a_fault_before_another_one_is
     home: SiteDirectory, working: Site
 ) -> None:
     hospital = working.hospital
-    with open_runtime(home.root, quiet) as desk:
+    with open_runtime(home.root, quiet) as runtime:
         said = hospital.reservation("k")
-        assert desk.site.books.reserve("r-k", said, desk.site.seal(said)).admitted
+        assert runtime.site.ledger.reserve("r-k", said, runtime.site.seal(said)).admitted
         release = hospital.release("k")
-        desk.site.books.send(release, desk.site.seal(release))
+        runtime.site.ledger.send(release, runtime.site.seal(release))
     assert wrong(home) == {doctor_command._HISTORY}
-    assert f"does not know the patients of {release.release}" in books(home)[doctor_command._HISTORY].said
-    with open_runtime(home.root, quiet) as desk:
-        desk.vault.write_note("releases", [{"release": release.release, "clusters": [], "again": []}])
+    assert f"does not know the patients of {release.release}" in ledger(home)[doctor_command._HISTORY].said
+    with open_runtime(home.root, quiet) as runtime:
+        runtime.vault.write_note("releases", [{"release": release.release, "clusters": [], "again": []}])
     assert wrong(home) == set()
 
 
@@ -243,7 +243,7 @@ def test_a_project_without_its_records_is_no_pass(home: SiteDirectory) -> None:
     database = home.root / "projects" / "main.db"
     for name in ("main.db", "main.db-wal", "main.db-shm"):
         (database.parent / name).unlink(missing_ok=True)
-    found = books(home)[doctor_command._RECORDS]
+    found = ledger(home)[doctor_command._RECORDS]
     assert (found.state, "main" in found.said) == ("note", True)
     database.write_bytes(b"")
     assert wrong(home) == {doctor_command._VAULT}
@@ -259,7 +259,7 @@ def test_a_delta_that_the_number_of_patients_forbids_is_a_fault_and_no_number_is
     assert wrong(home) == set()
     monkeypatch.setattr(read_only_access, "_patients", lambda _one: 10**6)
     assert wrong(home) == {doctor_command._DELTA}
-    assert not any("1000000" in f.said + f.fix for f in books(home).values())
+    assert not any("1000000" in f.said + f.fix for f in ledger(home).values())
     (home.root / "ledger.db").unlink()
     assert doctor_command._DELTA in wrong(home), "also before there is a ledger"
 
@@ -303,7 +303,7 @@ def test_a_site_that_came_back_and_was_not_recovered_is_frozen_and_that_is_a_fau
     restore(tmp_path / "again", tmp_path / "backup", keys, "ab" * 16)
     home = SiteDirectory(tmp_path / "again")
     assert wrong(home) == {doctor_command._RECEIPTS}
-    told = books(home)[doctor_command._RECEIPTS]
+    told = ledger(home)[doctor_command._RECEIPTS]
     assert told.said.startswith("frozen: 1 site awaited")
     assert "run `recover`" in told.fix
 

@@ -97,8 +97,8 @@ def test_a_set_that_was_admitted_when_the_agent_was_killed_is_kept_no_longer(
 def test_a_coordinator_without_room_is_asked_again_later_and_gets_the_same_bytes(
     typed: Typed, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    door = runtime.GatewayClient
-    monkeypatch.setattr(runtime, "GatewayClient", lambda *told, **more: door(*told, **{**more, "patience_s": 0.5}))
+    gateway = runtime.GatewayClient
+    monkeypatch.setattr(runtime, "GatewayClient", lambda *told, **more: gateway(*told, **{**more, "patience_s": 0.5}))
     uploads = site.federation.uploads
     monkeypatch.setattr(uploads, "keep_free", 1 << 60)  # as if its disk were full
     said = typed(*at(site), *ksame_words(tmp_path))

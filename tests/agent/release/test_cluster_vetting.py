@@ -135,8 +135,8 @@ def ready(folder: Path, patients: int = EVERYBODY, **changes: object) -> SiteWor
     told = {"max_reid_rate": 0.5, "max_releases_per_patient": 9, **changes}
     s = site_world(folder, 12, **told)
     s.intake = AdmissionService.over(s.intake.register.store, parse(policy(**told), "federation"))
-    s.vault, s.door = Ward(patients), DirectCoordinatorClient(s.intake, "site-a")
-    s.site = replace(s.site, vault=s.vault, door=s.door)
+    s.vault, s.gateway = Ward(patients), DirectCoordinatorClient(s.intake, "site-a")
+    s.site = replace(s.site, vault=s.vault, gateway=s.gateway)
     return s
 
 
@@ -208,9 +208,9 @@ def test_by_private_networks_it_is_admitted_for_the_two_figures_and_no_less(tmp_
     inspection = VettingRequest(vetting()) if looked else None
     mechanism = handed(provenance="private")
     if looked:
-        goods, verdict = release_synthetic(s.site, mechanism, "OT", np.random.default_rng(1), None, inspection)
+        signed, verdict = release_synthetic(s.site, mechanism, "OT", np.random.default_rng(1), None, inspection)
         assert (verdict.admitted, verdict.level) == (True, "C"), verdict.findings
-        assert decimal(goods.release.vetting_power) >= 0.9
+        assert decimal(signed.release.vetting_power) >= 0.9
         return
     with pytest.raises(ReviewRejectedError) as caught:
         release_synthetic(s.site, mechanism, "OT", np.random.default_rng(1))
@@ -258,14 +258,14 @@ def test_a_release_that_waits_does_not_send_what_a_later_vetting_retired(tmp_pat
     """P5: it was made and sealed before the picture was found."""
     s = ready(tmp_path, patients=22, approvals='["compliance"]')
     person = Person("dpo-1", "compliance")
-    decisions.appoint(s.site.books.store, person.name, person.role, person.public)
+    decisions.appoint(s.site.ledger.store, person.name, person.role, person.public)
 
     def waits(many: int, first: int, *planted: int, looked: VettingRequest | None = None) -> SignedRelease:
         s.vault.patients = many
         with pytest.raises(ApprovalPending) as caught:
             release_synthetic(s.site, handed(*planted, first=first), "OT", np.random.default_rng(1), None, looked)
-        approve(s, person, caught.value.goods.release)
-        return caught.value.goods
+        approve(s, person, caught.value.signed.release)
+        return caught.value.signed
 
     one = waits(18, 0, 3)
     assert submit_approved(s.site, one.release.release)[1].admitted
@@ -274,9 +274,9 @@ def test_a_release_that_waits_does_not_send_what_a_later_vetting_retired(tmp_pat
     assert near(3).tobytes() in shown(two.artifact)
     with pytest.raises(ReviewRejectedError, match="retired since: withdraw it"):
         submit_approved(s.site, two.release.release)
-    goods, verdict = submit_approved(s.site, three.release.release)
+    signed, verdict = submit_approved(s.site, three.release.release)
     assert verdict.admitted, "what was looked at has lost nothing since"
-    assert near(3).tobytes() not in shown(goods.artifact)
+    assert near(3).tobytes() not in shown(signed.artifact)
     withdraw(s.site, two.release.release)
 
 
@@ -317,11 +317,11 @@ def test_who_is_of_another_part_or_label_than_the_selection_is_compared_with_too
         planted = (others[0], others[-1])
         assert planted[0] < 36 <= planted[1], "one of the other part, one of another label"
         looked = VettingRequest(vetting())
-        goods, verdict = release_synthetic(
+        signed, verdict = release_synthetic(
             s.site, handed(*planted), selection, np.random.default_rng(1), None, looked
         )
         assert verdict.admitted
-        assert not {near(n).tobytes() for n in planted} & shown(goods.artifact)
+        assert not {near(n).tobytes() for n in planted} & shown(signed.artifact)
         assert compared(selection) == Selection("OT", (SIDE, SIDE))
 
 

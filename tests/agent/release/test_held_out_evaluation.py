@@ -198,13 +198,13 @@ def test_nothing_is_priced_or_sent_and_no_global_generator_moves(
 ) -> None:
     s = site_world(tmp_path)
     monkeypatch.setattr(MemoryVault, "cohort", lambda *_a, **_m: people())
-    books = (s.site.books.store, s.intake.register.store)
-    size, before = [book.state.size for book in books], torch.get_rng_state()
+    ledger = (s.site.ledger.store, s.intake.register.store)
+    size, before = [book.state.size for book in ledger], torch.get_rng_state()
     legacy = np.random.get_state()[1].copy()  # type: ignore[index]
     look(
         s.site, Subject(released(), CLASSES, CLASSES), held_out(RELEASED, "held-out"), np.random.default_rng(0), QUICK
     )
-    assert [book.state.size for book in books] == size
+    assert [book.state.size for book in ledger] == size
     assert torch.equal(torch.get_rng_state(), before)
     assert np.array_equal(np.random.get_state()[1], legacy)  # type: ignore[index]
 

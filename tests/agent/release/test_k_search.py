@@ -73,9 +73,9 @@ def test_a_search_that_fails_afterwards_was_a_search_and_every_later_release_say
         tried(s, Menu((5, 7), 5, 2))
     monkeypatch.undo()
     assert searched(s.site, "OT") == (5, 7)
-    goods, verdict = release_synthetic(s.site, ksalsa(5), OT, rng())
+    signed, verdict = release_synthetic(s.site, ksalsa(5), OT, rng())
     assert verdict.admitted
-    assert goods.release.menu == "5,7"
+    assert signed.release.menu == "5,7"
 
 
 @pytest.mark.parametrize("patients", [0, 1, 4])
@@ -124,9 +124,9 @@ def test_nobody_whom_a_release_has_shown_is_searched_through(tmp_path: Path) -> 
 
 def test_nothing_is_priced_or_sent(tmp_path: Path) -> None:
     s = site_world(tmp_path, patients=24)
-    size = (s.site.books.store.state.size, s.intake.register.store.state.size)
+    size = (s.site.ledger.store.state.size, s.intake.register.store.state.size)
     tried(s, Menu((5, 8), 5, 2), anonfaces())
-    assert (s.site.books.store.state.size, s.intake.register.store.state.size) == size
+    assert (s.site.ledger.store.state.size, s.intake.register.store.state.size) == size
 
 
 def test_the_search_moves_no_global_generator(tmp_path: Path) -> None:

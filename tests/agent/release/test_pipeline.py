@@ -59,11 +59,11 @@ ROOT = Path(__file__).parents[3]
 
 def test_a_release_is_priced_made_reviewed_and_spent_on_both_sides(tmp_path: Path) -> None:
     s = site_world(tmp_path)
-    goods, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
+    signed, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
     assert verdict.admitted
     assert s.spent("k") == ((0, 1), (0, 1))
-    assert goods.release.release in s.site.books.store.state.releases
-    assert goods.release.release in s.intake.register.store.state.releases
+    assert signed.release.release in s.site.ledger.store.state.releases
+    assert signed.release.release in s.intake.register.store.state.releases
 
 
 def test_no_image_is_read_when_the_sites_own_ledger_refuses(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_no_image_is_read_when_the_sites_own_ledger_refuses(tmp_path: Path) -> N
 
 def test_no_image_is_read_when_the_coordinator_refuses_and_the_sites_grant_is_freed(tmp_path: Path) -> None:
     s = site_world(tmp_path)
-    s.door.site = "site-unknown"
+    s.gateway.site = "site-unknown"
     with pytest.raises(ReviewRejectedError) as caught:
         release_synthetic(s.site, ksame(), "OT", RNG)
     assert caught.value.where == "coordinator"
@@ -89,12 +89,12 @@ def test_no_image_is_read_when_the_coordinator_refuses_and_the_sites_grant_is_fr
 
 def test_no_image_is_read_when_the_coordinator_is_silent_and_the_grant_stays_held(tmp_path: Path) -> None:
     s = site_world(tmp_path)
-    s.door.shut = True
+    s.gateway.shut = True
     with pytest.raises(CoordinatorUnreachableError):
         release_synthetic(s.site, ksame(), "OT", RNG)
     assert s.vault.reads == 0
     assert s.spent("k")[0] == (1, 0)
-    s.door.shut = False
+    s.gateway.shut = False
     assert recover(s.site) == ["grant-site-a-0"]
     assert s.spent("k")[0] == (0, 1)
 
@@ -123,7 +123,7 @@ def test_what_the_site_would_refuse_the_coordinator_never_sees(
     p = Participant(tiny.site, "OT", UnsafeSeededEntropy(1))
     with pytest.raises(ReviewRejectedError, match="artifact_size"):
         p.join("run-1", federated())
-    assert not tiny.site.books.store.state.grants
+    assert not tiny.site.ledger.store.state.grants
 
 
 @pytest.mark.parametrize("patients", [0, 1, 3, 4])
@@ -160,8 +160,8 @@ def test_what_only_the_images_show_spends_the_grant_and_says_nothing_of_their_nu
     assert s.spent("k") == ((0, 1), (0, 1))
 
 
-def _shown(goods: SignedRelease) -> Counter[tuple[bytes, str]]:
-    images, labels = unpack_images(goods.artifact)
+def _shown(signed: SignedRelease) -> Counter[tuple[bytes, str]]:
+    images, labels = unpack_images(signed.artifact)
     return Counter(zip((image.tobytes() for image in images), labels, strict=True))
 
 
@@ -203,12 +203,12 @@ def test_beside_an_older_vault_no_patient_is_released_again_and_nothing_is_price
     older = copy.deepcopy(s.vault.notes)
     first, _ = release_synthetic(s.site, ksame(), "OT", RNG)
     newer, s.vault.notes = s.vault.notes, older
-    spent, reads, size = s.spent("k"), s.vault.reads, s.site.books.store.state.size
+    spent, reads, size = s.spent("k"), s.vault.reads, s.site.ledger.store.state.size
     with pytest.raises(
         ReviewRejectedError, match=rf"does not know the patients of {first.release.release}: an older vault"
     ):
         release_synthetic(s.site, ksame(), "OT", RNG)
-    assert (s.spent("k"), s.vault.reads, s.site.books.store.state.size) == (spent, reads, size)
+    assert (s.spent("k"), s.vault.reads, s.site.ledger.store.state.size) == (spent, reads, size)
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
     s.join(p, federated())  # what has an epsilon has no such record
     s.vault.notes, s.vault.patients = newer, 24
@@ -218,12 +218,12 @@ def test_beside_an_older_vault_no_patient_is_released_again_and_nothing_is_price
 def test_a_release_that_waited_while_an_older_vault_was_brought_back_does_not_leave(tmp_path: Path) -> None:
     s = site_world(tmp_path, patients=12, max_releases_per_patient=3, approvals='["compliance"]')
     person = Person("dpo-1", "compliance")
-    decisions.appoint(s.site.books.store, person.name, person.role, person.public)
+    decisions.appoint(s.site.ledger.store, person.name, person.role, person.public)
 
-    def approved(goods: SignedRelease) -> None:
-        name, value = goods.release.release, goods.release.artifact_sha256
-        word = person.approval(name, "release", name, value, origin=s.site.books.store.origin)
-        decisions.approve(s.site.books.store, word)
+    def approved(signed: SignedRelease) -> None:
+        name, value = signed.release.release, signed.release.artifact_sha256
+        word = person.approval(name, "release", name, value, origin=s.site.ledger.store.origin)
+        decisions.approve(s.site.ledger.store, word)
 
     with pytest.raises(ApprovalPending) as first:
         release_synthetic(s.site, ksame(), "OT", RNG)
@@ -231,13 +231,13 @@ def test_a_release_that_waited_while_an_older_vault_was_brought_back_does_not_le
     older = copy.deepcopy(s.vault.notes)
     with pytest.raises(ApprovalPending) as second:
         release_synthetic(s.site, ksame(), "OT", RNG)
-    approved(second.value.goods)
-    assert submit_approved(s.site, second.value.goods.release.release)[1].admitted
+    approved(second.value.signed)
+    assert submit_approved(s.site, second.value.signed.release.release)[1].admitted
     s.vault.notes = older
-    approved(first.value.goods)
+    approved(first.value.signed)
     with pytest.raises(ReviewRejectedError, match="older_vault"):
-        submit_approved(s.site, first.value.goods.release.release)
-    assert first.value.goods.release.release not in s.site.books.store.state.sent
+        submit_approved(s.site, first.value.signed.release.release)
+    assert first.value.signed.release.release not in s.site.ledger.store.state.sent
 
 
 def test_a_cluster_of_somebody_who_opted_out_is_retired_whole_even_if_they_come_back(tmp_path: Path) -> None:
@@ -297,12 +297,12 @@ def test_a_release_that_persons_did_not_want_is_not_shown_by_a_later_one(tmp_pat
     s = site_world(tmp_path, patients=12, max_releases_per_patient=3, approvals='["compliance"]')
     with pytest.raises(ApprovalPending) as caught:
         release_synthetic(s.site, ksame(), "OT", RNG)
-    unwanted = _shown(caught.value.goods)
-    withdraw(s.site, caught.value.goods.release.release)
+    unwanted = _shown(caught.value.signed)
+    withdraw(s.site, caught.value.signed.release.release)
     s.vault.patients = 24
     with pytest.raises(ApprovalPending) as again:
         release_synthetic(s.site, ksame(), "OT", RNG)
-    assert not unwanted & _shown(again.value.goods)
+    assert not unwanted & _shown(again.value.signed)
 
 
 def test_every_k_that_was_tried_is_in_the_statement_and_a_k_of_another_menu_is_refused(tmp_path: Path) -> None:
@@ -310,9 +310,9 @@ def test_every_k_that_was_tried_is_in_the_statement_and_a_k_of_another_menu_is_r
     s = site_world(tmp_path, patients=24, max_releases_per_patient=3)
     note_search(s.site, "OT", (5, 8))
     note_search(s.site, "OT", (5, 11))
-    goods, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
+    signed, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
     assert verdict.admitted
-    assert goods.release.menu == "5,8,11"
+    assert signed.release.menu == "5,8,11"
     s.vault.patients, before, reads = 48, s.spent("k"), s.vault.reads
     with pytest.raises(ReviewRejectedError, match="menu"):
         release_synthetic(s.site, ksame(6), "OT", RNG)
@@ -333,13 +333,13 @@ def test_what_waits_for_persons_is_shown_by_no_other_release_and_nobody_enters_t
     """A waits, B is made beside it, A is withdrawn: what B shows stays excluded, whatever comes of A (P5)."""
     s = site_world(tmp_path, patients=12, max_releases_per_patient=9, approvals='["compliance"]')
     person = Person("dpo-1", "compliance")
-    decisions.appoint(s.site.books.store, person.name, person.role, person.public)
+    decisions.appoint(s.site.ledger.store, person.name, person.role, person.public)
     waits: list[SignedRelease] = []
     for patients in (12, 24):
         s.vault.patients = patients
         with pytest.raises(ApprovalPending) as caught:
             release_synthetic(s.site, ksame(), "OT", RNG)
-        waits.append(caught.value.goods)
+        waits.append(caught.value.signed)
     assert not _shown(waits[0]) & _shown(waits[1])
     approve(s, person, waits[1].release)
     assert submit_approved(s.site, waits[1].release.release)[1].admitted
@@ -350,15 +350,15 @@ def test_what_waits_for_persons_is_shown_by_no_other_release_and_nobody_enters_t
         release_synthetic(s.site, ksame(), "OT", RNG)
     behind = [set(c) for one in s.vault.note("releases") for c in one["clusters"]]
     assert sum(map(len, behind)) == len(set().union(*behind))
-    assert _shown(waits[1]) < _shown(caught.value.goods), "what set out is shown again"
-    assert not _shown(waits[0]) & _shown(caught.value.goods)
+    assert _shown(waits[1]) < _shown(caught.value.signed), "what set out is shown again"
+    assert not _shown(waits[0]) & _shown(caught.value.signed)
 
 
 def test_a_k_that_persons_looked_at_and_did_not_want_is_a_k_that_was_tried(tmp_path: Path) -> None:
     s = site_world(tmp_path, patients=24, max_releases_per_patient=9, approvals='["compliance"]')
     with pytest.raises(ApprovalPending) as caught:
         release_synthetic(s.site, ksame(6), "OT", RNG)
-    withdraw(s.site, caught.value.goods.release.release)
+    withdraw(s.site, caught.value.signed.release.release)
     with pytest.raises(ReviewRejectedError, match="menu"):
         release_synthetic(s.site, ksame(5), "OT", RNG)
 
@@ -421,7 +421,7 @@ def test_what_is_sent_again_is_reviewed_by_the_policy_of_today(
     monkeypatch.undo()
     ((made, _),) = s.vault.note("pending").items()
     tight = parse(policy(k_min=11), "tight")
-    s.site = replace(s.site, books=LedgerService(s.site.books.store, lambda _site: tight))
+    s.site = replace(s.site, ledger=LedgerService(s.site.ledger.store, lambda _site: tight))
     with pytest.raises(ReviewRejectedError, match="min_k"):
         submit_approved(s.site, made)
     assert made in s.vault.note("pending")
@@ -431,11 +431,11 @@ def test_what_is_sent_again_is_reviewed_by_the_policy_of_today(
 def test_a_policy_that_was_tightened_binds_an_account_that_was_opened_before(tmp_path: Path) -> None:
     s = site_world(tmp_path)
     tight = parse(policy(epsilon="4.0"), "tight")
-    loose = s.site.books
-    s.site = replace(s.site, books=LedgerService(loose.store, lambda _site: tight))
+    loose = s.site.ledger
+    s.site = replace(s.site, ledger=LedgerService(loose.store, lambda _site: tight))
     with pytest.raises(ReviewRejectedError, match="budget"):
         Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-1", federated(rounds=4))
-    s.site = replace(s.site, books=loose)
+    s.site = replace(s.site, ledger=loose)
     Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-2", federated(rounds=4))
 
 
@@ -445,7 +445,7 @@ def test_a_job_for_more_patients_than_delta_allows_is_not_priced(tmp_path: Path)
     job = replace(federated(), public_patients=1_000_000)
     with pytest.raises(ReviewRejectedError, match="delta"):
         Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-1", job)
-    assert not s.site.books.store.state.grants
+    assert not s.site.ledger.store.state.grants
 
 
 @pytest.mark.parametrize("run", ["Dr Müller was here", "a b", "", "x" * 65, "../run"])
@@ -453,7 +453,7 @@ def test_a_run_without_a_proper_name_is_not_priced(tmp_path: Path, run: str) -> 
     s = site_world(tmp_path)
     with pytest.raises(ReviewRejectedError, match="run"):
         Participant(s.site, "OT", UnsafeSeededEntropy(1)).join(run, federated())
-    assert not s.site.books.store.state.grants
+    assert not s.site.ledger.store.state.grants
 
 
 def test_what_sets_out_is_in_the_sites_ledger_before_it_leaves(
@@ -464,7 +464,7 @@ def test_what_sets_out_is_in_the_sites_ledger_before_it_leaves(
     submit = DirectCoordinatorClient.submit
 
     def look(self: DirectCoordinatorClient, key: str, envelope: bytes, artifact: bytes) -> Verdict:
-        seen.append(len(s.site.books.store.state.sent))
+        seen.append(len(s.site.ledger.store.state.sent))
         return submit(self, key, envelope, artifact)
 
     monkeypatch.setattr(DirectCoordinatorClient, "submit", look)
@@ -473,7 +473,7 @@ def test_what_sets_out_is_in_the_sites_ledger_before_it_leaves(
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
     s.join(p, federated())
     p.train("run-1", 1, federated().initial())
-    assert len(s.site.books.store.state.sent) == 2
+    assert len(s.site.ledger.store.state.sent) == 2
 
 
 def test_leaving_a_run_for_another_writes_its_last_verdict_down_first(tmp_path: Path) -> None:
@@ -484,7 +484,7 @@ def test_leaving_a_run_for_another_writes_its_last_verdict_down_first(tmp_path: 
     sent, _ = p.train("run-1", 1, small.initial())
     s.arrives(sent)
     s.join(p, small, "run-2")
-    assert sent.release.release in s.site.books.store.state.releases
+    assert sent.release.release in s.site.ledger.store.state.releases
     with pytest.raises(ReviewRejectedError):
         p.join("run-3", federated(rounds=40))
     reads = s.vault.reads
@@ -520,7 +520,7 @@ def test_one_lost_update_does_not_keep_later_verdicts_out_of_the_books(tmp_path:
     sent, _ = p.train("run-1", 2, federated().initial())
     s.arrives(sent)
     assert not p.follow()
-    assert sent.release.release in s.site.books.store.state.releases
+    assert sent.release.release in s.site.ledger.store.state.releases
 
 
 def test_an_update_is_made_once_and_sent_again_when_asked_again(tmp_path: Path) -> None:
@@ -559,7 +559,7 @@ def test_a_run_is_priced_once_and_a_part_that_a_restart_does_not_take_up_is_spen
     p = Participant(s.site, "OT", UnsafeSeededEntropy(1))
     first = p.join("run-1", federated())
     assert p.join("run-1", federated()) == first
-    assert len(s.site.books.store.state.grants) == 1
+    assert len(s.site.ledger.store.state.grants) == 1
     with pytest.raises(ReviewRejectedError, match="priced before"):
         p.join("run-1", federated(rounds=2))
     assert recover(s.site) == [], "the part is open, by its note"
@@ -590,7 +590,7 @@ def test_the_verdicts_on_updates_are_written_into_the_sites_ledger(tmp_path: Pat
     s.arrives(sent)
     assert p.follow()
     assert s.spent("rdp")[0][0] == 0
-    assert sent.release.release in s.site.books.store.state.releases
+    assert sent.release.release in s.site.ledger.store.state.releases
 
 
 def _crash(*_: object) -> None:
@@ -617,9 +617,9 @@ def test_a_release_waits_for_persons_over_restarts_and_leaves_when_all_have_appr
     with pytest.raises(ReviewRejectedError, match="hospital"):
         submit_approved(s.site, release.release)
     approve(s, local, release)
-    goods, verdict = submit_approved(s.site, release.release)
+    signed, verdict = submit_approved(s.site, release.release)
     assert verdict.admitted
-    assert set(goods.release.approvals) == {"compliance", "hospital"}
+    assert set(signed.release.approvals) == {"compliance", "hospital"}
     assert s.spent("k") == ((0, 1), (0, 1))
     with pytest.raises(ReviewRejectedError):
         submit_approved(s.site, release.release)
@@ -629,7 +629,7 @@ def test_what_a_person_has_refused_never_leaves_whoever_approved_it(tmp_path: Pa
     s, careful, local = approving(tmp_path)
     release = waiting(s)
     words = (f"refuse-{release.release}", "refuse", release.release, f"{release.artifact_sha256} likeness")
-    decisions.approve(s.site.books.store, careful.approval(*words, origin=s.site.books.store.origin))
+    decisions.approve(s.site.ledger.store, careful.approval(*words, origin=s.site.ledger.store.origin))
     approve(s, careful, release)
     approve(s, local, release)
     with pytest.raises(ReviewRejectedError, match="refused it"):
@@ -658,8 +658,8 @@ def test_an_auditor_finds_an_approval_that_nobody_gave(tmp_path: Path) -> None:
     s, *_ = approving(tmp_path)
     release = waiting(s)
     lied = replace(release, approvals={"compliance": "ab" * 32, "hospital": "cd" * 32})
-    s.site.books.send(lied, s.site.seal(lied))
-    s.site.books.store.close()
+    s.site.ledger.send(lied, s.site.seal(lied))
+    s.site.ledger.store.close()
     with pytest.raises(ExportError, match="nobody gave"):
         verify(export_file(tmp_path / "site-a.db", "lazaret/test", s.hospital.key))
 
@@ -675,7 +675,7 @@ def test_a_run_that_ends_early_gives_back_what_was_not_used_at_the_site(tmp_path
     (held, spent), (hub_held, hub_spent) = s.spent("rdp")
     assert held == hub_held == 0
     assert 0 < spent < whole == hub_spent
-    s.site.books.store.close()
+    s.site.ledger.store.close()
     verify(export_file(tmp_path / "site-a.db", "lazaret/test", s.hospital.key))
 
 
@@ -691,8 +691,8 @@ def test_what_waited_since_before_pictures_were_compressed_leaves_as_persons_app
     for person in (careful, local):
         approve(s, person, before)
     assert recover(s.site) == []
-    goods, verdict = submit_approved(s.site, release.release)
-    assert (verdict.admitted, goods.artifact) == (True, old)
+    signed, verdict = submit_approved(s.site, release.release)
+    assert (verdict.admitted, signed.artifact) == (True, old)
 
 
 def test_what_waits_sealed_to_a_reader_is_shown_in_clear(tmp_path: Path) -> None:

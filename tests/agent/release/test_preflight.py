@@ -59,12 +59,12 @@ def test_a_set_one_byte_too_large_is_refused_and_nothing_is_read_priced_or_writt
     (tmp_path / "first").mkdir()
     size = case.foreseen(site_world(tmp_path / "first", patients=PATIENTS)).size
     s = site_world(tmp_path, patients=PATIENTS, max_artifact_bytes=size - 1)
-    before = s.site.books.store.state.size, s.intake.register.store.state.size, dict(s.vault.notes)
+    before = s.site.ledger.store.state.size, s.intake.register.store.state.size, dict(s.vault.notes)
     with pytest.raises(
         RefusedBeforehandError, match=f"{case.pictures} pictures of this size may take more than the policy's"
     ):
         case.release(s)
-    after = s.site.books.store.state.size, s.intake.register.store.state.size, dict(s.vault.notes)
+    after = s.site.ledger.store.state.size, s.intake.register.store.state.size, dict(s.vault.notes)
     assert (s.vault.reads, after) == (0, before)
     (tmp_path / "third").mkdir()
     fits = site_world(tmp_path / "third", patients=PATIENTS, max_artifact_bytes=size)
@@ -77,7 +77,7 @@ def test_a_disk_that_could_not_keep_it_is_said_beforehand(tmp_path: Path, name: 
     s.vault.free = case.foreseen(s).disk - 1
     with pytest.raises(RefusedBeforehandError, match="free some space"):
         case.release(s)
-    assert (s.vault.reads, len(s.site.books.store.state.grants)) == (0, 0)
+    assert (s.vault.reads, len(s.site.ledger.store.state.grants)) == (0, 0)
 
 
 def test_a_model_is_weighed_by_its_untrained_file(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_model_is_weighed_by_its_untrained_file(tmp_path: Path) -> None:
     s = site_world(tmp_path, max_artifact_bytes=size - 1)
     with pytest.raises(RefusedBeforehandError, match=f"the model takes {size} bytes"):
         release_resumable(s.site, model, Selection("OT", model.shape), UnsafeSeededEntropy(1))
-    assert not s.site.books.store.state.grants
+    assert not s.site.ledger.store.state.grants
 
 
 def test_more_than_one_shard_is_refused_whatever_the_policy_admits(tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_clusters_that_are_shown_again_count_too(tmp_path: Path) -> None:
     s.vault.patients = 24
     found = small.foreseen(s)
     assert found.samples == 2 + 12 // 5
-    goods, _ = release_synthetic(s.site, small.mechanism, "OT", np.random.default_rng(1))
-    assert goods.release.artifact_bytes <= found.size
+    signed, _ = release_synthetic(s.site, small.mechanism, "OT", np.random.default_rng(1))
+    assert signed.release.artifact_bytes <= found.size
 
 
 @pytest.mark.parametrize(("wide", "type_"), [(False, np.int16), (True, np.float32)])
@@ -127,7 +127,7 @@ def test_heads_are_counted_and_weighed_without_opening_one(
     tight.vault.heads, tight.vault.wide = s.vault.heads, wide
     with pytest.raises(RefusedBeforehandError, match="3 volumes of this size"):
         release_heads(tight.site, remodel(), "MR", examine, np.random.default_rng(1))
-    assert (tight.vault.reads, len(tight.site.books.store.state.grants)) == (0, 0)
+    assert (tight.vault.reads, len(tight.site.ledger.store.state.grants)) == (0, 0)
 
 
 @pytest.mark.parametrize("job", [FEDERATED, MASKED], ids=["federated", "federated-masked"])
@@ -136,7 +136,7 @@ def test_a_run_whose_updates_no_policy_admits_is_not_priced(tmp_path: Path, job:
     s = site_world(tmp_path, max_artifact_bytes=size - 1, levels='["A", "A*", "B"]')
     with pytest.raises(ReviewRejectedError, match="artifact_size"):
         Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-1", job)
-    assert not s.site.books.store.state.grants
+    assert not s.site.ledger.store.state.grants
 
 
 def _fresh(tmp_path: Path) -> Path:

@@ -75,7 +75,7 @@ def test_a_full_disk_at_the_end_draws_nothing_anew(
     for _ in range(2):
         with pytest.raises(OSError, match="No space left"):
             release(s)
-    assert len(s.site.books.store.state.grants) == 1
+    assert len(s.site.ledger.store.state.grants) == 1
     (dice, drawn), (again, drawn_again) = attempts
     claim = mechanism.claim()
     if isinstance(claim, KAnonymous) or isinstance(mechanism, Remodel):

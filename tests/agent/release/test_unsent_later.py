@@ -65,12 +65,12 @@ def told_apart(vault: Vault) -> None:
 def made(s: SiteWorld) -> Release:
     with pytest.raises(ApprovalPending) as caught:
         release_synthetic(s.site, ksame(), "OT", RNG)
-    return caught.value.goods.release
+    return caught.value.signed.release
 
 
 def officer(s: SiteWorld) -> Person:
     person = Person("dpo-1", "compliance")
-    decisions.appoint(s.site.books.store, person.name, person.role, person.public)
+    decisions.appoint(s.site.ledger.store, person.name, person.role, person.public)
     return person
 
 
@@ -109,19 +109,19 @@ def test_a_kept_set_that_shows_a_cluster_again_stays_when_that_one_fell_below_k(
     s = five(tmp_path, vault)
     first, _ = release_synthetic(s.site, ksame(), "OT", RNG)
     vault.keep_all([picture_record(n, n) for n in range(10, 15)])
-    submit = s.door.submit
+    submit = s.gateway.submit
 
     def silent(*_: object) -> Any:
-        s.door.shut = True
+        s.gateway.shut = True
         return submit(*_)
 
-    s.door.submit = silent
+    s.gateway.submit = silent
     with pytest.raises(Exception, match="no answer"):
         release_synthetic(s.site, ksame(), "OT", RNG)
     (name,) = listed(vault)
     assert patients_of(s.site, name) == {key_of(n, 3) for n in (*range(5), *range(10, 15))}, "shown again"
-    s.door.shut = False
-    del s.door.submit
+    s.gateway.shut = False
+    del s.gateway.submit
     found_alike(vault)
     with pytest.raises(ReviewRejectedError, match="alike"):
         submit_approved(s.site, name)
@@ -178,9 +178,9 @@ def test_ids_found_alike_since_a_making_was_interrupted_spend_nothing_until_a_pe
             release_synthetic(s.site, ksame(), "OT", RNG)
         assert s.spent("k") == HELD
     told_apart(vault)
-    goods, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
+    signed, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
     assert (verdict.admitted, s.spent("k")) == (True, SPENT)
-    assert patients_of(s.site, goods.release.release) == {key_of(n, 3) for n in range(5)}
+    assert patients_of(s.site, signed.release.release) == {key_of(n, 3) for n in range(5)}
 
 
 def test_what_cannot_go_on_is_given_up_when_that_is_said(
@@ -205,9 +205,9 @@ def test_a_newcomer_stands_for_nobody_in_a_making_that_goes_on(
         with pytest.raises(OSError, match="No space"):
             release_synthetic(s.site, ksame(), "OT", RNG)
     vault.keep(picture_record(1, 99, picture=10))  # an id that sorts before those who take part
-    goods, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
+    signed, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
     assert (verdict.admitted, s.spent("k")) == (True, SPENT)
-    assert patients_of(s.site, goods.release.release) == {key_of(n, 3) for n in range(10, 15)}
+    assert patients_of(s.site, signed.release.release) == {key_of(n, 3) for n in range(10, 15)}
 
 
 # -- a kill between two writes
@@ -280,11 +280,11 @@ def test_kept_bytes_that_are_missing_or_other_ones_spend_nothing_and_are_not_han
 ) -> None:
     s = site_world(tmp_path, approvals="[]" if sent else '["compliance"]')
     if sent:
-        s.door.submit = full
+        s.gateway.submit = full
         with pytest.raises(OSError, match="No space"):
             release_synthetic(s.site, ksame(), "OT", RNG)
         (name,) = listed(s.vault)
-        del s.door.submit
+        del s.gateway.submit
     else:
         person = officer(s)
         release = made(s)

@@ -181,9 +181,9 @@ def test_a_count_of_ids_would_let_them_through(ward: SiteWorld, monkeypatch: pyt
     """The rule broken on purpose, before the making and at the door: two persons behind every picture of k = 5."""
     monkeypatch.setattr(vaults, "left_out", lambda *_: frozenset())
     monkeypatch.setattr(pipeline, "still_enough", lambda *_: None)
-    goods, verdict = release_synthetic(ward.site, ksame(), "OT", RNG)
+    signed, verdict = release_synthetic(ward.site, ksame(), "OT", RNG)
     assert verdict.admitted
-    assert len(patients_of(ward.site, goods.release.release)) == DOUBLES
+    assert len(patients_of(ward.site, signed.release.release)) == DOUBLES
 
 
 def test_once_a_person_has_told_them_apart_they_count(ward: SiteWorld, vault: Vault) -> None:
@@ -196,9 +196,9 @@ def test_once_a_person_has_told_them_apart_they_count(ward: SiteWorld, vault: Va
 
 def test_one_id_of_each_group_takes_part_and_the_others_never_while_it_is_out(ward: SiteWorld, vault: Vault) -> None:
     vault.keep_all([picture_record(n, 200 + n) for n in range(20, 32)])
-    goods, verdict = release_synthetic(ward.site, ksame(), "OT", RNG)
+    signed, verdict = release_synthetic(ward.site, ksame(), "OT", RNG)
     assert verdict.admitted
-    behind = patients_of(ward.site, goods.release.release)
+    behind = patients_of(ward.site, signed.release.release)
     assert behind == {key_of(n, 3) for n in (0, 1, *range(20, 32))}
     vault.keep_all([picture_record(n, 300 + n) for n in range(40, 52)])
     out = vault.second_ids(OT, frozenset(behind))

@@ -344,16 +344,16 @@ def test_all_images_of_a_patient_are_in_one_part_and_the_parts_make_the_whole(va
 def test_who_has_opted_out_is_refused_and_in_no_cohort_even_before_the_deletion(tmp_path: Path) -> None:
     with (
         contextlib.closing(open_vault(tmp_path)) as vault,
-        contextlib.closing(SiteDatabase(tmp_path / "vault.db", KEY)) as books,
+        contextlib.closing(SiteDatabase(tmp_path / "vault.db", KEY)) as ledger,
     ):
         vault.keep_all([record(1, person=1), record(2, person=2)])
-        books.opt_out(key_of(1, 3))  # by another process
+        ledger.opt_out(key_of(1, 3))  # by another process
         assert [p.pseudonym for p in vault.cohort("OT", SHAPE).patients] == [key_of(2, 3)]
         assert vault.refusal(record(3, person=1)) == "opted_out"
         with pytest.raises(FileRejectedError, match="opted_out"):
             vault.keep_all([record(4, person=2), record(3, person=1)])
         assert names(vault) == {record(1).name, record(2).name}
-        books.opt_in(key_of(1, 3))
+        ledger.opt_in(key_of(1, 3))
         vault.keep(record(3, person=1))
 
 

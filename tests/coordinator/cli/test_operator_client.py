@@ -109,7 +109,7 @@ def test_a_token_is_shown_when_no_file_is_named_and_a_bad_name_is_refused_in_wor
 
 def test_a_sites_certificate_is_no_operators(fed: Federation) -> None:
     site = fed.join("north")
-    chain = site.door()._credentials.channel_credentials()
+    chain = site.gateway()._credentials.channel_credentials()
     with grpc.secure_channel(f"127.0.0.1:{fed.port}", chain) as channel:
         stub = GatewayStub(channel)
         for call in (

@@ -115,7 +115,7 @@ def _side(served: Served, clerk: Clerk) -> Side:
                 hub.finish(run)
 
     return Side(
-        pages=app.pages(served.desk, ConsoleSettings(listen="127.0.0.1:0"), served.logins),
+        pages=app.pages(served.context, ConsoleSettings(listen="127.0.0.1:0"), served.logins),
         folder=hub.folder,
         home=hub.home.root,
         log=hub.home.root / "coordinator.log",

@@ -17,7 +17,7 @@ HELD = Reserved("g1", "north", "run-1", "federated", "north/rdp", 333, b'{"kind"
 VALUES: dict[str, Any] = {"int": 7, "str": "north", "bytes": b"\x02" * 32, "list[str]": ["min_k", "budget", "level"]}
 
 
-def books() -> State:
+def ledger() -> State:
     state = State()
     state.accounts["north/rdp"] = Account(OPENED)
     state.accounts["north/k"] = Account(Opened("north/k", 2, 0, "", ""))
@@ -41,12 +41,12 @@ def sample(kind: str) -> Any:
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_kind_of_entry_has_a_sentence_and_every_field_a_label(kind: str) -> None:
     entry = sample(kind)
-    row = entry_text.row(3, Record(1_700_000_000, "key", entry), books())
+    row = entry_text.row(3, Record(1_700_000_000, "key", entry), ledger())
     assert (row.title, row.kind) == (TITLES[kind], kind)
     assert row.words
     assert row.who
-    assert [f.label for f in entry_text.facts(entry, books())] == [entry_text.LABELS[f.name] for f in fields(entry)]
-    for fact, field in zip(entry_text.facts(entry, books()), fields(entry), strict=True):
+    assert [f.label for f in entry_text.facts(entry, ledger())] == [entry_text.LABELS[f.name] for f in fields(entry)]
+    for fact, field in zip(entry_text.facts(entry, ledger()), fields(entry), strict=True):
         value = getattr(entry, field.name)
         shown = fact.digest or fact.text
         assert shown, field.name
@@ -70,24 +70,24 @@ def test_every_kind_of_entry_has_a_sentence_and_every_field_a_label(kind: str) -
     ],
 )
 def test_the_end_of_a_grant_says_what_is_gone_and_what_came_back(entry: Any, words: str) -> None:
-    assert entry_text.sentence(Record(0, "k", entry), books()) == ("north", words)
+    assert entry_text.sentence(Record(0, "k", entry), ledger()) == ("north", words)
 
 
 def test_a_price_is_rounded_up_and_never_without_its_unit() -> None:
-    assert entry_text.price(1, "north/rdp", books()) == "0.1 % of the epsilon budget"
-    assert entry_text.price(1001, "north/rdp", books()) == "100.1 % of the epsilon budget"
-    assert entry_text.price(1, "north/k", books()) == "1 release per patient"
-    assert "nothing" in entry_text.price(5, "nobody/rdp", books())
-    state = books()
+    assert entry_text.price(1, "north/rdp", ledger()) == "0.1 % of the epsilon budget"
+    assert entry_text.price(1001, "north/rdp", ledger()) == "100.1 % of the epsilon budget"
+    assert entry_text.price(1, "north/k", ledger()) == "1 release per patient"
+    assert "nothing" in entry_text.price(5, "nobody/rdp", ledger())
+    state = ledger()
     state.accounts["north/rdp"] = Account(Opened("north/rdp", 10**9, 4, "8.0", "4e-06"))
     assert entry_text.price(1, "north/rdp", state) == "0.1 % of the epsilon budget", "a little is not nothing"
 
 
 def test_a_refusal_says_when_and_why_and_counts_the_other_reasons() -> None:
     entry = Refused("x", "north", "ksame", "reservation", ["min_k", "l_diversity", "budget"], b"")
-    _who, words = entry_text.sentence(Record(0, "k", entry), books())
+    _who, words = entry_text.sentence(Record(0, "k", entry), ledger())
     assert words.startswith("ksame, when asked for its price: Too few patients would be behind each image; Groups")
     assert words.endswith("; and 1 other reason")
     assert [rule for rule, _, _ in entry_text.reasons(entry)] == entry.findings
     unknown = Refused("x", "", "", "somewhere", ["made_up"], b"")
-    assert "made_up" in entry_text.sentence(Record(0, "k", unknown), books())[1], "a reason is never dropped"
+    assert "made_up" in entry_text.sentence(Record(0, "k", unknown), ledger())[1], "a reason is never dropped"

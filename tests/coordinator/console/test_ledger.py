@@ -326,7 +326,7 @@ def test_the_overview_is_its_own_newest_word_after_something_was_done(served: Se
 
 
 def test_an_index_that_is_broken_is_said_and_made_again(served: Served, otto: Caller) -> None:
-    served.desk.index._db.execute("DROP TABLE refusal")
+    served.context.index._db.execute("DROP TABLE refusal")
     answer = otto.get("/refusals")
     assert answer.status_code == 503
     assert "rebuilt" in words_of(answer)

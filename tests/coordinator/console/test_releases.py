@@ -95,36 +95,36 @@ def shelf(tmp_path: Path) -> tuple[ReleaseFiles, Path, bytes]:
 
 
 def test_pictures_come_out_of_the_very_bytes_that_were_admitted(shelf: tuple[ReleaseFiles, Path, bytes]) -> None:
-    goods, _, digest = shelf
-    sheet = goods.sheet("release-1", "images.tar", digest)
+    signed, _, digest = shelf
+    sheet = signed.sheet("release-1", "images.tar", digest)
     assert [place.label for place in sheet.places] == ["0", "1", "2", "0", "1"]
-    assert goods.image("release-1", "images.tar", digest, 4).startswith(b"\x89PNG")
+    assert signed.image("release-1", "images.tar", digest, 4).startswith(b"\x89PNG")
     for index in (-1, 5):
         with pytest.raises(DigestMismatchError):
-            goods.image("release-1", "images.tar", digest, index)
+            signed.image("release-1", "images.tar", digest, index)
 
 
 def test_a_changed_file_is_not_shown_also_when_it_was_shown_before(shelf: tuple[ReleaseFiles, Path, bytes]) -> None:
-    goods, place, digest = shelf
-    goods.sheet("release-1", "images.tar", digest)
+    signed, place, digest = shelf
+    signed.sheet("release-1", "images.tar", digest)
     body = bytearray(place.read_bytes())
     body[600] ^= 1  # in the first picture; same length, and the place is remembered
     place.write_bytes(body)
     with pytest.raises(DigestMismatchError, match="changed"):
-        goods.image("release-1", "images.tar", digest, 0)
+        signed.image("release-1", "images.tar", digest, 0)
     with pytest.raises(DigestMismatchError, match="not the one"):
         ReleaseFiles(place.parents[1]).sheet("release-1", "images.tar", digest)
     with pytest.raises(DigestMismatchError):
-        goods.open("release-1", "images.tar", digest)
+        signed.open("release-1", "images.tar", digest)
     with pytest.raises(DigestMismatchError):
-        goods.open("release-1", "../../secret", digest)
+        signed.open("release-1", "../../secret", digest)
 
 
 def test_many_readers_at_once_get_the_same_sheet(shelf: tuple[ReleaseFiles, Path, bytes]) -> None:
-    goods, _, digest = shelf
+    signed, _, digest = shelf
     found: list[int] = []
     threads = [
-        threading.Thread(target=lambda: found.append(goods.sheet("release-1", "images.tar", digest).total))
+        threading.Thread(target=lambda: found.append(signed.sheet("release-1", "images.tar", digest).total))
         for _ in range(8)
     ]
     for thread in threads:

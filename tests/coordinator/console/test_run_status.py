@@ -21,7 +21,7 @@ HELD = MappingProxyType({site: ("held", 0, "4e-06", 4) for site in SITES})
 NOTHING = RunEntries(0, {}, {})
 
 
-def books(closed: int = 0, grants: object = HELD, **counted: tuple[str, ...]) -> RunEntries:
+def ledger(closed: int = 0, grants: object = HELD, **counted: tuple[str, ...]) -> RunEntries:
     return RunEntries(closed, {int(n[1:]): sites for n, sites in counted.items()}, grants)  # type: ignore[arg-type]
 
 
@@ -44,7 +44,7 @@ def test_who_dropped_out_is_named_with_the_reason_in_words() -> None:
         event(1, "closed", "north"),
     ]
     grants = {site: ("held", 5_000_000, "4e-06", 4) for site in ("north", "south")}
-    made = board_of(JOB, "open", books(1, grants, r1=("north",)), events)
+    made = board_of(JOB, "open", ledger(1, grants, r1=("north",)), events)
     (row,) = made.rows
     assert (row.closed, row.asked, row.counted) == (True, ("north", "south"), ("north",))
     assert [(out.site, out.code) for out in row.out] == [("south", "no_reply")]
@@ -60,7 +60,7 @@ def test_who_dropped_out_is_named_with_the_reason_in_words() -> None:
 
 def test_who_was_late_and_is_in_the_model_was_not_out() -> None:
     events = [event(1, "sent", *SITES), event(1, "refused", "west", reason="offline"), event(1, "closed", *SITES)]
-    made = board_of(JOB, "open", books(1, HELD, r1=SITES), events)
+    made = board_of(JOB, "open", ledger(1, HELD, r1=SITES), events)
     assert made.rows[0].out == ()
     assert all(seat.out is None for seat in made.seats)
 
@@ -86,7 +86,7 @@ def test_the_state_is_what_the_disk_and_the_feed_say_together(
 
 
 def test_after_a_restart_the_ledger_alone_tells_the_rounds() -> None:
-    made = board_of(JOB, "finished", books(3, HELD, r1=SITES, r2=SITES[:2], r3=SITES), [])
+    made = board_of(JOB, "finished", ledger(3, HELD, r1=SITES, r2=SITES[:2], r3=SITES), [])
     assert [(row.number, row.counted, row.asked) for row in made.rows][1] == (2, SITES[:2], ())
     assert [seat.rounds for seat in made.seats] == [3, 3, 2]
 

@@ -93,14 +93,16 @@ def test_a_vector_that_is_not_the_one_in_the_statement_is_not_aggregated(federat
     artifact = pack_vector(honest)
     release = site.update("grant-1", artifact, 15, run="run-1", round=1)
     envelope = site.seal(release)
-    assert site.door().submit(f"submit-{release.release}", envelope, artifact).admitted
+    assert site.gateway().submit(f"submit-{release.release}", envelope, artifact).admitted
     gate = conductor(federation, "site-a")
     assert gate.admit("site-a", 0, envelope, artifact) is None
     assert gate.admit("site-a", 0, envelope, pack_vector(honest * 1e6)) == "artifact_changed"
-    another = site.door().submit("another-key", envelope, pack_vector(honest * 2))
+    another = site.gateway().submit("another-key", envelope, pack_vector(honest * 2))
     assert "replay" in [f.rule for f in another.findings]
     size = federation.store.state.size
-    site.door().submit(f"submit-{release.release}", envelope, pack_vector(honest * 2))  # the old answer, not a byte
+    site.gateway().submit(
+        f"submit-{release.release}", envelope, pack_vector(honest * 2)
+    )  # the old answer, not a byte
     assert (federation.store.state.size, list(federation.uploads.root.glob("*/*/*"))) == (size, [])
     assert gate.admit("site-a", 0, envelope, pack_vector(honest * 2)) == "artifact_changed"
     assert gate.admit("site-a", 1, envelope, artifact) == "another_round"
@@ -129,11 +131,11 @@ def test_an_entry_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> 
 def test_an_update_outside_a_run_and_a_set_inside_one_are_not_priced(site: Site) -> None:
     for mechanism, claim, run in (("federated", DP, ""), ("ksame", K5, "run-1")):
         asked = site.hospital.reservation("grant-1", claim, mechanism, run)
-        verdict = site.door().reserve(f"k-{mechanism}", site.seal(asked))
+        verdict = site.gateway().reserve(f"k-{mechanism}", site.seal(asked))
         assert [f.rule for f in verdict.findings] == ["run"]
 
 
-def goods(path: Path, release: Release) -> service.StagedArtifact:
+def signed(path: Path, release: Release) -> service.StagedArtifact:
     """A finished upload, as the service hands it to the review."""
     return service.StagedArtifact(release.artifact_sha256, path.stat().st_size, lambda: [])
 
@@ -146,11 +148,11 @@ def test_a_crash_with_an_update_on_the_staging_shelf_does_not_stop_the_next_star
         release = site.update("grant-1", artifact, 15, run="run-1", round=1)
         envelope = site.seal(release)
         mine = staged(first.uploads, "site-a", artifact)
-        assert first.intake.admit("site-a", "key", envelope, release, goods(mine, release)).admitted
+        assert first.intake.admit("site-a", "key", envelope, release, signed(mine, release)).admitted
     with Federation(tmp_path) as second:
         site.federation = second
         size = second.store.state.size
-        assert site.door().submit("key", envelope, artifact).admitted  # the answer of before
+        assert site.gateway().submit("key", envelope, artifact).admitted  # the answer of before
         assert second.store.state.size == size
         second.uploads.expire(-1.0)
     with Federation(tmp_path) as third:
@@ -163,12 +165,12 @@ def test_a_release_cannot_take_another_sites_name_or_a_models_place(federation: 
     evil.reserved("grant-1b")
     for name in ("train-1",):
         envelope = evil.seal(evil.release("grant-1b", artifact, release=name))
-        verdict = evil.door().submit(f"k-{name}", envelope, artifact)
+        verdict = evil.gateway().submit(f"k-{name}", envelope, artifact)
         assert "release_id" in [f.rule for f in verdict.findings]
     with pytest.raises(JobError, match="run"):
         Job("release-of-a-site", "federated", CONFIG, 10, ("site-a",), 4, 1)
     site.reserved("grant-1")
-    assert site.door().submit("k", site.seal(site.release("grant-1", artifact)), artifact).admitted
+    assert site.gateway().submit("k", site.seal(site.release("grant-1", artifact)), artifact).admitted
 
 
 def test_a_copied_or_bad_node_key_is_not_enrolled(federation: Federation, site: Site) -> None:
@@ -198,11 +200,11 @@ def test_an_image_bomb_without_a_grant_is_not_even_decoded(
 
     monkeypatch.setattr(service, "inspect", inspect)
     release = site.release("grant-none", bomb)
-    assert [f.rule for f in site.door().submit("k", site.seal(release), bomb).findings] == ["no_grant"]
+    assert [f.rule for f in site.gateway().submit("k", site.seal(release), bomb).findings] == ["no_grant"]
     assert looked == []
     site.reserved("grant-1")
     release = site.release("grant-1", bomb)
-    assert "artifact_malformed" in [f.rule for f in site.door().submit("k2", site.seal(release), bomb).findings]
+    assert "artifact_malformed" in [f.rule for f in site.gateway().submit("k2", site.seal(release), bomb).findings]
     assert len(looked) == 1
     assert federation.findings() == [["no_grant"], ["artifact_malformed"]]
 
@@ -226,7 +228,7 @@ def test_silent_streams_of_one_site_do_not_stop_the_others(
         deadline = time.monotonic() + 200
         while sum(call.done() for call in calls) < 18 and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert other.door().hello()
+        assert other.gateway().hello()
         turned = [c for c in calls if c.done() and c.code() == grpc.StatusCode.RESOURCE_EXHAUSTED]
         assert len(turned) == 18
         silence.set()
@@ -239,9 +241,9 @@ def test_what_a_coordinator_says_is_bounded_before_it_is_written_down(
         admitted=False, level="A" * 2_000_000, known=True, checkpoint=federation.store.checkpoint()
     )
     lie.findings.extend(gateway_pb2.Finding(rule="r" * 100_000, detail="d" * 100_000) for _ in range(100))
-    door: GatewayClient = site.door()
-    monkeypatch.setattr(door, "_ask", lambda _call: lie)
-    verdict = door.outcome("reserve-k", bytes(32))
+    gateway: GatewayClient = site.gateway()
+    monkeypatch.setattr(gateway, "_ask", lambda _call: lie)
+    verdict = gateway.outcome("reserve-k", bytes(32))
     assert verdict is not None
     assert len(verdict.level) <= 1
     assert len(verdict.findings) <= 32
@@ -249,12 +251,12 @@ def test_what_a_coordinator_says_is_bounded_before_it_is_written_down(
 
 
 def test_an_agent_refuses_a_ledger_that_has_shrunk(federation: Federation, site: Site) -> None:
-    door = site.door()
-    door.hello()
-    longer = Checkpoint("lazaret/coordinator", door.watch.seen + 100, bytes(32))
-    door.watch.head = longer
+    gateway = site.gateway()
+    gateway.hello()
+    longer = Checkpoint("lazaret/coordinator", gateway.watch.seen + 100, bytes(32))
+    gateway.watch.head = longer
     with pytest.raises(CoordinatorUnreachableError, match="not the one this site saw"):
-        door.hello()
+        gateway.hello()
 
 
 def test_the_shelf_removes_nothing_that_it_did_not_make(federation: Federation, site: Site) -> None:
@@ -264,7 +266,7 @@ def test_the_shelf_removes_nothing_that_it_did_not_make(federation: Federation, 
     (folder / "images.tar").write_bytes(b"")
     site.reserved("grant-1")
     artifact = pictures()
-    site.door().submit("k", site.seal(site.release("grant-1", artifact)), artifact)
+    site.gateway().submit("k", site.seal(site.release("grant-1", artifact)), artifact)
     assert (folder / "images.tar").read_bytes() == artifact
     (aside,) = federation.home.releases.glob(".*.aside")
     assert (aside / "images.tar").read_bytes() == b""
@@ -279,7 +281,7 @@ def test_what_cannot_be_placed_at_a_start_is_kept_for_the_next(
         artifact = pictures()
         release = site.release("grant-1", artifact)
         mine = staged(first.uploads, "site-a", artifact)
-        assert first.intake.admit("site-a", "key", site.seal(release), release, goods(mine, release)).admitted
+        assert first.intake.admit("site-a", "key", site.seal(release), release, signed(mine, release)).admitted
 
     def full(*_: object) -> None:
         raise OSError("no space left on device")
@@ -307,7 +309,7 @@ def test_a_reservation_that_comes_in_between_does_not_admit_what_nobody_decoded(
         return found
 
     monkeypatch.setattr(LedgerService, "dry_run_review", and_then_reserve)
-    verdict = site.door().submit("k", site.seal(release), garbage)
+    verdict = site.gateway().submit("k", site.seal(release), garbage)
     assert [f.rule for f in verdict.findings] == ["no_grant"]
 
 
@@ -318,7 +320,7 @@ def test_a_model_names_only_the_updates_that_its_rounds_counted(federation: Fede
         one.reserved(f"grant-{one.hospital.name}", DP, "federated", "run-1")
         artifact = vector()
         release = one.update(f"grant-{one.hospital.name}", artifact, 15, run="run-1", round=1)
-        assert one.door().submit("k", one.seal(release), artifact).admitted
+        assert one.gateway().submit("k", one.seal(release), artifact).admitted
     federation.intake.register.close_round("run-1", 1, ["site-a"], bytes(32))
     assert [a.site for a in conductor(federation, "site-a", "site-b")._updates()] == ["site-a"]
 

@@ -89,7 +89,7 @@ class Gate:
         self.events.append(event)
 
 
-def desk(plan: RoundPlan = PLAN, breaks: str = "") -> tuple[RunRequestHandler, Gate]:
+def context(plan: RoundPlan = PLAN, breaks: str = "") -> tuple[RunRequestHandler, Gate]:
     """A desk whose gate remembers."""
     gate = Gate(breaks)
     return RunRequestHandler(plan, gate), gate
@@ -111,7 +111,7 @@ def done(index: int, *used: str, vector: bytes | None = None, moments: bytes = N
 
 def priced(plan: RoundPlan = PLAN, breaks: str = "") -> tuple[RunRequestHandler, Gate]:
     """A desk after the price: north and south are granted."""
-    made, gate = desk(plan)
+    made, gate = context(plan)
     made.take(reserve(north=b"n", south=b"ss", west=b""))
     gate.breaks = breaks
     return made, gate
@@ -273,7 +273,7 @@ def test_nonsense_of_a_runs_process_is_refused_and_never_reaches_the_gate(frame:
     ],
 )
 def test_reservations_that_do_not_add_up_are_refused(sealed: object) -> None:
-    made, gate = desk()
+    made, gate = context()
     with pytest.raises(RunFrameError):
         made.take(Frame("reserve", {"least": 2, "sealed": sealed}, b"n"))
     assert gate.asked == []
@@ -332,7 +332,7 @@ def test_a_masked_update_is_as_many_elements_of_the_ring() -> None:
 
 
 def test_what_a_gate_raises_stays_with_the_coordinator() -> None:
-    made, gate = desk(breaks="reserve")
+    made, gate = context(breaks="reserve")
     assert made.take(reserve(north=b"n", south=b"s")) == ("broken", {})
     assert gate.asked[-1][0] == "reserve"
     with pytest.raises(RunFrameError):  # nobody is granted
@@ -363,7 +363,7 @@ def rogue(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gate]:
 
     def conduct(what: bytes, stopping: threading.Event | None = None) -> Gate:
         plan = replace(PLAN, config=what)
-        made, gate = desk(plan)
+        made, gate = context(plan)
         with RunProcess(plan) as child:
             process = vars(child)["_process"]
             try:
@@ -517,18 +517,18 @@ CONFIG = {
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     """A site of a coordinator with real books."""
-    with Books(tmp_path) as books:
-        yield books.join("site-a")
+    with Books(tmp_path) as ledger:
+        yield ledger.join("site-a")
 
 
 @pytest.fixture
 def run(site: Site) -> RunController:
     """A run's real conductor over these books, without Flower."""
-    books = site.federation
+    ledger = site.federation
     host: Any = SimpleNamespace(stopping=threading.Event())
-    root, log = books.root / "runs", open_log(books.root / "run.log")
+    root, log = ledger.root / "runs", open_log(ledger.root / "run.log")
     (root / "run-1").mkdir(parents=True)
-    context = RunContext(root, host, books.intake, books.shelf, log, lambda *_: None)
+    context = RunContext(root, host, ledger.intake, ledger.shelf, log, lambda *_: None)
     return RunController(context, Job("run-1", "federated", json.dumps(CONFIG), 10, ("site-a",), 4, 1), EventStream())
 
 
@@ -561,7 +561,7 @@ def test_a_closed_round_gives_a_run_new_tries(
 
     site.reserved("grant-1", DP, "federated", "run-1")
     release = site.update("grant-1", vector(), 15, run="run-1", round=1)
-    assert site.door().submit("k", site.seal(release), vector()).admitted
+    assert site.gateway().submit("k", site.seal(release), vector()).admitted
     monkeypatch.setattr(run, "_conduct", dies)
     run.run()
     assert tried == [0, 0, 1, 1, 1]

@@ -344,8 +344,8 @@ def test_a_run_that_too_few_sites_want_has_failed_and_what_was_held_for_it_is_no
         ward = fed.wards[site]
         site_of_it = ward.part.participant.site
         tight = parse(admitting(epsilon="0.5"), "tightened since")
-        books = LedgerService(site_of_it.books.store, lambda _site, tight=tight: tight)
-        ward.part.participant.site = replace(site_of_it, books=books)
+        ledger = LedgerService(site_of_it.ledger.store, lambda _site, tight=tight: tight)
+        ward.part.participant.site = replace(site_of_it, ledger=ledger)
     events = list(fed.runs.launch(job()))
     assert (events[-1].state, events[-1].reason) == ("failed", "too_few_grants")
     assert "held" not in fed.grants()

@@ -104,10 +104,10 @@ def _with(message: Message, **metadata: Any) -> Message:
 
 
 def _conduct(
-    answer: Callable[[str, Message], list[Message]], plan: RoundPlan = PLAN, books: Books | None = None
+    answer: Callable[[str, Message], list[Message]], plan: RoundPlan = PLAN, ledger: Books | None = None
 ) -> GatedStrategy:
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
-    strategy = GatedStrategy(plan, books or Books())
+    strategy = GatedStrategy(plan, ledger or Books())
     grid: Any = Sites(answer)
     strategy.price(grid)
     strategy.start(grid=grid, initial_arrays=pack(plan.model.vector), num_rounds=plan.rounds)
@@ -216,8 +216,8 @@ def test_too_few_grants_end_the_run_before_any_training() -> None:
 def test_a_silent_site_is_asked_again_only_after_a_sign_of_life() -> None:
     asked: list[int] = []
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
-    plan, books = replace(PLAN, rounds=4), Books()
-    strategy = GatedStrategy(plan, books)
+    plan, ledger = replace(PLAN, rounds=4), Books()
+    strategy = GatedStrategy(plan, ledger)
 
     def answer(site: str, m: Message) -> list[Message]:
         if m.metadata.message_type == "train" and site == "west":
@@ -237,7 +237,7 @@ def test_a_silent_site_is_asked_again_only_after_a_sign_of_life() -> None:
         replies = grid.send_and_receive(strategy.configure_train(number, arrays, ConfigRecord(), grid))
         strategy.aggregate_train(number, replies)
     assert asked == [0, 2]
-    assert books.refused == [{"west": "no_reply"}, {"west": "offline"}, {}]
+    assert ledger.refused == [{"west": "no_reply"}, {"west": "offline"}, {}]
 
 
 @pytest.mark.parametrize(
@@ -273,16 +273,16 @@ def test_a_site_whose_budget_the_books_do_not_hold_gets_no_parameters() -> None:
         asked.append((site, m.metadata.message_type))
         return [_good(m)]
 
-    books = Books(denied={"south": "budget"})
-    done = _conduct(answer, books=books)
-    assert books.priced == [(dict.fromkeys(SITES, b"e"), 1)], "all sites at once"
+    ledger = Books(denied={"south": "budget"})
+    done = _conduct(answer, ledger=ledger)
+    assert ledger.priced == [(dict.fromkeys(SITES, b"e"), 1)], "all sites at once"
     assert ("south", "train") not in asked
     assert (done.declined, sorted(done.granted)) == ({"south": "budget"}, ["north", "west"])
 
 
 @pytest.mark.parametrize("code", ["Dr Müller says no", "", "x" * 65])
 def test_a_refusal_that_is_no_code_and_books_that_break_grant_nobody(code: str) -> None:
-    done = _conduct(lambda _site, m: [_good(m)], books=Books(denied={"south": code}))
+    done = _conduct(lambda _site, m: [_good(m)], ledger=Books(denied={"south": code}))
     assert done.declined == {"south": "internal"}
 
     class Broken(Books):
@@ -290,29 +290,29 @@ def test_a_refusal_that_is_no_code_and_books_that_break_grant_nobody(code: str) 
             raise RuntimeError("patient 4711")
 
     with pytest.raises(RoundFailedError, match="too_few_grants") as failure:
-        _conduct(lambda _site, m: [_good(m)], books=Broken())
+        _conduct(lambda _site, m: [_good(m)], ledger=Broken())
     assert failure.value.refused == dict.fromkeys(SITES, "internal")
 
 
 def test_nothing_is_reserved_while_sites_that_are_needed_may_still_come_back() -> None:
     """A reservation that failed would be final: the sites free what they hold for it."""
-    books = Books()
+    ledger = Books()
     with pytest.raises(RoundFailedError, match="too_few_grants") as failure:
         _conduct(
             lambda site, m: [] if site == "west" else [_good(m)],
             replace(PLAN, min_sites=2, least_grants=3),
-            books,
+            ledger,
         )
     assert failure.value.refused == {"west": "no_reply"}
-    assert books.priced == []
+    assert ledger.priced == []
 
 
 def test_what_the_gate_reviews_are_the_very_bytes_that_are_aggregated() -> None:
     values = {"north": 1.0, "south": 2.0, "west": 6.0}
-    books = Books()
-    done = _conduct(lambda site, m: [_good(m, values[site])], books=books)
-    assert books.updates == {site: [value] * 4 for site, value in values.items()}
+    ledger = Books()
+    done = _conduct(lambda site, m: [_good(m, values[site])], ledger=ledger)
+    assert ledger.updates == {site: [value] * 4 for site, value in values.items()}
     assert done.model.vector.tolist() == [3.0] * 4
-    ((index, model, used),) = books.closed
+    ((index, model, used),) = ledger.closed
     assert (index, used) == (0, SITES)
     assert model.vector.tolist() == [3.0] * 4

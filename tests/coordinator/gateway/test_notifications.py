@@ -20,8 +20,8 @@ class Listener:
     """A site's session; its notices arrive in a queue, and at last None or the status that ended it."""
 
     def __init__(self, site: Site) -> None:
-        self.door = site.door()
-        self.call = self.door.session("test")
+        self.gateway = site.gateway()
+        self.call = self.gateway.session("test")
         self.said: queue.Queue[Any] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
         assert self.hear() == ("hello", "")
@@ -39,7 +39,7 @@ class Listener:
 
     def close(self) -> None:
         self.call.cancel()
-        self.door.close()
+        self.gateway.close()
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_revoked_sites_session_ends_at_once_and_no_new_one_begins(fed: Federat
     fed.service.guard.close_calls("site-a")
     assert one.hear() == grpc.StatusCode.CANCELLED
     connected(fed, "site-b")
-    again = a.door().session("test")
+    again = a.gateway().session("test")
     with pytest.raises(grpc.RpcError) as refused:
         next(iter(again))
     assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED

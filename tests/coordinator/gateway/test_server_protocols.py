@@ -11,7 +11,7 @@ import pytest
 from agent.cli.release import start_making
 from agent.errors import CoordinatorUnreachableError
 from agent.gateway import channel
-from agent.gateway import client as door
+from agent.gateway import client as gateway
 from agent.runtime import open_runtime
 from coordinator.gateway import guard
 from protos.artifacts.png import pack_earlier_png, pack_png
@@ -32,7 +32,7 @@ def says(monkeypatch: pytest.MonkeyPatch, spoken: VersionRange | None) -> None:
     agent = f"lazaret-protocol/{spoken}" if spoken else "lazaret-agent"
     monkeypatch.setattr(channel, "USER_AGENT", agent)
     theirs = spoken or VersionRange(1, 1)
-    monkeypatch.setattr(door, "agree", lambda other, they: agree(other, they, theirs))
+    monkeypatch.setattr(gateway, "agree", lambda other, they: agree(other, they, theirs))
 
 
 def is_of(monkeypatch: pytest.MonkeyPatch, spoken: VersionRange) -> None:
@@ -43,7 +43,7 @@ def is_of(monkeypatch: pytest.MonkeyPatch, spoken: VersionRange) -> None:
 
 def hello(federation: Federation) -> str:
     site: Site = federation.site  # type: ignore[attr-defined]
-    opened = site.door()
+    opened = site.gateway()
     try:
         return opened.hello()
     finally:
@@ -81,7 +81,7 @@ def test_an_agent_further_away_is_refused_in_a_sentence_and_nothing_is_written_i
     with pytest.raises(CoordinatorUnreachableError, match=words):
         hello(federation)
     site: Site = federation.site  # type: ignore[attr-defined]
-    refused = site.door().reserve
+    refused = site.gateway().reserve
     with pytest.raises(CoordinatorUnreachableError, match=words):  # every call, not only the first
         refused("reserve-x", site.seal(site.hospital.reservation("x")))
     assert federation.store.state.size == before
@@ -102,7 +102,7 @@ def test_a_coordinator_from_before_versions_were_announced_is_taken_for_the_firs
     monkeypatch.setattr(guard, "_speaks", lambda _context: None)
     with pytest.raises(CoordinatorUnreachableError, match="the coordinator is too old"):
         hello(federation)
-    monkeypatch.setattr(door, "agree", lambda other, they: agree(other, they, VersionRange(1, 2)))
+    monkeypatch.setattr(gateway, "agree", lambda other, they: agree(other, they, VersionRange(1, 2)))
     assert "k_min" in hello(federation)
 
 
@@ -111,7 +111,7 @@ def submitted(federation: Federation, grant: str, artifact: bytes) -> set[str]:
     site: Site = federation.site  # type: ignore[attr-defined]
     site.reserved(grant)
     release = site.release(grant, artifact)
-    opened = site.door()
+    opened = site.gateway()
     try:
         verdict = opened.submit(f"submit-{release.release}", site.seal(release), artifact)
     finally:
@@ -150,7 +150,7 @@ def test_what_waited_since_before_is_handed_in_in_the_protocol_of_then(tmp_path:
         site = made.join("site-a")
         site.reserved("g-1")
         artifact = shard_of([pack_earlier_png(image)])
-        release, opened = site.release("g-1", artifact), site.door()
+        release, opened = site.release("g-1", artifact), site.gateway()
         verdict = opened.submit_earlier(f"submit-{release.release}", site.seal(release), artifact)
         opened.hello()
         opened.close()
@@ -165,9 +165,9 @@ def test_a_site_makes_no_set_for_a_coordinator_that_knows_no_compressed_pictures
         site = made.join("site-a")
         before = made.store.state.size
         with (
-            open_runtime(site.home.root, lambda *_: None) as desk,
+            open_runtime(site.home.root, lambda *_: None) as runtime,
             pytest.raises(CoordinatorUnreachableError, match="too old for compr"),
         ):
-            start_making(desk, anew=False)
+            start_making(runtime, anew=False)
         assert made.store.state.size == before
     capsys.readouterr()

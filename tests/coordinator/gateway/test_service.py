@@ -80,7 +80,7 @@ def another_authority() -> CA:
 def test_an_honest_set_is_admitted_and_lies_on_the_shelf(federation: Federation, site: Site) -> None:
     site.reserved("grant-1")
     artifact = pictures()
-    verdict = site.door().submit("submit-r", site.seal(site.release("grant-1", artifact)), artifact)
+    verdict = site.gateway().submit("submit-r", site.seal(site.release("grant-1", artifact)), artifact)
     assert (verdict.admitted, verdict.level) == (True, "B")
     shelf = federation.home.releases / release_id("site-a", "grant-1", 0)
     assert (shelf / "images.tar").read_bytes() == artifact
@@ -111,13 +111,13 @@ def test_the_agent_says_what_to_check_when_its_certificate_is_not_accepted(
     chain = issue(request(key, name), name, another_authority(), dt.datetime.now(dt.UTC))
     replace_private(site.home.keys / "tls.pem", pem(key) + chain)
     with pytest.raises(CoordinatorUnreachableError, match="issued by its CA"):
-        site.door().hello()
+        site.gateway().hello()
 
 
 def test_an_agent_without_a_certificate_is_told_how_to_get_one(site: Site) -> None:
     (site.home.keys / "tls.pem").unlink()
     with pytest.raises(SiteConfigError, match="lazaret-agent enrol"):
-        site.door()
+        site.gateway()
 
 
 def test_an_unknown_agent_is_refused_and_the_refusal_is_written_down(federation: Federation) -> None:
@@ -125,7 +125,7 @@ def test_an_unknown_agent_is_refused_and_the_refusal_is_written_down(federation:
     stranger = federation.join("site-x", approve=False)
     envelope = stranger.seal(reservation("grant-1", "site-x", "", "ksame", K5))
     with pytest.raises(CoordinatorUnreachableError, match="never issued"):
-        stranger.door().reserve("key", envelope)
+        stranger.gateway().reserve("key", envelope)
     assert federation.findings() == []
     with pytest.raises(RequestRejectedError, match="unknown_site"):
         federation.intake.reserve("site-x", "key", envelope)
@@ -183,7 +183,7 @@ def two_names(federation: Federation, now: dt.datetime) -> bytes:
 def test_a_statement_for_another_site_is_refused(federation: Federation, site: Site) -> None:
     federation.join("site-b")
     asked = reservation("grant-1", "site-b", "", "ksame", K5)
-    assert rules(site.door().reserve("key", site.seal(asked))) == ["another_site"]
+    assert rules(site.gateway().reserve("key", site.seal(asked))) == ["another_site"]
 
 
 @pytest.mark.parametrize("word", [Approval, Request])
@@ -191,20 +191,20 @@ def test_a_persons_word_is_no_word_of_a_site(
     federation: Federation, site: Site, word: type[Approval | Request]
 ) -> None:
     said = word("dpo-1", "lazaret/coordinator", "s", "limit", "site-a/rdp", "8.0")
-    assert rules(site.door().reserve("key", site.seal(said))) == ["another_site"]
+    assert rules(site.gateway().reserve("key", site.seal(said))) == ["another_site"]
 
 
 def test_an_envelope_sealed_by_another_site_is_refused(federation: Federation, site: Site) -> None:
     other = federation.join("site-b")
     envelope = other.seal(reservation("grant-1", "site-b", "", "ksame", K5))
-    assert rules(site.door().reserve("key", envelope)) == ["bad_envelope"]
+    assert rules(site.gateway().reserve("key", envelope)) == ["bad_envelope"]
 
 
 def test_a_changed_envelope_and_a_malformed_statement_are_refused(site: Site) -> None:
     envelope = site.seal(reservation("grant-1", "site-a", "", "ksame", K5))
-    assert rules(site.door().reserve("k1", envelope.replace(b'"sig":"', b'"sig":"A'))) == ["bad_envelope"]
+    assert rules(site.gateway().reserve("k1", envelope.replace(b'"sig":"', b'"sig":"A'))) == ["bad_envelope"]
     raw = encode(reservation("grant-1", "site-a", "", "ksame", K5)).replace(b'"k":5', b'"k":5.0')
-    assert rules(site.door().reserve("k2", seal(raw, PAYLOAD_TYPE, site.home.sign_key()))) == ["bad_statement"]
+    assert rules(site.gateway().reserve("k2", seal(raw, PAYLOAD_TYPE, site.home.sign_key()))) == ["bad_statement"]
 
 
 @pytest.mark.parametrize(
@@ -219,13 +219,13 @@ def test_a_price_for_what_the_policy_does_not_admit_is_refused(
     site: Site, rule: str, changes: dict[str, object]
 ) -> None:
     asked = replace(reservation("grant-1", "site-a", "", "ksame", K5), **changes)  # type: ignore[arg-type]
-    assert rule in rules(site.door().reserve("key", site.seal(asked)))
+    assert rule in rules(site.gateway().reserve("key", site.seal(asked)))
 
 
 def test_the_sites_own_budget_binds_at_the_coordinator_too(federation: Federation) -> None:
     poor = federation.join("site-c", policy(epsilon="2.0"))
     asked = reservation("grant-1", "site-c", "run-1", "federated", DP)
-    assert rules(poor.door().reserve("key", poor.seal(asked))) == ["budget"]
+    assert rules(poor.gateway().reserve("key", poor.seal(asked))) == ["budget"]
 
 
 def test_a_changed_artifact_byte_is_refused(federation: Federation, site: Site) -> None:
@@ -234,7 +234,7 @@ def test_a_changed_artifact_byte_is_refused(federation: Federation, site: Site) 
     envelope = site.seal(site.release("grant-1", artifact))
     changed = bytearray(artifact)
     changed[len(changed) // 2] ^= 1
-    assert rules(site.door().submit("submit-r", envelope, bytes(changed))) == ["artifact_changed"]
+    assert rules(site.gateway().submit("submit-r", envelope, bytes(changed))) == ["artifact_changed"]
     assert not (federation.home.releases / release_id("site-a", "grant-1", 0)).exists()
 
 
@@ -244,9 +244,9 @@ def test_more_or_fewer_bytes_than_the_statement_says_are_refused(federation: Fed
     envelope = site.seal(site.release("grant-1", artifact))
     for index, wrong in enumerate((artifact + b"x", artifact[:-1])):
         with pytest.raises(CoordinatorUnreachableError, match=f"piece 0 has {len(artifact)} bytes"):
-            site.door().submit(f"key-{index}", envelope, wrong)
+            site.gateway().submit(f"key-{index}", envelope, wrong)
     longer = artifact + bytes(1 << 20)
-    assert rules(site.door().submit("key-2", envelope, longer)) == ["bad_manifest"]
+    assert rules(site.gateway().submit("key-2", envelope, longer)) == ["bad_manifest"]
     assert federation.findings() == [["chunk_size"], ["chunk_size"], ["bad_manifest"]]
     assert not federation.store.state.releases
 
@@ -255,13 +255,13 @@ def test_an_announcement_above_the_policy_is_refused_before_it_is_sent(site: Sit
     site.reserved("grant-1")
     artifact = pictures()
     release = site.release("grant-1", artifact, artifact_bytes=10 << 30)
-    assert rules(site.door().submit("key", site.seal(release), artifact)) == ["artifact_size"]
+    assert rules(site.gateway().submit("key", site.seal(release), artifact)) == ["artifact_size"]
 
 
 @pytest.mark.parametrize("garbage", [b"not a tar", b"", vector(), b"\0" * 4096])
 def test_an_artifact_that_is_not_what_it_says_is_refused(site: Site, garbage: bytes) -> None:
     site.reserved("grant-1")
-    verdict = site.door().submit("key", site.seal(site.release("grant-1", garbage)), garbage)
+    verdict = site.gateway().submit("key", site.seal(site.release("grant-1", garbage)), garbage)
     assert {"artifact_malformed", "artifact_size"} & set(rules(verdict))
 
 
@@ -269,25 +269,25 @@ def test_a_replayed_envelope_is_refused_and_a_retry_gets_its_answer(federation: 
     site.reserved("grant-1")
     artifact = pictures()
     envelope = site.seal(site.release("grant-1", artifact))
-    assert site.door().submit("key-1", envelope, artifact).admitted
+    assert site.gateway().submit("key-1", envelope, artifact).admitted
     size = federation.store.state.size
-    assert site.door().submit("key-1", envelope, artifact).admitted
+    assert site.gateway().submit("key-1", envelope, artifact).admitted
     assert federation.store.state.size == size
-    assert "replay" in rules(site.door().submit("key-2", envelope, artifact))
+    assert "replay" in rules(site.gateway().submit("key-2", envelope, artifact))
     assert len(federation.store.state.releases) == 1
 
 
 def test_a_key_that_was_used_for_something_else_is_refused(site: Site) -> None:
     site.reserved("grant-1")
     other = reservation("grant-2", "site-a", "", "ksame", K5)
-    assert rules(site.door().reserve("reserve-grant-1", site.seal(other))) == ["key_reused"]
+    assert rules(site.gateway().reserve("reserve-grant-1", site.seal(other))) == ["key_reused"]
 
 
 def test_one_site_cannot_use_anothers_grant(federation: Federation, site: Site) -> None:
     site.reserved("grant-1")
     other, artifact = federation.join("site-b"), pictures()
     envelope = other.seal(other.release("grant-1", artifact))
-    assert rules(other.door().submit("key", envelope, artifact)) == ["grant_of_another"]
+    assert rules(other.gateway().submit("key", envelope, artifact)) == ["grant_of_another"]
 
 
 def test_a_claim_that_lies_about_epsilon_is_refused(site: Site) -> None:
@@ -296,26 +296,26 @@ def test_a_claim_that_lies_about_epsilon_is_refused(site: Site) -> None:
     honest = site.update("grant-1", artifact, 15, run="run-1", round=1)
     assert honest.epsilon_nano is not None
     lie = replace(honest, epsilon_nano=honest.epsilon_nano // 2)
-    assert rules(site.door().submit("key-1", site.seal(lie), artifact)) == ["epsilon"]
+    assert rules(site.gateway().submit("key-1", site.seal(lie), artifact)) == ["epsilon"]
     fewer = replace(honest, claim=SubsampledGaussian(0.25, 3.6, 15))
-    assert "claim_not_granted" in rules(site.door().submit("key-2", site.seal(fewer), artifact))
-    assert site.door().submit("key-3", site.seal(honest), artifact).admitted
+    assert "claim_not_granted" in rules(site.gateway().submit("key-2", site.seal(fewer), artifact))
+    assert site.gateway().submit("key-3", site.seal(honest), artifact).admitted
 
 
 def test_no_grant_no_release(site: Site) -> None:
     artifact = pictures()
     envelope = site.seal(site.release("grant-none", artifact))
-    assert rules(site.door().submit("key", envelope, artifact)) == ["no_grant"]
+    assert rules(site.gateway().submit("key", envelope, artifact)) == ["no_grant"]
 
 
 def test_an_expired_grant_is_spent_and_covers_nothing(federation: Federation, site: Site) -> None:
     site.reserved("grant-1")
     settlement = Settlement("grant-1", "site-a", "", "ksame", "expired", "restart", 0)
-    site.door().settle("settle-grant-1", site.seal(settlement))
+    site.gateway().settle("settle-grant-1", site.seal(settlement))
     assert federation.store.state.accounts["site-a/k"].spent == 1
     artifact = pictures()
     envelope = site.seal(site.release("grant-1", artifact))
-    assert rules(site.door().submit("key", envelope, artifact)) == ["grant_closed"]
+    assert rules(site.gateway().submit("key", envelope, artifact)) == ["grant_closed"]
 
 
 def test_a_vector_that_is_not_finite_never_counts(site: Site) -> None:
@@ -323,7 +323,7 @@ def test_a_vector_that_is_not_finite_never_counts(site: Site) -> None:
     good = vector()
     bad = good[:-4] + b"\x00\x00\xc0\x7f"  # NaN
     release = site.update("grant-1", bad, 15, run="run-1", round=1)
-    assert rules(site.door().submit("key", site.seal(release), bad)) == ["artifact_malformed"]
+    assert rules(site.gateway().submit("key", site.seal(release), bad)) == ["artifact_malformed"]
 
 
 def test_an_outcome_is_told_to_the_site_whose_key_it_is_and_to_nobody_else(
@@ -332,11 +332,11 @@ def test_an_outcome_is_told_to_the_site_whose_key_it_is_and_to_nobody_else(
     other = federation.join("site-b")
     site.reserved("grant-1")
     sealed = hashlib.sha256(site.seal(site.hospital.reservation("grant-1"))).digest()
-    found = site.door().outcome("reserve-grant-1", sealed)
+    found = site.gateway().outcome("reserve-grant-1", sealed)
     assert found is not None
     assert found.admitted
-    assert other.door().outcome("reserve-grant-1", sealed) is None
-    assert site.door().outcome("reserve-grant-9", sealed) is None
+    assert other.gateway().outcome("reserve-grant-1", sealed) is None
+    assert site.gateway().outcome("reserve-grant-9", sealed) is None
 
 
 def test_an_exception_inside_never_reaches_the_peer_as_text(
@@ -347,7 +347,7 @@ def test_an_exception_inside_never_reaches_the_peer_as_text(
 
     monkeypatch.setattr(federation.intake.register.__class__, "reserve", fault)
     with pytest.raises(CoordinatorUnreachableError) as caught:
-        site.door().reserve("key", site.seal(reservation("grant-1", "site-a", "", "ksame", K5)))
+        site.gateway().reserve("key", site.seal(reservation("grant-1", "site-a", "", "ksame", K5)))
     assert "ZEBRA" not in str(caught.value)
     assert "incident" in str(caught.value)
     assert b"ZEBRA" not in (federation.home.root / "coordinator.log").read_bytes()
@@ -357,7 +357,7 @@ def test_an_agent_refuses_a_ledger_signed_by_another_key(federation: Federation,
     public = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
     (site.home.keys / "coordinator.pub").write_text(base64.b64encode(public).decode())
     with pytest.raises(CoordinatorUnreachableError, match="another key"):
-        site.door().hello()
+        site.gateway().hello()
 
 
 def test_what_a_crash_left_on_the_shelf_is_finished_or_removed(tmp_path: Path) -> None:
@@ -369,8 +369,8 @@ def test_what_a_crash_left_on_the_shelf_is_finished_or_removed(tmp_path: Path) -
         envelope = site.seal(release)
         mine = staged(first.uploads, "site-a", artifact)
         staged(first.uploads, "site-a", b"whole, and nobody asked for a verdict")
-        goods = StagedArtifact(release.artifact_sha256, mine.stat().st_size, lambda: [])
-        first.intake.admit("site-a", "key", envelope, release, goods)  # and then the power goes
+        staged_artifact = StagedArtifact(release.artifact_sha256, mine.stat().st_size, lambda: [])
+        first.intake.admit("site-a", "key", envelope, release, staged_artifact)  # and then the power goes
         waiting = hashlib.sha256(b"whole, and nobody asked for a verdict").hexdigest()
     with Federation(tmp_path) as second:
         assert (second.home.releases / release_id("site-a", "grant-1", 0) / "images.tar").read_bytes() == artifact

@@ -57,15 +57,15 @@ def test_a_backup_that_is_made_while_it_serves_comes_back_in_a_new_epoch_and_giv
         site.reserved("k")
         artifact = pictures()
         release = site.release("k", artifact)
-        assert site.door().submit(f"submit-{release.release}", site.seal(release), artifact).admitted
+        assert site.gateway().submit(f"submit-{release.release}", site.seal(release), artifact).admitted
         made = backup(fed.home, tmp_path / "backup")
         assert made.entries == fed.store.state.size
         said = site.hospital.reservation("lost", SMALL, "federated", "run")
         (tmp_path / "own").mkdir()
         held = pipeline_site(site, tmp_path / "own")
         sealed = site.seal(said)
-        assert held.books.reserve("reserve-lost", said, sealed).admitted
-        assert site.door().reserve("reserve-lost", sealed).admitted
+        assert held.ledger.reserve("reserve-lost", said, sealed).admitted
+        assert site.gateway().reserve("reserve-lost", sealed).admitted
         owed = fed.store.state.accounts["site-a/rdp"].held
     keys = private_of(files_of(fed.home.keys))
     fed.home.root.rename(tmp_path / "gone")
@@ -73,13 +73,13 @@ def test_a_backup_that_is_made_while_it_serves_comes_back_in_a_new_epoch_and_giv
     assert (done.epoch, done.waiting, done.entries) == (2, ("site-a",), made.entries)
     assert (fed.home.releases / release.release / "images").is_dir(), "what was admitted is on the shelf again"
     with fed:
-        door = site.door()
-        door.hello()
-        assert door.watch.must_present
-        early = door.reserve("reserve-early", site.seal(site.hospital.reservation("early")))
+        gateway = site.gateway()
+        gateway.hello()
+        assert gateway.watch.must_present
+        early = gateway.reserve("reserve-early", site.seal(site.hospital.reservation("early")))
         assert "frozen" in {finding.rule for finding in early.findings}
-        object.__setattr__(held, "door", door)
-        assert present(held, door.watch.head.origin, NONCE) == 1
+        object.__setattr__(held, "gateway", gateway)
+        assert present(held, gateway.watch.head.origin, NONCE) == 1
         assert fed.store.state.accounts["site-a/rdp"].spent == owed
         assert not fed.store.state.sites_awaited
     assert verify(exported(fed.home)).epoch == 2

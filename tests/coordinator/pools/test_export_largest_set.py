@@ -37,10 +37,10 @@ def test_a_set_of_the_largest_size_is_admitted_shelved_and_pooled(
         site.reserved("g-1")
         release = site.release("g-1", artifact)
         told: list[tuple[int, int]] = []
-        door = site.door(patience_s=300.0)
-        door.progress = lambda done, of: told.append((done, of))
-        verdict = door.submit(f"submit-{release.release}", site.seal(release), artifact)
-        door.close()
+        gateway = site.gateway(patience_s=300.0)
+        gateway.progress = lambda done, of: told.append((done, of))
+        verdict = gateway.submit(f"submit-{release.release}", site.seal(release), artifact)
+        gateway.close()
         assert verdict.admitted, verdict
         assert told[-1] == (len(artifact), len(artifact))
         shelved = federation.home.releases / release.release
@@ -65,9 +65,9 @@ def test_a_coordinator_too_busy_to_look_inside_says_so_and_spends_nothing(
             limits = inspector_process.Limits(wall_seconds=0.0)
             patch.setattr(inspector_process.Limits, "for_size", staticmethod(lambda _size: limits))
             with pytest.raises(CoordinatorUnreachableError, match="too busy"):
-                site.door().submit(*told)
+                site.gateway().submit(*told)
         assert federation.store.state.grants["g-1"].state == "held"
-        assert site.door().submit(*told).admitted
+        assert site.gateway().submit(*told).admitted
 
 
 def test_the_largest_picture_is_read_within_the_sandboxs_memory(tmp_path_factory: pytest.TempPathFactory) -> None:

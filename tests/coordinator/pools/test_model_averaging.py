@@ -93,7 +93,7 @@ class World:
         self.uploads = Uploads(self.shelf.staging, lambda: 0.0, keep_free=0)
 
     @property
-    def books(self) -> PoolLedger:
+    def pool_ledger(self) -> PoolLedger:
         store = self.register.store
         return books_of(store.line(i).record for i in range(store.state.size))
 
@@ -300,10 +300,10 @@ def test_the_same_model_under_two_grants_is_two_releases(world: World) -> None:
 def test_a_pool_lists_a_model_and_leaves_it_out_with_the_reason(world: World, tmp_path: Path) -> None:
     model = world.admit(world.north, "g1", student(1))
     images = world.admit(world.south, "g2", pack_images(scene(2, 4), labels(4)), artifact_type="image-set")
-    rows = {row.id: row for row in list_releases(world.home, world.books)}
+    rows = {row.id: row for row in list_releases(world.home, world.pool_ledger)}
     assert (rows[model.release].holds, rows[model.release].level) == ("model", "C")
     assert rows[images.release].holds == "images"
-    report = export_pool(world.home, world.books, tmp_path / "pool", SelectionCriteria())
+    report = export_pool(world.home, world.pool_ledger, tmp_path / "pool", SelectionCriteria())
     assert [(left.release, left.rule) for left in report.left_out] == [(model.release, "model")]
     assert (report.samples, report.level) == (4, "C")
     page = (tmp_path / "pool" / "README.md").read_text()
@@ -312,7 +312,7 @@ def test_a_pool_lists_a_model_and_leaves_it_out_with_the_reason(world: World, tm
     (cost,) = report.budgets[0].costs
     assert (cost.kind, cost.epsilon, cost.sets) == ("none", None, None)
     with pytest.raises(PoolRefusedError, match="1 x level, 1 x model"):
-        export_pool(world.home, world.books, tmp_path / "strict", SelectionCriteria(level="B"))
+        export_pool(world.home, world.pool_ledger, tmp_path / "strict", SelectionCriteria(level="B"))
 
 
 def test_the_report_prints_both_figures_and_believes_the_statement_alone(world: World) -> None:
@@ -356,7 +356,7 @@ def test_books_of_level_c_alone_speak_of_no_crowd_and_of_no_attack_that_was_not_
     assert "Covered by ε 0 of 3; 3 promise nothing" in text
     assert "ε covers 0 of 3 releases. Of the others, 3 promise nothing." in text
     assert "a patient may be in 9 releases without an epsilon, ever" in text
-    export_pool(world.home, world.books, tmp_path / "pool", SelectionCriteria())
+    export_pool(world.home, world.pool_ledger, tmp_path / "pool", SelectionCriteria())
     sheet = (tmp_path / "pool" / "README.md").read_text()
     assert "No image is meant to show a patient; each was made by" in sheet
     assert "- epsilon covers 0 of 2 releases; 2 promise nothing; kinds are never added up." in sheet
@@ -377,11 +377,11 @@ def test_what_is_k_anonymous_and_what_promises_nothing_are_counted_apart(world: 
     assert "Covered by ε 1 of 4; 1 is k-anonymous; 2 promise nothing" in text
     assert "ε covers 1 of 4 releases. Of the others, 1 is k-anonymous; 2 promise nothing. k-anonymity is " in text
     assert [said for said in UNTRUE if said in text] == []
-    export_pool(world.home, world.books, tmp_path / "pool", SelectionCriteria())
+    export_pool(world.home, world.pool_ledger, tmp_path / "pool", SelectionCriteria())
     sheet = (tmp_path / "pool" / "README.md").read_text()
     assert "; 1 is k-anonymous; 2 promise nothing; kinds are never added up." in sheet
     assert "No image is meant to show a patient" in sheet
-    export_pool(world.home, world.books, tmp_path / "crowd", SelectionCriteria(level="B"))
+    export_pool(world.home, world.pool_ledger, tmp_path / "crowd", SelectionCriteria(level="B"))
     strong = (tmp_path / "crowd" / "README.md").read_text()
     assert "No image shows a patient" in strong
     assert "- epsilon covers 0 of 1 releases; 1 is k-anonymous; kinds are never added up." in strong
@@ -413,7 +413,7 @@ def test_every_release_without_an_epsilon_is_of_one_of_two_kinds() -> None:
 def test_students_of_two_sites_are_merged_and_the_merge_is_said_to_be_untested(world: World, tmp_path: Path) -> None:
     names = [world.admit(site, f"g-{site.name}", student(n)).release
              for n, site in enumerate((world.north, world.south))]  # fmt: skip
-    report = average_runs(world.home, world.books, tmp_path / "merged", names)
+    report = average_runs(world.home, world.pool_ledger, tmp_path / "merged", names)
     raw = (tmp_path / "merged" / "model.safetensors").read_bytes()
     merged = unpack(raw, "latent-diffusion")
     assert (merged.config, merged.notes) == (CONFIG, {})
@@ -427,7 +427,7 @@ def test_students_of_two_sites_are_merged_and_the_merge_is_said_to_be_untested(w
     assert all(cost.kind == "none" for cost in report.budget.costs)
     other = world.admit(world.north, "g-other", student(2, {**CONFIG, "scale": 0.5}))
     with pytest.raises(PoolRefusedError, match="something else"):
-        average_runs(world.home, world.books, tmp_path / "mixed", [names[0], other.release])
+        average_runs(world.home, world.pool_ledger, tmp_path / "mixed", [names[0], other.release])
 
 
 def test_a_student_of_a_noisy_teacher_is_level_a_and_costs_epsilon(world: World) -> None:
@@ -438,7 +438,7 @@ def test_a_student_of_a_noisy_teacher_is_level_a_and_costs_epsilon(world: World)
     assert facts["level"] == "A"
     assert facts["epsilon"] == pytest.approx(told["epsilon_nano"] / 1e9)  # type: ignore[operator]
     assert "tested" not in facts
-    (row,) = list_releases(world.home, world.books)
+    (row,) = list_releases(world.home, world.pool_ledger)
     assert (row.holds, row.level, row.epsilon) == ("model", "A", facts["epsilon"])
 
 

@@ -80,7 +80,7 @@ class World:
         self.register = open_register(self.home.ledger, self.north, self.south, key=Ed25519PrivateKey.generate())
 
     @property
-    def books(self) -> PoolLedger:
+    def ledger(self) -> PoolLedger:
         store = self.register.store
         return books_of(store.line(i).record for i in range(store.state.size))
 
@@ -149,7 +149,7 @@ class World:
 
     def export(self, name: str = "pool", wanted: SelectionCriteria | None = None, **options: Any) -> PoolReport:
         chosen = Options(**{"shard_bytes": SHARD, **options})
-        return export_pool(self.home, self.books, self.root / name, wanted or SelectionCriteria(), chosen)
+        return export_pool(self.home, self.ledger, self.root / name, wanted or SelectionCriteria(), chosen)
 
 
 @pytest.fixture
@@ -340,14 +340,14 @@ def test_a_folder_that_the_ledger_does_not_know_is_refused_by_name(pooled: World
 def test_a_statement_must_be_about_the_release_and_its_artifact(pooled: World, whose: str, what: str) -> None:
     mine, other = named(pooled, "north"), pooled.images(pooled.north, "g-more", scene(9, 2))
     envelope = (pooled.home.releases / other / "envelope.json").read_bytes()
-    books = pooled.books
+    ledger = pooled.ledger
     if whose == "site":  # a ledger that gives this release another one's statement
-        entry = dataclasses.replace(books.state.releases[mine], envelope=hashlib.sha256(envelope).digest())
+        entry = dataclasses.replace(ledger.state.releases[mine], envelope=hashlib.sha256(envelope).digest())
     else:  # or another artifact
-        mine, entry = other, dataclasses.replace(books.state.releases[other], artifact=bytes(32))
-    books.state.releases[mine] = entry
+        mine, entry = other, dataclasses.replace(ledger.state.releases[other], artifact=bytes(32))
+    ledger.state.releases[mine] = entry
     with pytest.raises(PoolRefusedError, match=f"{mine}: its statement is about {what}"):
-        source_of(books, mine, envelope)
+        source_of(ledger, mine, envelope)
 
 
 def test_an_archive_that_changes_while_the_pool_is_written_stops_it(pooled: World) -> None:
@@ -358,7 +358,7 @@ def test_an_archive_that_changes_while_the_pool_is_written_stops_it(pooled: Worl
             archive.write_bytes(bytes(archive.stat().st_size))
 
     with pytest.raises(PoolRefusedError, match="changed while"):
-        export_pool(pooled.home, pooled.books, pooled.root / "pool", SelectionCriteria(), None, meanwhile)
+        export_pool(pooled.home, pooled.ledger, pooled.root / "pool", SelectionCriteria(), None, meanwhile)
     assert not list(pooled.root.glob("pool*"))
 
 
@@ -377,19 +377,19 @@ def test_what_cannot_be_pooled_is_skipped_with_its_reason(pooled: World) -> None
     assert report.samples == 31
     text = (pooled.root / "pool" / "README.md").read_text()
     assert all(f"`{name}` is not in the pool" in text for name in (encrypted, volumes, lost))
-    rows = {row.id: row for row in list_releases(pooled.home, pooled.books)}
+    rows = {row.id: row for row in list_releases(pooled.home, pooled.ledger)}
     assert {rows[n].holds for n in (encrypted, volumes, lost)} == {"encrypted", "volumes", "missing"}
     assert rows[named(pooled, "south")].holds == "images"
 
 
 def test_a_set_that_only_its_reader_can_open_is_skipped_by_the_ledgers_word(pooled: World) -> None:
     release = named(pooled, "north")
-    books = pooled.books
-    source = source_of(books, release, (pooled.home.releases / release / "envelope.json").read_bytes())
+    ledger = pooled.ledger
+    source = source_of(ledger, release, (pooled.home.releases / release / "envelope.json").read_bytes())
     assert source.reader == ""
-    entry = dataclasses.replace(books.state.releases[release], reader="ab" * 32)
-    books.state.releases[release] = entry
-    report = export_pool(pooled.home, books, pooled.root / "pool", SelectionCriteria())
+    entry = dataclasses.replace(ledger.state.releases[release], reader="ab" * 32)
+    ledger.state.releases[release] = entry
+    report = export_pool(pooled.home, ledger, pooled.root / "pool", SelectionCriteria())
     assert [(x.release, x.rule) for x in report.left_out] == [(release, "encrypted")]
 
 
@@ -532,9 +532,9 @@ def test_a_set_with_several_claims_has_one_epsilon_in_the_pool_and_in_every_samp
 def test_a_gaussian_claim_at_another_level_than_a_is_void_in_a_pool(world: World, level: str, kind: str) -> None:
     """P7: a set that was compared with patients promises nothing, though its grant was paid."""
     release = world.private(world.north, "g-private", scene(4, 6))
-    books = world.books
-    books.state.releases[release] = dataclasses.replace(books.state.releases[release], level=level)
-    found = source_of(books, release, (world.home.releases / release / "envelope.json").read_bytes())
+    ledger = world.ledger
+    ledger.state.releases[release] = dataclasses.replace(ledger.state.releases[release], level=level)
+    found = source_of(ledger, release, (world.home.releases / release / "envelope.json").read_bytes())
     assert (found.kind, found.epsilon is None, found.delta is None) == (kind, kind == "none", kind == "none")
 
 
@@ -655,7 +655,7 @@ def test_an_interrupted_export_goes_on_with_the_shards_it_has(pooled: World) -> 
 
     whole = pooled.export("whole")
     out = pooled.root / "pool"
-    arguments = (pooled.home, pooled.books, out, SelectionCriteria(), Options(shard_bytes=SHARD))
+    arguments = (pooled.home, pooled.ledger, out, SelectionCriteria(), Options(shard_bytes=SHARD))
     with pytest.raises(Killed):
         export_pool(*arguments, killed)
     assert not out.exists()
@@ -676,7 +676,7 @@ def test_what_an_interrupted_export_left_is_used_only_if_it_is_right(pooled: Wor
             raise Killed
 
     whole = pooled.export("whole", seed=3)
-    arguments = (pooled.home, pooled.books, pooled.root / "pool", SelectionCriteria())
+    arguments = (pooled.home, pooled.ledger, pooled.root / "pool", SelectionCriteria())
     with pytest.raises(Killed):
         export_pool(*arguments, Options(3 if broken == "shard" else 4, SHARD), killed)
     if broken == "shard":
@@ -694,17 +694,17 @@ def test_two_exports_at_once_do_not_share_a_directory(pooled: World) -> None:
             refusals.append(refused)
 
     report = export_pool(
-        pooled.home, pooled.books, pooled.root / "pool", SelectionCriteria(), Options(0, SHARD), meanwhile
+        pooled.home, pooled.ledger, pooled.root / "pool", SelectionCriteria(), Options(0, SHARD), meanwhile
     )
     assert len(refusals) == 1
     assert report.samples == 31
 
 
 def test_the_ledger_is_read_while_somebody_else_writes_it(pooled: World) -> None:
-    books = read_books(pooled.home)
-    assert books.state.size == pooled.books.state.size
-    assert export_pool(pooled.home, books, pooled.root / "pool", SelectionCriteria()).samples == 31
-    times = {row.id: row.at for row in list_releases(pooled.home, books)}
+    ledger = read_books(pooled.home)
+    assert ledger.state.size == pooled.ledger.state.size
+    assert export_pool(pooled.home, ledger, pooled.root / "pool", SelectionCriteria()).samples == 31
+    times = {row.id: row.at for row in list_releases(pooled.home, ledger)}
     assert times[named(pooled, "north")] < times[named(pooled, "south")]
     report = pooled.export("late", SelectionCriteria(since=times[named(pooled, "south")]))
     assert [part.source.site for part in report.parts] == ["south"]
@@ -715,7 +715,7 @@ def test_every_result_is_plain_json(pooled: World) -> None:
     plain = json.loads(json.dumps(as_json(report), allow_nan=False))
     assert plain["parts"][0]["source"]["claim"]["kind"] == "k-anonymous"
     assert plain["samples"] == 31
-    rows = json.loads(json.dumps(as_json(list_releases(pooled.home, pooled.books)), allow_nan=False))
+    rows = json.loads(json.dumps(as_json(list_releases(pooled.home, pooled.ledger)), allow_nan=False))
     assert [row["holds"] for row in rows] == ["images", "images"]
 
 
@@ -904,7 +904,7 @@ def test_runs_are_merged_with_the_ledgers_word_on_every_source(world: World) -> 
     one, two = rng.normal(size=(2, 1000)).astype(np.float32)
     world.run("first", one)
     world.run("second", two, SubsampledGaussian(0.05, 3.0, 10))
-    report = average_runs(world.home, world.books, world.root / "merged", ["second", "first"], [1, 3])
+    report = average_runs(world.home, world.ledger, world.root / "merged", ["second", "first"], [1, 3])
     merged = load_file(world.root / "merged" / "model.safetensors")["flat"]
     assert np.array_equal(merged, (0.75 * one.astype(np.float64) + 0.25 * two.astype(np.float64)).astype(np.float32))
     assert [(i.name, i.weight, i.level, i.sites) for i in report.ingredients] == [
@@ -920,7 +920,7 @@ def test_runs_are_merged_with_the_ledgers_word_on_every_source(world: World) -> 
     said = json.loads((world.root / "merged" / "certificate.json").read_text())
     assert said == json.loads(json.dumps(as_json(report)))
     assert said["overlap"] == OVERLAP
-    again = average_runs(world.home, world.books, world.root / "again", ["first", "second"], [3, 1])
+    again = average_runs(world.home, world.ledger, world.root / "again", ["first", "second"], [3, 1])
     assert again.sha256 == report.sha256
 
 
@@ -929,20 +929,20 @@ def test_a_model_that_the_ledger_does_not_bear_out_is_not_merged(world: World) -
         world.run(name, np.ones(40, np.float32))
     (world.home.releases / "second" / "model.safetensors").write_bytes(pack_vector(np.zeros(40, np.float32)))
     with pytest.raises(PoolRefusedError, match=r"second.*changed"):
-        average_runs(world.home, world.books, world.root / "merged", ["first", "second"])
+        average_runs(world.home, world.ledger, world.root / "merged", ["first", "second"])
     shutil.rmtree(world.home.releases / "second")
     for other, why in (("second", "not in the release store"), ("third", "did not admit")):
         with pytest.raises(PoolRefusedError, match=f"{other}: .*{why}"):
-            average_runs(world.home, world.books, world.root / "merged", ["first", other])
+            average_runs(world.home, world.ledger, world.root / "merged", ["first", other])
     release = world.images(world.north, "g-north", scene(0, 2))
     with pytest.raises(PoolRefusedError, match="not a model"):
-        average_runs(world.home, world.books, world.root / "merged", ["first", release])
+        average_runs(world.home, world.ledger, world.root / "merged", ["first", release])
     assert not list(world.root.glob("merged*"))
 
 
 def test_runs_are_listed_and_do_not_stop_a_pool_of_images(pooled: World) -> None:
     pooled.run("first", np.ones(40, np.float32))
-    rows = {row.id: row for row in list_releases(pooled.home, pooled.books)}
+    rows = {row.id: row for row in list_releases(pooled.home, pooled.ledger)}
     assert (rows["first"].holds, rows["first"].level, rows["first"].site) == ("model", "A", "north, south")
     assert pooled.export().samples == 31
 

@@ -43,7 +43,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 @pytest.fixture(scope="module")
-def books(world: Stage) -> ReportInputs:
+def inputs(world: Stage) -> ReportInputs:
     return snapshot(world.home, NOW)[1]
 
 
@@ -129,17 +129,17 @@ def test_an_epsilon_has_its_unit_relation_and_order(world: Stage) -> None:
         assert "at delta 4e-06 per patient, neighbours differ by one patient added or removed; Rényi" in text
 
 
-def test_the_burn_down_ends_where_the_books_are(world: Stage, books: ReportInputs) -> None:
+def test_the_burn_down_ends_where_the_books_are(world: Stage, inputs: ReportInputs) -> None:
     data = json.loads(made(world, "burn-down", "json"))
     for account in data["accounts"]:
-        state = books.state.accounts[account["account"]]
+        state = inputs.state.accounts[account["account"]]
         last = account["history"][-1]
         assert (last["spent"], last["held"], last["limit"]) == (state.spent, state.held, state.limit)
         used = [moment["spent"] + moment["held"] for moment in account["history"]]
         assert used == sorted(used), "nothing was given back in this history"
     text = Page(made(world, "burn-down", "html")).text
     assert "epsilon 8 at delta 4e-06 per patient, neighbours differ by one patient added or removed" in text
-    share = 100 * books.state.accounts["north/rdp"].spent / books.state.accounts["north/rdp"].limit
+    share = 100 * inputs.state.accounts["north/rdp"].spent / inputs.state.accounts["north/rdp"].limit
     printed = float(re.findall(r"([\d.]+) %: epsilon", text)[0])
     assert share <= printed <= share + 0.11
 
@@ -164,25 +164,25 @@ def test_every_refusal_is_listed_with_its_reason_and_what_a_hospital_gave_up_is_
     assert [e["findings"] for e in data["given_up"]] == [["restart"]]
 
 
-def crowd(books: ReportInputs, world: Stage, k: int, level: str = "B") -> Item:
-    item = books.item(world.names["eleven"])
+def crowd(inputs: ReportInputs, world: Stage, k: int, level: str = "B") -> Item:
+    item = inputs.item(world.names["eleven"])
     part = {**item.parts[0], "claim": {**item.parts[0]["claim"], "k": k}}
     return Item("x", {**item.facts, "parts": [part], "level": level})
 
 
 @pytest.mark.parametrize(("k", "met"), [(2, False), (10, False), (11, True), (12, True), (1000, True)])
 def test_the_threshold_is_eleven_patients_and_not_a_risk_below_nine_hundredths(
-    books: ReportInputs, world: Stage, k: int, met: bool
+    inputs: ReportInputs, world: Stage, k: int, met: bool
 ) -> None:
     """1/11 is 0.0909..., more than 0.09: who compares risks asks for 12 without saying so."""
-    assert disclosure.compare_with_threshold(crowd(books, world, k)).startswith("met: ") is met
-    assert ("NOT met" in disclosure.compare_with_threshold(crowd(books, world, k))) is not met
+    assert disclosure.compare_with_threshold(crowd(inputs, world, k)).startswith("met: ") is met
+    assert ("NOT met" in disclosure.compare_with_threshold(crowd(inputs, world, k))) is not met
 
 
-def test_the_threshold_is_said_to_be_about_cells_and_nothing_else(books: ReportInputs, world: Stage) -> None:
+def test_the_threshold_is_said_to_be_about_cells_and_nothing_else(inputs: ReportInputs, world: Stage) -> None:
     for subject in (world.run, world.names["taught"]):
-        assert disclosure.compare_with_threshold(books.item(subject)).startswith("not about this release")
-    assert disclosure.compare_with_threshold(crowd(books, world, 50, "C")).startswith("not about this release"), (
+        assert disclosure.compare_with_threshold(inputs.item(subject)).startswith("not about this release")
+    assert disclosure.compare_with_threshold(crowd(inputs, world, 50, "C")).startswith("not about this release"), (
         "void at level C"
     )
     data = json.loads(made(world, "disclosure", "json"))
@@ -192,9 +192,9 @@ def test_the_threshold_is_said_to_be_about_cells_and_nothing_else(books: ReportI
     assert "0.09" not in re.sub(r"0\.09 is about cells", "", Page(made(world, "disclosure", "html")).text)
 
 
-def test_what_only_the_controller_knows_is_left_open_until_it_is_filled_in(books: ReportInputs) -> None:
+def test_what_only_the_controller_knows_is_left_open_until_it_is_filled_in(inputs: ReportInputs) -> None:
     def rows(given: Particulars) -> str:
-        return Page(as_html(gdpr.processing(dataclasses.replace(books, particulars=given)))).text
+        return Page(as_html(gdpr.processing(dataclasses.replace(inputs, particulars=given)))).text
 
     assert rows(Particulars()).count(OPEN) == 10
     filled = Particulars(controller="Clinic of Łódź", contact="dpo@clinic.example", purposes="research", officer="X")
@@ -219,11 +219,11 @@ def test_a_misspelt_or_odd_particular_is_refused_with_what_there_is(text: str) -
         particulars_from(text)
 
 
-def test_nothing_that_is_filled_in_becomes_markup(books: ReportInputs) -> None:
+def test_nothing_that_is_filled_in_becomes_markup(inputs: ReportInputs) -> None:
     evil = Particulars(
         **{f.name: EVIL for f in dataclasses.fields(Particulars) if f.name not in ("curator_type", "published")}
     )
-    odd = dataclasses.replace(books, particulars=evil)
+    odd = dataclasses.replace(inputs, particulars=evil)
     for document in (gdpr.processing(odd), disclosure.annex(odd), sp800_226.checklist(odd)):
         page = as_html(document)
         assert {tag for tag, _ in Page(page).tags} & {"script", "img", "iframe", "object", "link"} == set()
@@ -337,12 +337,12 @@ SCHEMA = _object(
 
 
 def test_a_registry_entry_is_in_the_registrys_schema_once_the_open_fields_are_filled_in(
-    world: Stage, books: ReportInputs
+    world: Stage, inputs: ReportInputs
 ) -> None:
-    item = books.item(world.run)
-    wrong = list(jsonschema.Draft7Validator(SCHEMA).iter_errors(dp_registry.entry(books, item)))
+    item = inputs.item(world.run)
+    wrong = list(jsonschema.Draft7Validator(SCHEMA).iter_errors(dp_registry.entry(inputs, item)))
     assert [list(e.path)[-1] for e in wrong] == ["data_curator_type"], "an open field is not guessed"
-    filled = dataclasses.replace(books, particulars=Particulars(curator_type="Nonprofit", authors="A"))
+    filled = dataclasses.replace(inputs, particulars=Particulars(curator_type="Nonprofit", authors="A"))
     entry = dp_registry.entry(filled, item)
     jsonschema.validate(entry, SCHEMA, jsonschema.Draft7Validator)
     loss = entry["deployment"]["privacy_loss"]
@@ -353,11 +353,11 @@ def test_a_registry_entry_is_in_the_registrys_schema_once_the_open_fields_are_fi
     assert json.loads(dp_registry.as_yaml(entry)) == entry
 
 
-def test_only_a_release_with_an_epsilon_enters_the_registry(world: Stage, books: ReportInputs) -> None:
+def test_only_a_release_with_an_epsilon_enters_the_registry(world: Stage, inputs: ReportInputs) -> None:
     assert set(json.loads(made(world, "registry", "json"))) == {f"{world.run}.yaml", f"{world.shared}.yaml"}
     for name in world.names.values():
         with pytest.raises(ReportError, match="it has no epsilon, and it is not 0"):
-            dp_registry.entry(books, books.item(name))
+            dp_registry.entry(inputs, inputs.item(name))
 
 
 def test_a_card_says_what_it_is_not_for_and_what_nobody_measured(world: Stage) -> None:
@@ -444,8 +444,8 @@ def test_an_empty_ledger_has_every_report_that_is_about_all_of_it(tmp_path: Path
             make(home, "registry", "json", "", NOW)
 
 
-def test_what_a_font_lacks_is_printed_as_such_and_never_stops_a_report(books: ReportInputs) -> None:
-    document = Document("x", "名前 Łódź Ω", "☐ ✓", (), books.source)
+def test_what_a_font_lacks_is_printed_as_such_and_never_stops_a_report(inputs: ReportInputs) -> None:
+    document = Document("x", "名前 Łódź Ω", "☐ ✓", (), inputs.source)
     assert as_pdf(document, NOW).startswith(b"%PDF-")
 
 
@@ -470,24 +470,24 @@ def tables(document: Document, caption: str) -> list[Table]:
 
 
 def test_the_epsilon_of_shared_noise_is_never_told_without_what_it_stands_on(
-    world: Stage, books: ReportInputs
+    world: Stage, inputs: ReportInputs
 ) -> None:
-    item, given = books.item(world.shared), "it holds if in every sum at least 2 of the 2 sites add their share"
+    item, given = inputs.item(world.shared), "it holds if in every sum at least 2 of the 2 sites add their share"
     assert item.level == "A*"
     assert re.search(rf"^epsilon .*; {given}", item.strength)
-    assert given not in books.item(world.run).strength
+    assert given not in inputs.item(world.run).strength
     for name in ("sp-800-226", "disclosure", "processing"):
         assert given in Page(made(world, name, "html")).text, name
     listed = json.loads(made(world, "sp-800-226", "json"))["items"]
     assert [(i["level"], bool(i["assumption"])) for i in listed] == [("A", False), ("A*", True)]
     told = json.loads(made(world, "disclosure", "json"))["releases"]
     assert [given in (r["assumption"] or "") for r in told if r["epsilon"]] == [False, True]
-    (table,) = tables(sp800_226.checklist(books), "Releases with an epsilon")
+    (table,) = tables(sp800_226.checklist(inputs), "Releases with an epsilon")
     assert [row[table.head.index("Level")] for row in table.rows] == ["A", "A*"]
 
 
-def test_what_is_bounded_if_hospitals_are_honest_is_said_to_be_so_and_the_rest_is_not(books: ReportInputs) -> None:
-    (table,) = tables(gdpr.processing(books), "WP216")
+def test_what_is_bounded_if_hospitals_are_honest_is_said_to_be_so_and_the_rest_is_not(inputs: ReportInputs) -> None:
+    (table,) = tables(gdpr.processing(inputs), "WP216")
     rows = {row[0].partition(":")[0]: row[1:] for row in table.rows if "heads" not in row[0]}
     assert list(rows) == ["A", "A*", "B", "C"]
     assert all("under the same assumption" in cell or "not bounded otherwise" in cell for cell in rows["A*"])
@@ -502,18 +502,18 @@ def test_bare_figures_in_a_table_are_bound_by_its_caption(world: Stage) -> None:
         assert ("per patient, neighbours differ by one patient added or removed" in caption[1]) is bare
 
 
-def before(books: ReportInputs, world: Stage) -> ReportInputs:
+def before(inputs: ReportInputs, world: Stage) -> ReportInputs:
     """The same ledger until the heads left."""
-    kept = [r for r in books.records if getattr(r.entry, "grant", "") != "g-heads"]
-    return dataclasses.replace(books, told=LedgerView([encode(r) for r in kept], books.export.envelopes))
+    kept = [r for r in inputs.records if getattr(r.entry, "grant", "") != "g-heads"]
+    return dataclasses.replace(inputs, told=LedgerView([encode(r) for r in kept], inputs.export.envelopes))
 
 
 def test_patients_own_heads_are_never_told_as_images_that_stay_or_as_synthetic(
-    world: Stage, books: ReportInputs
+    world: Stage, inputs: ReportInputs
 ) -> None:
     """C-DeID-GAN: what leaves is the patient's own scan, and whoever has the brain knows whose it is."""
     pages = [
-        [Page(as_html(report(shown))).text for shown in (books, before(books, world))]
+        [Page(as_html(report(shown))).text for shown in (inputs, before(inputs, world))]
         for report in (gdpr.processing, disclosure.annex)
     ]
     for after, old in pages:
@@ -529,50 +529,50 @@ def test_patients_own_heads_are_never_told_as_images_that_stay_or_as_synthetic(
     assert claim_descriptions.BRAIN in made(world, "card", "md", world.names["heads"]).partition("Caveats")[2]
 
 
-def test_a_card_warns_of_what_its_own_promise_lacks_and_of_no_other(world: Stage, books: ReportInputs) -> None:
+def test_a_card_warns_of_what_its_own_promise_lacks_and_of_no_other(world: Stage, inputs: ReportInputs) -> None:
     noise = ("sum of the hospitals' epsilons", "Noise costs small groups")
     for subject in (world.run, world.shared):
-        text = as_markdown(model_cards.card(books, subject))
+        text = as_markdown(model_cards.card(inputs, subject))
         assert all(words in text for words in noise)
         assert "does not compose" not in text
-    crowd, tested = (as_markdown(model_cards.card(books, world.names[name])) for name in ("eleven", "taught"))
+    crowd, tested = (as_markdown(model_cards.card(inputs, world.names[name])) for name in ("eleven", "taught"))
     assert "k-anonymity does not compose" in crowd
     assert "There is no guarantee: an attack that was not tried" in tested
     assert not any(words in text for words in noise for text in (crowd, tested))
 
 
-def test_a_card_says_what_was_revoked_of_the_hospitals_behind_it(world: Stage, books: ReportInputs) -> None:
+def test_a_card_says_what_was_revoked_of_the_hospitals_behind_it(world: Stage, inputs: ReportInputs) -> None:
     gone = {"site": "north", "number": "", "why": "stolen", "entry": 9, "at": 1_772_366_400}
     for subject, what in ((world.run, "Model card"), (world.names["eleven"], "Datasheet")):
-        whole = books.item(subject)
+        whole = inputs.item(subject)
         (told,) = revocations(Item(subject, {**whole.facts, "revoked": [gone]}))
         assert told.tone == "warn"
         assert told.text.startswith("The site north was revoked on ")
         make_card = model_cards._model_card if model_cards.is_model(whole) else model_cards._datasheet
-        assert what in (before := as_markdown(make_card(books, whole)))
+        assert what in (before := as_markdown(make_card(inputs, whole)))
         assert "was revoked" not in before
         assert "The site north was revoked on " in as_markdown(
-            make_card(books, Item(subject, {**whole.facts, "revoked": [gone]}))
+            make_card(inputs, Item(subject, {**whole.facts, "revoked": [gone]}))
         )
 
 
-def test_only_methods_that_were_used_are_methods_in_use(world: Stage, books: ReportInputs) -> None:
+def test_only_methods_that_were_used_are_methods_in_use(world: Stage, inputs: ReportInputs) -> None:
     def told(shown: ReportInputs) -> list[str]:
         (section,) = (s for s in disclosure.annex(shown).sections if s.title == "Methods in use")
         return [words.partition(":")[0] for b in section.blocks if isinstance(b, Points) for words in b.items]
 
     noise, crowd = ["Differential privacy", "Differential privacy with shared noise"], "k-anonymous averaging"
-    assert told(books) == [*noise, crowd, "Tested only", "Tested only"]
-    assert told(before(books, world)) == [*noise, crowd, "Tested only"]
-    nothing = dataclasses.replace(books, told=LedgerView((), ()))
+    assert told(inputs) == [*noise, crowd, "Tested only", "Tested only"]
+    assert told(before(inputs, world)) == [*noise, crowd, "Tested only"]
+    nothing = dataclasses.replace(inputs, told=LedgerView((), ()))
     assert told(nothing) == []
     assert "No set and no model was released yet." in Page(as_html(disclosure.annex(nothing))).text
     assert "no set and no model was released yet" in Page(as_html(gdpr.processing(nothing))).text
 
 
-def test_the_record_of_processing_knows_that_staff_are_in_the_ledger(books: ReportInputs) -> None:
-    filled = dataclasses.replace(books, particulars=Particulars(subjects="Patients of two clinics"))
-    for shown, subjects in ((books, "patients of the hospitals"), (filled, "Patients of two clinics")):
+def test_the_record_of_processing_knows_that_staff_are_in_the_ledger(inputs: ReportInputs) -> None:
+    filled = dataclasses.replace(inputs, particulars=Particulars(subjects="Patients of two clinics"))
+    for shown, subjects in ((inputs, "patients of the hospitals"), (filled, "Patients of two clinics")):
         (table,) = tables(gdpr.processing(shown), "Article 30")
         rows = {row[0]: row[1] for row in table.rows}
         assert rows["(c) categories of data subjects"].startswith(subjects)
@@ -580,5 +580,5 @@ def test_the_record_of_processing_knows_that_staff_are_in_the_ledger(books: Repo
     for row in ("(c) categories of personal data", "(f) the ledger"):
         assert all(part in rows[row] for part in ("names under which they are appointed", "roles", "public keys"))
     assert "for as long as the ledger is kept" in " ".join(rows["(f) the ledger"].split())
-    sections = {s.title: str(s.blocks) for s in gdpr.processing(books).sections}
+    sections = {s.title: str(s.blocks) for s in gdpr.processing(inputs).sections}
     assert ["35(9)" in title for title, blocks in sections.items() if "Views of patients" in blocks] == [True]

@@ -159,10 +159,10 @@ def test_the_ledger_of_this_test_holds_every_kind_of_entry(found: tuple[bytes, R
     assert {kind_of(r.entry) for r in found[1].records} == set(KINDS)
 
 
-def said(full: Stage, raw: bytes, books: ReportInputs, what: tuple[str, str, str]) -> bytes | str:
+def said(full: Stage, raw: bytes, inputs: ReportInputs, what: tuple[str, str, str]) -> bytes | str:
     """A report's bytes, or why there is none."""
     try:
-        return _body(full.home, raw, books, what)
+        return _body(full.home, raw, inputs, what)
     except ReportError as refusal:
         return str(refusal)
 
@@ -171,14 +171,14 @@ def said(full: Stage, raw: bytes, books: ReportInputs, what: tuple[str, str, str
 def test_a_report_has_the_bytes_that_a_full_fold_gives(
     full: Stage, found: tuple[bytes, ReportInputs], name: str
 ) -> None:
-    raw, books = found
-    plain = dataclasses.replace(books, told=Whole(books.export.entries, books.export.envelopes))
+    raw, inputs = found
+    plain = dataclasses.replace(inputs, told=Whole(inputs.export.entries, inputs.export.envelopes))
     report, made = REPORTS[name], 0
     for form in set(report.forms) - {"pdf"} or report.forms:
         for subject in [*full.names.values(), full.run, full.shared] if report.about else [""]:
             expected = said(full, raw, plain, (name, form, subject))
-            assert said(full, raw, books, (name, form, subject)) == expected, (form, subject)
-            fresh = dataclasses.replace(books, told=LedgerView(books.export.entries, books.export.envelopes))
+            assert said(full, raw, inputs, (name, form, subject)) == expected, (form, subject)
+            fresh = dataclasses.replace(inputs, told=LedgerView(inputs.export.entries, inputs.export.envelopes))
             assert said(full, raw, fresh, (name, form, subject)) == expected, "whatever was asked for before"
             made += isinstance(expected, bytes)
     assert made
@@ -194,11 +194,11 @@ def test_policies_refusals_and_accounts_are_those_of_a_full_reading(found: tuple
 def test_the_report_about_one_release_decodes_a_few_entries_only(
     full: Stage, found: tuple[bytes, ReportInputs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    books = dataclasses.replace(found[1], told=LedgerView(found[1].export.entries, found[1].export.envelopes))
+    inputs = dataclasses.replace(found[1], told=LedgerView(found[1].export.entries, found[1].export.envelopes))
     monkeypatch.setattr(LedgerView, "records", property(lambda _self: pytest.fail("everything was decoded")))
     for form in ("json", "pdf"):
-        assert _body(full.home, b"", books, ("certificate", form, full.names["five"]))
-    assert len(books.told.about(full.names["five"])) < len(books.told.entries) / 3
+        assert _body(full.home, b"", inputs, ("certificate", form, full.names["five"]))
+    assert len(inputs.told.about(full.names["five"])) < len(inputs.told.entries) / 3
 
 
 def test_whoever_waits_is_told_what_is_done_and_of_how_many_entries(full: Stage) -> None:
@@ -209,10 +209,10 @@ def test_whoever_waits_is_told_what_is_done_and_of_how_many_entries(full: Stage)
 
 def test_the_foot_says_which_head_of_which_size_a_report_is_of(full: Stage, tmp_path: Path) -> None:
     root, size = full.store.prove(0).checkpoint.split("\n")[2], full.store.state.size
-    books = snapshot(full.home, NOW)[1]
-    assert (books.source.size, books.export.checkpoint.split("\n")[2]) == (size, root)
+    inputs = snapshot(full.home, NOW)[1]
+    assert (inputs.source.size, inputs.export.checkpoint.split("\n")[2]) == (size, root)
     for name, report in REPORTS.items():
         if "html" in report.forms and not report.about:
             text = make(full.home, name, "html", "", NOW).body.decode()
-            assert books.source.root in text, name
+            assert inputs.source.root in text, name
             assert str(size) in text, name

@@ -41,7 +41,7 @@ from policies.ledger.store import Store
 from policies.review.policy import parse as parse_policy
 from policies.statements import Settlement, release_id
 from protos.artifacts.arrays import pack_images, pack_vector
-from tests.support.coordinator_runs import goods
+from tests.support.coordinator_runs import signed
 from tests.support.ledger_world import BOTH, DP, K5, Clock, Hospital, policy
 from tests.support.report_world import books_of_store, page_of
 from tests.support.upload_server import staged
@@ -134,7 +134,7 @@ class World:
         path = staged(self.uploads, hospital.name, body)
         envelope = hospital.seal(release)
         key = f"s-{release.release[:20]}"
-        verdict = self.intake.admit(hospital.name, key, envelope, release, goods(release, body))
+        verdict = self.intake.admit(hospital.name, key, envelope, release, signed(release, body))
         self.shelf.settle(path, release, envelope, verdict)
         self.uploads.drop(hospital.name, digest)
         return verdict.admitted
@@ -397,11 +397,11 @@ def test_a_release_says_which_group_sizes_were_tried(world: World) -> None:
     plain = page_of(world.store, [view])
     assert "were tried" not in Page(plain).text
     assert page_of(world.store, [told]) == plain  # the signed statement alone is believed
-    books = books_of_store(world.store)
-    item = books.item(view.id)
+    inputs = books_of_store(world.store)
+    item = inputs.item(view.id)
     part = {**item.parts[0], "k_tried": [5, 8, 11]}
     tried = replace(item, facts={**item.facts, "parts": [part]})
-    assert "chosen: 5, 8, 11" in as_html(as_document(books, tried))
+    assert "chosen: 5, 8, 11" in as_html(as_document(inputs, tried))
 
 
 def test_a_set_in_colour_is_shown_in_colour(world: World) -> None:
@@ -442,27 +442,27 @@ def _last_one_hidden(entries: list[bytes]) -> None:
 
 @pytest.mark.parametrize("tamper", [_spent_less, _refusal_dropped, _changed_byte, _last_one_hidden])
 def test_no_page_is_made_of_books_that_do_not_add_up(world: World, tamper: Any) -> None:
-    books = books_of_store(world.store)
-    entries = list(books.export.entries)
+    inputs = books_of_store(world.store)
+    entries = list(inputs.export.entries)
     tamper(entries)
-    assert tuple(entries) != books.export.entries
-    export = replace(books.export, entries=tuple(entries))
+    assert tuple(entries) != inputs.export.entries
+    export = replace(inputs.export, entries=tuple(entries))
     with pytest.raises(UnsoundReportError, match="do not lead to the root"):
-        overview(replace(books, export=export, told=LedgerView(export.entries, export.envelopes)), (), None)
+        overview(replace(inputs, export=export, told=LedgerView(export.entries, export.envelopes)), (), None)
     with pytest.raises(UnsoundReportError, match="do not lead to the root"):
-        overview(replace(books, source=replace(books.source, root="00" * 32)), (), None)
+        overview(replace(inputs, source=replace(inputs.source, root="00" * 32)), (), None)
 
 
 def test_no_page_is_made_of_entries_that_do_not_fold_though_their_head_is_signed(world: World) -> None:
-    books = books_of_store(world.store)
-    entries = (*books.export.entries, books.export.entries[0])  # a hospital enrolled twice under one key
+    inputs = books_of_store(world.store)
+    entries = (*inputs.export.entries, inputs.export.entries[0])  # a hospital enrolled twice under one key
     tree = CompactRange()
     for body in entries:
         tree.append(leaf_hash(body))
-    source = replace(books.source, size=len(entries), root=tree.root().hex())
-    export = replace(books.export, entries=entries)
+    source = replace(inputs.source, size=len(entries), root=tree.root().hex())
+    export = replace(inputs.export, entries=entries)
     with pytest.raises(UnsoundReportError, match="do not fold"):
-        overview(replace(books, source=source, export=export, told=LedgerView(entries, export.envelopes)), (), None)
+        overview(replace(inputs, source=source, export=export, told=LedgerView(entries, export.envelopes)), (), None)
 
 
 def test_the_root_on_the_page_is_the_one_that_the_verifier_prints(world: World) -> None:

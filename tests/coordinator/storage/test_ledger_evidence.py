@@ -44,12 +44,12 @@ def fed(tmp_path: Path) -> Federation:
         backup_file(made.home.ledger, tmp_path / "reserved.db")
         artifact = pictures()
         release = site.release("k", artifact)
-        assert site.door().submit(f"submit-{release.release}", site.seal(release), artifact).admitted
+        assert site.gateway().submit(f"submit-{release.release}", site.seal(release), artifact).admitted
         backup_file(made.home.ledger, tmp_path / "admitted.db")
-        door = site.door()
+        gateway = site.gateway()
         site.reserved("late", SMALL, "federated", "run")
-        door.hello()
-        door.hello(door.watch.cosigned("site-a", site.home.sign_key(), 1_700_000_000))
+        gateway.hello()
+        gateway.hello(gateway.watch.cosigned("site-a", site.home.sign_key(), 1_700_000_000))
     return made
 
 
@@ -189,12 +189,12 @@ def test_a_release_that_was_admitted_while_the_backup_was_made_stops_no_restore(
 def loaded(site: Site, port: int, name: str, acknowledged: list[int], stop: threading.Event) -> None:
     """Ask for one grant after the other, and write down the size of the ledger that each answer proved."""
     watch = LedgerWitness(site.home.root / f"watch-{name}", site.home.coordinator_key())
-    door = GatewayClient(f"127.0.0.1:{port}", Credentials(site.home.keys), watch, 0.0)
-    with contextlib.closing(door), contextlib.suppress(CoordinatorUnreachableError):
+    gateway = GatewayClient(f"127.0.0.1:{port}", Credentials(site.home.keys), watch, 0.0)
+    with contextlib.closing(gateway), contextlib.suppress(CoordinatorUnreachableError):
         n = 0
         while not stop.is_set():
             said = site.hospital.reservation(f"g-{name}-{n}", SMALL, "federated", f"run-{name}-{n}")
-            door.reserve(f"reserve-{name}-{n}", site.seal(said))
+            gateway.reserve(f"reserve-{name}-{n}", site.seal(said))
             acknowledged.append(watch.seen)
             n += 1
 

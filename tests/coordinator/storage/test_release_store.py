@@ -73,7 +73,7 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
+def context(tmp_path: Path) -> Desk:
     text = policy(max_releases_per_patient=9, readers=READERS)
     hospital = Hospital("site-a", text)
     register = open_register(tmp_path / "ledger.db", hospital)
@@ -81,52 +81,52 @@ def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path, replace(register, policy_of=lambda _site: both), hospital)
 
 
-def test_an_admitted_set_lies_in_its_place_with_its_images(desk: Desk) -> None:
+def test_an_admitted_set_lies_in_its_place_with_its_images(context: Desk) -> None:
     body = pictures()
-    path = desk.upload(body)
-    release, envelope, verdict = desk.admit("g1", body)
+    path = context.upload(body)
+    release, envelope, verdict = context.admit("g1", body)
     assert verdict.admitted, verdict
-    desk.shelf.settle(path, release, envelope, verdict)
-    place = desk.place(release)
+    context.shelf.settle(path, release, envelope, verdict)
+    place = context.place(release)
     assert (place / "images.tar").read_bytes() == body
     assert len(list((place / "images").glob("*.png"))) == 3
     assert (place / "envelope.json").read_bytes() == envelope
     facts = json.loads((place / "certificate.json").read_text())
     assert (facts["level"], facts["meaning"]) == ("B", WORDING["B"])
     assert "unseen" not in facts
-    assert desk.left() == []
+    assert context.left() == []
 
 
 @pytest.mark.parametrize(("menu", "told"), [("", None), ("5,8,11", [5, 8, 11])])
 def test_the_certificate_says_which_k_were_tried_when_the_statement_does(
-    desk: Desk, menu: str, told: list[int] | None
+    context: Desk, menu: str, told: list[int] | None
 ) -> None:
     body = pictures()
-    path = desk.upload(body)
-    release, envelope, verdict = desk.admit("g1", body, menu=menu)
+    path = context.upload(body)
+    release, envelope, verdict = context.admit("g1", body, menu=menu)
     assert verdict.admitted, verdict
-    desk.shelf.settle(path, release, envelope, verdict)
-    assert json.loads((desk.place(release) / "certificate.json").read_text()).get("k_tried") == told
+    context.shelf.settle(path, release, envelope, verdict)
+    assert json.loads((context.place(release) / "certificate.json").read_text()).get("k_tried") == told
 
 
-def test_a_refused_one_is_removed(desk: Desk) -> None:
+def test_a_refused_one_is_removed(context: Desk) -> None:
     body = pictures()
-    path = desk.upload(body)
-    release, envelope, verdict = desk.admit("g1", body, Finding("artifact_malformed", "a test"))
-    desk.shelf.settle(path, release, envelope, verdict)
-    assert desk.left() == []
-    assert not desk.place(release).exists()
+    path = context.upload(body)
+    release, envelope, verdict = context.admit("g1", body, Finding("artifact_malformed", "a test"))
+    context.shelf.settle(path, release, envelope, verdict)
+    assert context.left() == []
+    assert not context.place(release).exists()
 
 
-def test_an_encrypted_set_is_kept_as_it_is_and_the_certificate_says_so(desk: Desk, tmp_path: Path) -> None:
+def test_an_encrypted_set_is_kept_as_it_is_and_the_certificate_says_so(context: Desk, tmp_path: Path) -> None:
     body = pictures()
     seal_to(PUBLIC, body, tmp_path / "sealed")
     sealed = (tmp_path / "sealed").read_bytes()
-    path = desk.upload(sealed)
-    release, envelope, verdict = desk.admit("g1", sealed, reader=fingerprint(PUBLIC))
+    path = context.upload(sealed)
+    release, envelope, verdict = context.admit("g1", sealed, reader=fingerprint(PUBLIC))
     assert verdict.admitted, verdict
-    desk.shelf.settle(path, release, envelope, verdict)
-    place = desk.place(release)
+    context.shelf.settle(path, release, envelope, verdict)
+    place = context.place(release)
     assert sorted(p.name for p in place.iterdir()) == [SEALED, "certificate.json", "envelope.json"]
     facts = json.loads((place / "certificate.json").read_text())
     assert (facts["reader"], facts["unseen"]) == (fingerprint(PUBLIC), UNSEEN)
@@ -134,39 +134,41 @@ def test_an_encrypted_set_is_kept_as_it_is_and_the_certificate_says_so(desk: Des
     assert (tmp_path / "plain").read_bytes() == body
 
 
-def test_a_crash_between_the_verdict_and_the_shelf_is_made_good(desk: Desk) -> None:
+def test_a_crash_between_the_verdict_and_the_shelf_is_made_good(context: Desk) -> None:
     body = pictures()
-    desk.upload(body)
-    release, _envelope, verdict = desk.admit("g1", body)
+    context.upload(body)
+    release, _envelope, verdict = context.admit("g1", body)
     assert verdict.admitted
-    desk.restart()
-    assert (desk.place(release) / "images.tar").read_bytes() == body
-    assert desk.left() == []
+    context.restart()
+    assert (context.place(release) / "images.tar").read_bytes() == body
+    assert context.left() == []
 
 
-def test_a_crash_before_the_verdict_loses_nothing_while_the_upload_is_open(desk: Desk) -> None:
+def test_a_crash_before_the_verdict_loses_nothing_while_the_upload_is_open(context: Desk) -> None:
     body = pictures()
-    path = desk.upload(body)
-    desk.restart()
+    path = context.upload(body)
+    context.restart()
     assert path.exists()
-    release, envelope, verdict = desk.admit("g1", body)
-    desk.shelf.settle(desk.uploads.finish("site-a", release.artifact_sha256), release, envelope, verdict)
-    assert (desk.place(release) / "images.tar").read_bytes() == body
+    release, envelope, verdict = context.admit("g1", body)
+    context.shelf.settle(context.uploads.finish("site-a", release.artifact_sha256), release, envelope, verdict)
+    assert (context.place(release) / "images.tar").read_bytes() == body
 
 
-def test_what_nobody_waits_for_and_nobody_admitted_is_removed_at_a_start(desk: Desk) -> None:
+def test_what_nobody_waits_for_and_nobody_admitted_is_removed_at_a_start(context: Desk) -> None:
     body = pictures()
-    path = desk.upload(body)
-    desk.uploads.drop("site-a", hashlib.sha256(body).hexdigest())
+    path = context.upload(body)
+    context.uploads.drop("site-a", hashlib.sha256(body).hexdigest())
     assert path.exists()
-    desk.restart()
-    assert desk.left() == []
+    context.restart()
+    assert context.left() == []
 
 
-def test_what_cannot_be_placed_now_is_placed_at_the_next_start(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_placed_now_is_placed_at_the_next_start(
+    context: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body = pictures()
-    path = desk.upload(body)
-    release, envelope, verdict = desk.admit("g1", body)
+    path = context.upload(body)
+    release, envelope, verdict = context.admit("g1", body)
 
     def full(*_words: object) -> None:
         raise OSError("no space left on device")
@@ -174,72 +176,72 @@ def test_what_cannot_be_placed_now_is_placed_at_the_next_start(desk: Desk, monke
     with monkeypatch.context() as disk:
         disk.setattr(release_store, "_unfold", full)
         with pytest.raises(OSError, match="no space"):
-            desk.shelf.settle(path, release, envelope, verdict)
-        assert not desk.place(release).exists()
-        desk.uploads.drop("site-a", release.artifact_sha256)
-        desk.restart()
+            context.shelf.settle(path, release, envelope, verdict)
+        assert not context.place(release).exists()
+        context.uploads.drop("site-a", release.artifact_sha256)
+        context.restart()
         assert path.exists()
-    desk.restart()
-    assert (desk.place(release) / "images.tar").read_bytes() == body
-    assert desk.left() == []
+    context.restart()
+    assert (context.place(release) / "images.tar").read_bytes() == body
+    assert context.left() == []
 
 
-def test_a_file_system_without_links_is_copied_to(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_links_is_copied_to(context: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_links(*_words: object) -> None:
         raise PermissionError("links are not supported")
 
     monkeypatch.setattr(os, "link", no_links)
     body = pictures()
-    path = desk.upload(body)
-    release, envelope, verdict = desk.admit("g1", body)
-    desk.shelf.settle(path, release, envelope, verdict)
-    assert (desk.place(release) / "images.tar").read_bytes() == body
+    path = context.upload(body)
+    release, envelope, verdict = context.admit("g1", body)
+    context.shelf.settle(path, release, envelope, verdict)
+    assert (context.place(release) / "images.tar").read_bytes() == body
 
 
-def test_the_same_bytes_under_two_grants_are_two_releases(desk: Desk) -> None:
+def test_the_same_bytes_under_two_grants_are_two_releases(context: Desk) -> None:
     """Also when both were admitted before the first was in its place."""
     body = pictures()
-    path = desk.upload(body)
-    both = [desk.admit(grant, body) for grant in ("g1", "g2")]
+    path = context.upload(body)
+    both = [context.admit(grant, body) for grant in ("g1", "g2")]
     for release, envelope, verdict in both:
         assert verdict.admitted, verdict
-        desk.shelf.settle(path, release, envelope, verdict)
+        context.shelf.settle(path, release, envelope, verdict)
     for release, _envelope, _verdict in both:
-        assert (desk.place(release) / "images.tar").read_bytes() == body
+        assert (context.place(release) / "images.tar").read_bytes() == body
 
 
-def test_bytes_that_changed_on_the_disk_are_not_put_on_the_shelf(desk: Desk) -> None:
+def test_bytes_that_changed_on_the_disk_are_not_put_on_the_shelf(context: Desk) -> None:
     body = pictures()
-    path = desk.upload(body)
-    release, envelope, verdict = desk.admit("g1", body)
+    path = context.upload(body)
+    release, envelope, verdict = context.admit("g1", body)
     with path.open("r+b") as stream:
         stream.seek(600)
         stream.write(b"\xff\xff\xff\xff")
-    desk.shelf.settle(path, release, envelope, verdict)
-    assert not desk.place(release).exists()
+    context.shelf.settle(path, release, envelope, verdict)
+    assert not context.place(release).exists()
 
 
-def test_what_lies_in_a_releases_place_is_moved_aside_and_never_removed(desk: Desk) -> None:
+def test_what_lies_in_a_releases_place_is_moved_aside_and_never_removed(context: Desk) -> None:
     body = pictures()
-    path = desk.upload(body)
-    release, envelope, verdict = desk.admit("g1", body)
-    desk.place(release).mkdir()
-    (desk.place(release) / "images.tar").write_bytes(b"somebody's")
-    desk.shelf.settle(path, release, envelope, verdict)
-    assert (desk.place(release) / "images.tar").read_bytes() == body
-    (aside,) = desk.shelf.root.glob(".*.aside")
+    path = context.upload(body)
+    release, envelope, verdict = context.admit("g1", body)
+    context.place(release).mkdir()
+    (context.place(release) / "images.tar").write_bytes(b"somebody's")
+    context.shelf.settle(path, release, envelope, verdict)
+    assert (context.place(release) / "images.tar").read_bytes() == body
+    (aside,) = context.shelf.root.glob(".*.aside")
     assert (aside / "images.tar").read_bytes() == b"somebody's"
 
 
-def test_a_model_comes_from_a_file_or_from_bytes(desk: Desk, tmp_path: Path) -> None:
+def test_a_model_comes_from_a_file_or_from_bytes(context: Desk, tmp_path: Path) -> None:
     model = tmp_path / "round-3.safetensors"
     model.write_bytes(b"weights")
     for _ in range(2):  # a resumed run closes again
-        desk.shelf.place_model("run-1", model, {"level": "A"}, {"r1": b"{}"})
-    desk.shelf.place_model("run-2", b"weights", {"level": "A"}, {})
+        context.shelf.place_model("run-1", model, {"level": "A"}, {"r1": b"{}"})
+    context.shelf.place_model("run-2", b"weights", {"level": "A"}, {})
     for run in ("run-1", "run-2"):
-        assert (desk.shelf.root / run / "model.safetensors").read_bytes() == b"weights"
-    assert sorted(p.name for p in (desk.shelf.root / "run-1").iterdir()) == [
+        assert (context.shelf.root / run / "model.safetensors").read_bytes() == b"weights"
+    assert sorted(p.name for p in (context.shelf.root / "run-1").iterdir()) == [
         "certificate.json",
         "model.safetensors",
         "updates",

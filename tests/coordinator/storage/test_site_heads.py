@@ -63,7 +63,7 @@ def dials(site: Site, fed: Federation) -> None:
     assert f":{fed.port}" in toml.read_text()
 
 
-def desk(site: Site) -> contextlib.AbstractContextManager[AgentRuntime]:
+def context(site: Site) -> contextlib.AbstractContextManager[AgentRuntime]:
     return open_runtime(site.home.root, lambda *_: None)
 
 
@@ -74,8 +74,8 @@ def public(site: Site) -> bytes:
 def spend(opened: AgentRuntime, site: Site, name: str) -> None:
     said = site.hospital.reservation(name, SMALL, "federated", f"run-{name}")
     sealed = opened.site.seal(said)
-    assert opened.site.books.reserve(f"reserve-{name}", said, sealed).admitted
-    assert opened.site.door.reserve(f"reserve-{name}", sealed).admitted
+    assert opened.site.ledger.reserve(f"reserve-{name}", said, sealed).admitted
+    assert opened.site.gateway.reserve(f"reserve-{name}", sealed).admitted
 
 
 def whole_machine(site: Site, to: Path) -> Path:
@@ -99,11 +99,11 @@ def awaited(fed: Federation) -> str:
 
 def test_a_site_that_goes_on_is_taken_from_command_to_command(fed: Federation, site: Site) -> None:
     for name in ("g1", "g2"):
-        with desk(site) as opened:
+        with context(site) as opened:
             sync_with_coordinator(opened)
             spend(opened, site, name)
             sync_with_coordinator(opened)
-            size = opened.site.books.store.state.size
+            size = opened.site.ledger.store.state.size
         assert fed.service.at.site_heads.seen("site-a", public(site)) == size
     assert wrong(fed) == ""
 
@@ -111,29 +111,29 @@ def test_a_site_that_goes_on_is_taken_from_command_to_command(fed: Federation, s
 def test_a_machine_that_is_turned_back_whole_is_refused_until_its_own_restore(
     fed: Federation, site: Site, tmp_path: Path
 ) -> None:
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
     backup(site.home, tmp_path / "backup")
     keys = private_of(files_of(site.home.keys))
     copy = whole_machine(site, tmp_path / "copy")
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         spend(opened, site, "late")
         sync_with_coordinator(opened)
     turned_back(site, copy)
-    with desk(site) as opened:  # it finds nothing wrong with itself
+    with context(site) as opened:  # it finds nothing wrong with itself
         with pytest.raises(CoordinatorUnreachableError, match=r"turned back.*`lazaret-agent restore`"):
             sync_with_coordinator(opened)
         said = opened.site.seal(site.hospital.reservation("again", SMALL, "federated", "run-again"))
         for act in (
-            lambda: opened.door.reserve("reserve-again", said),
-            lambda: opened.door.present("recover-x", opened.site.seal(Receipts("site-a", "x", "y", 0))),
-            lambda: opened.door.submit("submit-x", said, pictures()),
+            lambda: opened.gateway.reserve("reserve-again", said),
+            lambda: opened.gateway.present("recover-x", opened.site.seal(Receipts("site-a", "x", "y", 0))),
+            lambda: opened.gateway.submit("submit-x", said, pictures()),
         ):
             with pytest.raises(CoordinatorUnreachableError, match="turned back"):
                 act()
         with pytest.raises(grpc.RpcError) as told:  # nor any part in a run
-            list(opened.door._stub.Fleet(iter([gateway_pb2.FleetPart(path="/x")]), timeout=60))
+            list(opened.gateway._stub.Fleet(iter([gateway_pb2.FleetPart(path="/x")]), timeout=60))
         assert told.value.code() is grpc.StatusCode.PERMISSION_DENIED
     assert "site-a" in wrong(fed)
     assert ["turned_back"] in fed.findings()
@@ -143,28 +143,28 @@ def test_a_machine_that_is_turned_back_whole_is_refused_until_its_own_restore(
     assert recover(site.home, exported).lost == 1
     for name in ("tls.pem",):  # made anew every day; the backup has none
         shutil.copy(copy / "keys" / name, site.home.keys / name)
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         spend(opened, site, "after")
     assert wrong(fed) == ""
     once_more = whole_machine(site, tmp_path / "restored")
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         spend(opened, site, "later")
         sync_with_coordinator(opened)
     turned_back(site, once_more)  # the restore that it shows is not a new one
-    with desk(site) as opened, pytest.raises(CoordinatorUnreachableError, match="turned back"):
+    with context(site) as opened, pytest.raises(CoordinatorUnreachableError, match="turned back"):
         sync_with_coordinator(opened)
 
 
 def test_the_refusal_outlives_a_restart_of_the_coordinator(fed: Federation, site: Site, tmp_path: Path) -> None:
     copy = whole_machine(site, tmp_path / "copy")
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         spend(opened, site, "g")
         sync_with_coordinator(opened)
     turned_back(site, copy)
-    with desk(site) as opened, pytest.raises(CoordinatorUnreachableError):
+    with context(site) as opened, pytest.raises(CoordinatorUnreachableError):
         sync_with_coordinator(opened)
     fed.__exit__(None, None, None)
     with fed, pytest.raises(CoordinatorUnreachableError, match="turned back"):
@@ -174,26 +174,26 @@ def test_the_refusal_outlives_a_restart_of_the_coordinator(fed: Federation, site
 def test_with_a_release_the_site_shows_the_head_that_holds_it(fed: Federation, site: Site, tmp_path: Path) -> None:
     """So that who turns the machine back to before its last release is found, however short the command was."""
     copy = whole_machine(site, tmp_path / "copy")
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         reservation = site.hospital.reservation("k")
         sealed = opened.site.seal(reservation)
-        assert opened.site.books.reserve("reserve-k", reservation, sealed).admitted
-        assert opened.door.reserve("reserve-k", sealed).admitted
+        assert opened.site.ledger.reserve("reserve-k", reservation, sealed).admitted
+        assert opened.gateway.reserve("reserve-k", sealed).admitted
         artifact = pictures()
         release = site.release("k", artifact)
         envelope = opened.site.seal(release)
-        opened.site.books.send(release, envelope)
-        sent = opened.site.books.store.state.size
-        assert opened.door.submit(f"submit-{release.release}", envelope, artifact).admitted
+        opened.site.ledger.send(release, envelope)
+        sent = opened.site.ledger.store.state.size
+        assert opened.gateway.submit(f"submit-{release.release}", envelope, artifact).admitted
     assert fed.service.at.site_heads.seen("site-a", public(site)) == sent
     turned_back(site, copy)
-    with desk(site) as opened, pytest.raises(CoordinatorUnreachableError, match="turned back"):
+    with context(site) as opened, pytest.raises(CoordinatorUnreachableError, match="turned back"):
         sync_with_coordinator(opened)
 
 
 def test_a_site_that_never_showed_a_head_is_taken_without_one(fed: Federation, site: Site) -> None:
-    site.door().hello()
+    site.gateway().hello()
     site.reserved("k")
     assert fed.service.at.site_heads.behind({"site-a": public(site)}) == ()
 
@@ -206,7 +206,7 @@ def amended(site: Site) -> gateway_pb2.SealedRequest:
 
 def no_piece_goes(site: Site, code: grpc.StatusCode, words: str) -> None:
     with pytest.raises(grpc.RpcError, match=words) as told:
-        site.door()._stub.Upload(iter([gateway_pb2.UploadPart(upload="00" * 32)]), timeout=30)
+        site.gateway()._stub.Upload(iter([gateway_pb2.UploadPart(upload="00" * 32)]), timeout=30)
     assert told.value.code() is code
 
 
@@ -214,7 +214,7 @@ def nothing_goes(fed: Federation, site: Site, code: grpc.StatusCode, words: str)
     """Each call that could release a patient is refused, and the ledger stays as it is."""
     size = fed.store.state.size
     sealed = gateway_pb2.SealedRequest(key="reserve-again", envelope=site.seal(site.hospital.reservation("again")))
-    stub = site.door()._stub
+    stub = site.gateway()._stub
     for act in (
         lambda: stub.Reserve(sealed, timeout=30),
         lambda: stub.Amend(amended(site), timeout=30),
@@ -230,15 +230,15 @@ def nothing_goes(fed: Federation, site: Site, code: grpc.StatusCode, words: str)
 
 
 def test_a_site_that_has_shown_a_head_gets_nothing_in_silence(fed: Federation, site: Site) -> None:
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
-        size = opened.site.books.store.state.size
-    site.door().hello()
+        size = opened.site.ledger.store.state.size
+    site.gateway().hello()
     nothing_goes(fed, site, grpc.StatusCode.OUT_OF_RANGE, f"from {size} entries")
     no_piece_goes(site, grpc.StatusCode.OUT_OF_RANGE, f"from {size} entries")
     assert fed.service.at.site_heads.behind({"site-a": public(site)}) == ()
     assert "calls are refused from: site-a" in awaited(fed)
-    with desk(site) as opened:  # an honest one has only to greet
+    with context(site) as opened:  # an honest one has only to greet
         sync_with_coordinator(opened)
         spend(opened, site, "k")
     assert awaited(fed) == ""
@@ -248,19 +248,19 @@ def test_a_site_whose_proof_always_leads_from_another_head_gets_nothing(
     fed: Federation, site: Site, tmp_path: Path
 ) -> None:
     copy = whole_machine(site, tmp_path / "copy")
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         spend(opened, site, "late")
         sync_with_coordinator(opened)
-        kept = opened.site.books.store.state.size
+        kept = opened.site.ledger.store.state.size
     turned_back(site, copy)
-    with desk(site) as opened:
+    with context(site) as opened:
         for name in range(kept):  # as long as the kept one, and longer
             spent = site.hospital.reservation(f"g{name}", SMALL, "federated", f"run-g{name}")
-            assert opened.site.books.reserve(f"reserve-g{name}", spent, opened.site.seal(spent)).admitted
-        shown = opened.site.books.store.prove(1)
+            assert opened.site.ledger.reserve(f"reserve-g{name}", spent, opened.site.seal(spent)).admitted
+        shown = opened.site.ledger.store.prove(1)
     own = gateway_pb2.SiteHead(checkpoint=shown.checkpoint, since=1, proof=shown.proof)
-    stub = site.door()._stub
+    stub = site.gateway()._stub
     said = site.seal(site.hospital.reservation("again"))
     for _ in range(2):
         reply = stub.Hello(gateway_pb2.HelloRequest(own=own), timeout=30)
@@ -274,24 +274,24 @@ def test_a_site_whose_proof_always_leads_from_another_head_gets_nothing(
 
 def test_two_calls_of_one_site_at_once_find_out_and_go_on(fed: Federation, site: Site) -> None:
     """Whichever comes second shows its head from one that is not kept any more, asks, and shows it again."""
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         reservation = site.hospital.reservation("k")
         sealed = opened.site.seal(reservation)
-        assert opened.site.books.reserve("reserve-k", reservation, sealed).admitted
-        assert opened.door.reserve("reserve-k", sealed).admitted
-        beside = site.door()
-        beside.own = opened.site.books.store.prove
+        assert opened.site.ledger.reserve("reserve-k", reservation, sealed).admitted
+        assert opened.gateway.reserve("reserve-k", sealed).admitted
+        beside = site.gateway()
+        beside.own = opened.site.ledger.store.prove
         beside.hello()
         beside.hello()  # the head that the desk's own door knows of is not the kept one any more
         artifact = pictures()
         release = site.release("k", artifact)
         envelope = opened.site.seal(release)
-        opened.site.books.send(release, envelope)
-        assert opened.door.submit(f"submit-{release.release}", envelope, artifact).admitted
+        opened.site.ledger.send(release, envelope)
+        assert opened.gateway.submit(f"submit-{release.release}", envelope, artifact).admitted
         late = beside._own_head()  # of a call that is given up, and arrives all the same
         spend(opened, site, "later")
-        opened.door.hello()
+        opened.gateway.hello()
         beside._stub.Hello(gateway_pb2.HelloRequest(own=late), timeout=30)
         assert fed.service.at.site_heads.to_show("site-a", public(site)) > 0
         spend(opened, site, "between")  # the door shows its head, and asks again
@@ -302,9 +302,9 @@ def test_two_calls_of_one_site_at_once_find_out_and_go_on(fed: Federation, site:
 
 
 def test_a_look_beside_the_agent_shows_no_head_and_stops_nothing(fed: Federation, site: Site) -> None:
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
-        site.door().hello(looks=True)  # `doctor`, while `serve` holds the ledger
+        site.gateway().hello(looks=True)  # `doctor`, while `serve` holds the ledger
         spend(opened, site, "k")
 
 
@@ -313,46 +313,46 @@ def test_an_agent_of_before_heads_is_refused_for_a_site_that_has_shown_one(
 ) -> None:
     with monkeypatch.context() as older:
         older.setattr(channel, "USER_AGENT", EARLIER_AGENT)
-        site.door().hello()
+        site.gateway().hello()
         site.reserved("before")
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
     monkeypatch.setattr(channel, "USER_AGENT", EARLIER_AGENT)
     with pytest.raises(CoordinatorUnreachableError, match="upgrade this site's agent"):
-        site.door().hello()
+        site.gateway().hello()
     nothing_goes(fed, site, grpc.StatusCode.FAILED_PRECONDITION, "upgrade this site's agent")
     assert "site-a" in awaited(fed)
     monkeypatch.undo()
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         spend(opened, site, "k")
 
 
 def test_a_set_of_before_heads_is_handed_in_by_an_agent_of_today_that_shows_them(fed: Federation, site: Site) -> None:
     """In the protocol of then, and with the head of now."""
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         reservation = site.hospital.reservation("k")
         sealed = opened.site.seal(reservation)
-        assert opened.site.books.reserve("reserve-k", reservation, sealed).admitted
-        assert opened.door.reserve("reserve-k", sealed).admitted
+        assert opened.site.ledger.reserve("reserve-k", reservation, sealed).admitted
+        assert opened.gateway.reserve("reserve-k", sealed).admitted
         artifact = shard_of([pack_earlier_png(np.zeros((64, 64), np.uint8))])
         release = site.release("k", artifact)
         envelope = opened.site.seal(release)
-        opened.site.books.send(release, envelope)
-        assert opened.door.submit_earlier(f"submit-{release.release}", envelope, artifact).admitted
-        sent = opened.site.books.store.state.size
+        opened.site.ledger.send(release, envelope)
+        assert opened.gateway.submit_earlier(f"submit-{release.release}", envelope, artifact).admitted
+        sent = opened.site.ledger.store.state.size
     assert fed.service.at.site_heads.seen("site-a", public(site)) == sent
 
 
 def test_a_site_that_was_turned_back_is_written_down_once(fed: Federation, site: Site, tmp_path: Path) -> None:
     copy = whole_machine(site, tmp_path / "copy")
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         spend(opened, site, "g")
         sync_with_coordinator(opened)
     turned_back(site, copy)
-    with desk(site) as opened:
+    with context(site) as opened:
         for _ in range(5):
             with pytest.raises(CoordinatorUnreachableError, match="turned back"):
                 sync_with_coordinator(opened)
@@ -366,7 +366,7 @@ def test_a_site_that_was_turned_back_is_written_down_once(fed: Federation, site:
 def greeted_and_turned_back(site: Site, copy: Path) -> None:
     """The coordinator keeps a head that the machine does not know of any more."""
     whole_machine(site, copy)
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         spend(opened, site, "late")
         sync_with_coordinator(opened)
@@ -382,13 +382,13 @@ def test_a_machine_that_is_turned_back_gets_nothing_before_it_greets_either(
     assert fed.service.at.site_heads.behind({"site-a": public(site)}) == ()
     said = site.seal(site.hospital.reservation("again"))
     acts: tuple[Callable[[AgentRuntime], object], ...] = (
-        lambda opened: opened.door.reserve("reserve-again", said),
-        lambda opened: opened.door.present("recover-x", said),
-        lambda opened: opened.door.amend("amend-1", said),
-        lambda opened: opened.door.submit("submit-x", said, pictures()),
+        lambda opened: opened.gateway.reserve("reserve-again", said),
+        lambda opened: opened.gateway.present("recover-x", said),
+        lambda opened: opened.gateway.amend("amend-1", said),
+        lambda opened: opened.gateway.submit("submit-x", said, pictures()),
     )
     for act in acts:
-        with desk(site) as opened, pytest.raises(CoordinatorUnreachableError, match="turned back"):
+        with context(site) as opened, pytest.raises(CoordinatorUnreachableError, match="turned back"):
             act(opened)
     nothing_goes(fed, site, grpc.StatusCode.PERMISSION_DENIED, "turned back")
     assert fed.findings() == [["turned_back"]]
@@ -398,10 +398,10 @@ def test_a_site_that_is_behind_changes_no_policy_and_uploads_nothing(
     fed: Federation, site: Site, tmp_path: Path
 ) -> None:
     greeted_and_turned_back(site, tmp_path / "copy")
-    with desk(site) as opened, pytest.raises(CoordinatorUnreachableError, match="turned back"):
+    with context(site) as opened, pytest.raises(CoordinatorUnreachableError, match="turned back"):
         sync_with_coordinator(opened)
     with pytest.raises(grpc.RpcError, match="turned back") as told:
-        site.door()._stub.Amend(amended(site), timeout=30)
+        site.gateway()._stub.Amend(amended(site), timeout=30)
     assert told.value.code() is grpc.StatusCode.PERMISSION_DENIED
     no_piece_goes(site, grpc.StatusCode.PERMISSION_DENIED, "turned back")
 
@@ -410,21 +410,21 @@ def test_a_part_in_a_run_needs_a_head_that_was_shown_since_the_session_began(fed
     def fleet(opened: AgentRuntime) -> int:
         try:
             return int(
-                next(iter(opened.door._stub.Fleet(iter([gateway_pb2.FleetPart(path="/x")]), timeout=60))).status
+                next(iter(opened.gateway._stub.Fleet(iter([gateway_pb2.FleetPart(path="/x")]), timeout=60))).status
             )
         except grpc.RpcError as error:
             return 0 if error.code() is grpc.StatusCode.OUT_OF_RANGE else -1
 
-    with desk(site) as opened:
+    with context(site) as opened:
         assert fleet(opened) == 503, "a site that never showed one is taken without"
         sync_with_coordinator(opened)
         assert fleet(opened) == 0, "whoever greeted may have been another machine"
-        first = opened.door.session("test")
+        first = opened.gateway.session("test")
         assert next(first).kind == "hello"
         assert fleet(opened) == 0
-        opened.door.hello()
+        opened.gateway.hello()
         assert fleet(opened) == 503
-        second = opened.door.session("test")
+        second = opened.gateway.session("test")
         assert next(second).kind == "hello"
         assert fleet(opened) == 0
         spend(opened, site, "k")  # with the head as well
@@ -439,14 +439,14 @@ def test_where_there_is_no_place_for_a_session_the_site_goes_on_without_one(
     fed: Federation, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.gateway.notifications.MOST", 0)
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         assert [
-            part.status for part in opened.door._stub.Fleet(iter([gateway_pb2.FleetPart(path="/x")]), timeout=60)
+            part.status for part in opened.gateway._stub.Fleet(iter([gateway_pb2.FleetPart(path="/x")]), timeout=60)
         ] == [503]
-        site.door().hello()
+        site.gateway().hello()
         with pytest.raises(grpc.RpcError, match="show it again"):
-            list(opened.door._stub.Fleet(iter([gateway_pb2.FleetPart(path="/x")]), timeout=60))
+            list(opened.gateway._stub.Fleet(iter([gateway_pb2.FleetPart(path="/x")]), timeout=60))
 
 
 def test_an_agent_shows_its_head_as_soon_as_its_session_begins(fed: Federation, site: Site) -> None:
@@ -457,7 +457,7 @@ def test_an_agent_shows_its_head_as_soon_as_its_session_begins(fed: Federation, 
         def wake(self) -> None:
             woken.set()
 
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         session = _listen(opened, Woken(), EndedRuns(), again)
         try:
@@ -472,39 +472,39 @@ def test_an_agent_shows_its_head_as_soon_as_its_session_begins(fed: Federation, 
 def test_what_the_ledger_holds_meanwhile_is_no_fork_when_a_call_is_made_again(fed: Federation, site: Site) -> None:
     """The greeting between the two takes a newer head; the second call's proof leads from there."""
     other = fed.join("site-b")
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         other.reserved("x")
-        beside = site.door()
-        beside.own = opened.site.books.store.prove
+        beside = site.gateway()
+        beside.own = opened.site.ledger.store.prove
         said = site.hospital.reservation("k", SMALL, "federated", "run-k")
         sealed = opened.site.seal(said)
-        assert opened.site.books.reserve("reserve-k", said, sealed).admitted
+        assert opened.site.ledger.reserve("reserve-k", said, sealed).admitted
         beside.hello()
         beside.hello()
-        site.door().hello()
-        assert opened.door.reserve("reserve-k", sealed).admitted
+        site.gateway().hello()
+        assert opened.gateway.reserve("reserve-k", sealed).admitted
 
 
 @pytest.mark.parametrize("first", ["reserve", "submit"])
 def test_an_agent_whose_first_call_is_no_greeting_greets_first(fed: Federation, site: Site, first: str) -> None:
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
         if first == "submit":
             said = site.hospital.reservation("k")
             sealed = opened.site.seal(said)
-            assert opened.site.books.reserve("reserve-k", said, sealed).admitted
-            assert opened.door.reserve("reserve-k", sealed).admitted
-    site.door().hello()
-    with desk(site) as opened:
+            assert opened.site.ledger.reserve("reserve-k", said, sealed).admitted
+            assert opened.gateway.reserve("reserve-k", sealed).admitted
+    site.gateway().hello()
+    with context(site) as opened:
         if first == "reserve":
             spend(opened, site, "k")
             return
         artifact = pictures()
         release = site.release("k", artifact)
         envelope = opened.site.seal(release)
-        opened.site.books.send(release, envelope)
-        assert opened.door.submit(f"submit-{release.release}", envelope, artifact).admitted
+        opened.site.ledger.send(release, envelope)
+        assert opened.gateway.submit(f"submit-{release.release}", envelope, artifact).admitted
 
 
 def test_that_it_was_turned_back_is_written_down_later_when_it_could_not_be_at_once(
@@ -517,7 +517,7 @@ def test_that_it_was_turned_back_is_written_down_later_when_it_could_not_be_at_o
 
     with monkeypatch.context() as for_now:
         for_now.setattr(fed.service.guard, "_report", full)
-        with desk(site) as opened, pytest.raises(CoordinatorUnreachableError, match="turned back"):
+        with context(site) as opened, pytest.raises(CoordinatorUnreachableError, match="turned back"):
             sync_with_coordinator(opened)
     assert fed.findings() == []
     for _ in range(2):
@@ -531,9 +531,9 @@ def test_that_it_was_turned_back_is_written_down_after_a_crash_before_the_entry(
 ) -> None:
     greeted_and_turned_back(site, tmp_path / "copy")
     heads = fed.service.at.site_heads
-    with desk(site) as opened:
+    with context(site) as opened:
         kept = heads.seen("site-a", public(site))
-        shown = opened.site.books.store.prove(kept)
+        shown = opened.site.ledger.store.prove(kept)
     with pytest.raises(SiteTurnedBackError):
         heads.take("site-a", public(site), ShownHead(shown.checkpoint, kept, shown.proof))
     fed.__exit__(None, None, None)
@@ -541,7 +541,7 @@ def test_that_it_was_turned_back_is_written_down_after_a_crash_before_the_entry(
         dials(site, fed)
         assert fed.findings() == []
         for _ in range(2):
-            with desk(site) as opened, pytest.raises(CoordinatorUnreachableError, match="turned back"):
+            with context(site) as opened, pytest.raises(CoordinatorUnreachableError, match="turned back"):
                 sync_with_coordinator(opened)
         assert fed.findings() == [["turned_back"]]
 
@@ -549,18 +549,18 @@ def test_that_it_was_turned_back_is_written_down_after_a_crash_before_the_entry(
 def test_a_head_that_is_none_is_written_down_under_a_rule_of_its_own(
     fed: Federation, site: Site, tmp_path: Path
 ) -> None:
-    with desk(site) as opened:
+    with context(site) as opened:
         sync_with_coordinator(opened)
     note = Own(tmp_path / "other" / "own.db", Ed25519PrivateKey.generate()).grow(3).shown(0).note
     with pytest.raises(grpc.RpcError, match="not signed by its key"):
-        site.door()._stub.Hello(gateway_pb2.HelloRequest(own=gateway_pb2.SiteHead(checkpoint=note)), timeout=30)
+        site.gateway()._stub.Hello(gateway_pb2.HelloRequest(own=gateway_pb2.SiteHead(checkpoint=note)), timeout=30)
     assert fed.findings() == [["bad_head"]]
     fed.__exit__(None, None, None)
     (fed.home.site_heads / "site-a.json").write_text("{}")
     with fed:
         dials(site, fed)
         with (
-            desk(site) as opened,
+            context(site) as opened,
             pytest.raises(CoordinatorUnreachableError, match=r"cannot read site-heads/site-a\.json"),
         ):
             sync_with_coordinator(opened)
@@ -570,7 +570,7 @@ def test_a_head_that_is_none_is_written_down_under_a_rule_of_its_own(
 
 def test_a_site_that_left_stands_in_doctor_no_more(fed: Federation, site: Site, tmp_path: Path) -> None:
     greeted_and_turned_back(site, tmp_path / "copy")
-    with desk(site) as opened, pytest.raises(CoordinatorUnreachableError):
+    with context(site) as opened, pytest.raises(CoordinatorUnreachableError):
         sync_with_coordinator(opened)
     assert "site-a" in wrong(fed)
     fed.authority.revoke("site-a", "", "left")

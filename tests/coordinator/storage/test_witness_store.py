@@ -95,14 +95,14 @@ def test_a_forked_history_is_refused_for_good_and_both_signed_heads_are_kept(
     site = federation.join("site-a")
     backup(federation, tmp_path / "copy.db")
     grow(federation, "one-way")
-    site.door().hello()
+    site.gateway().hello()
     bring_back(federation, tmp_path / "copy.db")
     with federation:
         grow(federation, "another-way")
         grow(federation, "further")
         for _ in range(2):  # a new process is as wary as the old one
             with pytest.raises(LedgerForkError, match="compliance"):
-                site.door().hello()
+                site.gateway().hello()
         with pytest.raises(LedgerForkError):
             site.reserved("g", SMALL, "federated", "run")
     public = federation.store.public
@@ -120,25 +120,25 @@ def test_a_rolled_back_ledger_is_refused_by_the_site_and_stops_when_it_is_shown_
     a.reserved("g", SMALL, "federated", "run")
     bring_back(federation, tmp_path / "copy.db")
     with federation, pytest.raises(LedgerForkError):
-        a.door().hello()
+        a.gateway().hello()
     a.home.root.joinpath("watch", "seen.json").write_text(
         a.home.root.joinpath("watch", "seen.json").read_text().replace('"frozen": true', '"frozen": false')
     )
     with federation:
-        door = a.door()
-        cosigned = door.watch.cosigned("site-a", a.home.sign_key(), 1_700_000_000)
+        gateway = a.gateway()
+        cosigned = gateway.watch.cosigned("site-a", a.home.sign_key(), 1_700_000_000)
         with pytest.raises(CoordinatorUnreachableError):
-            door.hello(cosigned)
+            gateway.hello(cosigned)
         assert federation.store.stopped
         with pytest.raises(CoordinatorUnreachableError):
-            b.door().hello()
+            b.gateway().hello()
 
 
 def reserve_in_both(site: PipelineSite, of: Site, grant: str, claim: SubsampledGaussian, run: str = "") -> bytes:
     """A part in a run as the product reserves it: here first, and then by the hub for all sites; a run of its own."""
     reservation = of.hospital.reservation(grant, claim, "federated", run or f"run-{grant}")
     envelope = of.seal(reservation)
-    assert site.books.reserve(f"reserve-{grant}", reservation, envelope).admitted
+    assert site.ledger.reserve(f"reserve-{grant}", reservation, envelope).admitted
     intake = of.federation.intake
     assert intake.reserve_run(reservation.run, {of.hospital.name: envelope}, 1)[of.hospital.name].admitted
     return envelope
@@ -154,21 +154,21 @@ def test_after_a_restore_sites_show_their_receipts_and_the_lost_spends_are_back(
     reserve_in_both(agent, a, "after", DP)
     before = {name: (x.held, x.spent) for name, x in federation.store.state.accounts.items()}
     older = federation.store.checkpoint()
-    agent.door.hello("")  # type: ignore[attr-defined]
-    b.door().hello()
+    agent.gateway.hello("")  # type: ignore[attr-defined]
+    b.gateway().hello()
     bring_back(federation, tmp_path / "copy.db")
     with federation:
         federation.store.restore("nonce-1")
         for site, lost in ((a, 1), (b, 0)):
-            door = site.door()
-            seen = door.watch.cosigned(site.hospital.name, site.home.sign_key(), 1)
-            door.hello(seen)  # even who cosigns first, what the backup has lost, is no reason to stop
+            gateway = site.gateway()
+            seen = gateway.watch.cosigned(site.hospital.name, site.home.sign_key(), 1)
+            gateway.hello(seen)  # even who cosigns first, what the backup has lost, is no reason to stop
             assert not federation.store.stopped
-            assert door.watch.must_present
-            books = pipeline_site(site, tmp_path) if site is b else agent
-            moved = PipelineSite(**{n: getattr(books, n) for n in PipelineSite.__slots__} | {"door": door})
+            assert gateway.watch.must_present
+            ledger = pipeline_site(site, tmp_path) if site is b else agent
+            moved = PipelineSite(**{n: getattr(ledger, n) for n in PipelineSite.__slots__} | {"gateway": gateway})
             assert present(moved, "lazaret/coordinator", "nonce-1") == lost
-            door.watch.presented()
+            gateway.watch.presented()
             assert not LedgerWitness(site.home.root / "watch", federation.store.public).must_present
         account = federation.store.state.accounts["site-a/rdp"]
         assert sum(before["site-a/rdp"]) == account.held + account.spent
@@ -187,21 +187,21 @@ def test_an_epoch_that_the_ledger_does_not_hold_is_no_excuse(federation: Federat
     from policies.ledger.entries import encode as encode_record
 
     site = federation.join("site-a")
-    door = site.door()
-    door.hello()
+    gateway = site.gateway()
+    gateway.hello()
     shown = federation.store.prove(0)
     made_up = encode_record(Record(1, "restore-2", Restored(2, 1, bytes(32), "n")))
     for entry, at in ((made_up, 1), (b"junk", 1), (encode_record(Record(1, "k", Restored(2, 7, bytes(32), "n"))), 1)):
         with pytest.raises(LedgerForkError):
-            door.watch.restored(shown.checkpoint, Epoch(2, entry, at, shown.proof), ())
-    assert door.watch.memory.epoch == 1
+            gateway.watch.restored(shown.checkpoint, Epoch(2, entry, at, shown.proof), ())
+    assert gateway.watch.memory.epoch == 1
 
 
 def test_cosigned_heads_reach_the_auditor_and_bind_the_ledger(federation: Federation, tmp_path: Path) -> None:
     site = federation.join("site-a")
     site.reserved("g", SMALL, "federated", "run")
-    door = site.door()
-    door.hello(door.watch.cosigned("site-a", site.home.sign_key(), int(time.time())))
+    gateway = site.gateway()
+    gateway.hello(gateway.watch.cosigned("site-a", site.home.sign_key(), int(time.time())))
     kept = Witnesses(federation.home.witnesses).notes()
     raw = export_file(federation.home.ledger, "lazaret/coordinator", federation.home.ledger_key(), kept)
     assert verify(raw).witnesses == {"site-a": federation.store.state.size}
@@ -213,10 +213,10 @@ def test_cosigned_heads_reach_the_auditor_and_bind_the_ledger(federation: Federa
 
 def test_nobody_cosigns_for_another_site(federation: Federation) -> None:
     a, b = federation.join("site-a"), federation.join("site-b")
-    door = a.door()
-    door.hello()
-    door.hello(door.watch.cosigned("site-b", b.home.sign_key(), 1))
-    door.hello("nonsense")
+    gateway = a.gateway()
+    gateway.hello()
+    gateway.hello(gateway.watch.cosigned("site-b", b.home.sign_key(), 1))
+    gateway.hello("nonsense")
     assert Witnesses(federation.home.witnesses).notes() == ()
 
 
@@ -224,10 +224,10 @@ def test_a_site_says_nothing_for_another_after_a_restore(federation: Federation)
     a, b = federation.join("site-a"), federation.join("site-b")
     federation.store.restore("nonce-1")
     word = a.seal(Receipts("site-b", "lazaret/coordinator", "nonce-1", 0))
-    door = b.door()
-    door.hello()
-    assert {f.rule for f in door.present("p", word).findings} == {"bad_envelope"}
-    own = a.door()
+    gateway = b.gateway()
+    gateway.hello()
+    assert {f.rule for f in gateway.present("p", word).findings} == {"bad_envelope"}
+    own = a.gateway()
     own.hello()
     assert {f.rule for f in own.present("p", word).findings} == {"another_site"}
     assert federation.store.state.sites_awaited == {"site-a", "site-b"}
@@ -248,7 +248,7 @@ def test_a_backup_is_a_ledger_of_one_commit_and_overwrites_nothing(federation: F
 
 
 @contextlib.contextmanager
-def desk(site: Site) -> Iterator[runtime.AgentRuntime]:
+def context(site: Site) -> Iterator[runtime.AgentRuntime]:
     """The agent's own desk, as its commands open it, turned to where the coordinator listens now."""
     path = site.home.root / "site.toml"
     path.write_text(
@@ -267,7 +267,7 @@ def test_the_agents_own_greeting_brings_a_restored_coordinator_back_to_work(
 ) -> None:
     """As it happens: the agent has seen and cosigned what the backup has lost."""
     a, b = federation.join("site-a"), federation.join("site-b")
-    with desk(a) as opened:
+    with context(a) as opened:
         runtime.sync_with_coordinator(opened)
         backup(federation, tmp_path / "copy.db")
         price_of_one(opened, a, "after", DP)
@@ -278,12 +278,12 @@ def test_the_agents_own_greeting_brings_a_restored_coordinator_back_to_work(
         federation.store.restore("nonce-1")
         Witnesses(federation.home.witnesses).forget(2)
         for _ in range(2):  # a second start shows nothing twice
-            with desk(a) as opened:
+            with context(a) as opened:
                 runtime.sync_with_coordinator(opened)
                 assert not opened.watch.must_present
         assert federation.store.state.accounts["site-a/rdp"].spent == spent
         assert federation.store.state.sites_awaited == {"site-b"}
-        with desk(b) as opened:  # enrolled before, never greeted: it is awaited all the same
+        with context(b) as opened:  # enrolled before, never greeted: it is awaited all the same
             runtime.sync_with_coordinator(opened)
             price_of_one(opened, b, "fresh", SMALL)
         kept = Witnesses(federation.home.witnesses).notes()
@@ -295,7 +295,7 @@ def test_a_ledger_made_anew_with_a_restore_in_it_is_no_restored_one(federation: 
     """What the site saw before the backup must still be there."""
     a = federation.join("site-a")
     envelope = (a.home.root / "request.json").read_bytes()
-    a.door().hello()
+    a.gateway().hello()
     federation.__exit__(None, None, None)
     for path in (*federation.home.root.glob("ledger.db*"), federation.home.root / "ledger.mark"):
         path.unlink()
@@ -313,7 +313,7 @@ def test_a_ledger_made_anew_with_a_restore_in_it_is_no_restored_one(federation: 
         federation.store.restore("nonce-1")
         for _ in range(2):
             with pytest.raises(LedgerForkError):
-                a.door().hello()
+                a.gateway().hello()
 
 
 def test_a_yes_that_is_in_no_ledger_is_no_answer(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,12 +332,12 @@ def test_a_yes_that_is_in_no_ledger_is_no_answer(federation: Federation, monkeyp
 @pytest.mark.parametrize("more", ["twice", "by nobody", "unsigned"])
 def test_a_note_that_would_spoil_an_export_is_not_kept_and_stops_nobody(federation: Federation, more: str) -> None:
     site = federation.join("site-a")
-    door = site.door()
-    door.hello()
-    note = door.watch.cosigned("site-a", site.home.sign_key(), 1)
+    gateway = site.gateway()
+    gateway.hello()
+    note = gateway.watch.cosigned("site-a", site.home.sign_key(), 1)
     line = note.rstrip("\n").split("\n")[-1] + "\n"
     bad = {"twice": note + line, "by nobody": note + line.replace("site-a", "site-q"), "unsigned": note[: -len(line)]}
-    door.hello(bad[more])
+    gateway.hello(bad[more])
     assert Witnesses(federation.home.witnesses).notes() == ()
     assert not federation.store.stopped
 
@@ -346,20 +346,20 @@ def test_a_stranger_cannot_stop_the_coordinator_with_an_old_note(federation: Fed
     site, stranger = federation.join("site-a"), federation.join("site-x", approve=False)
     backup(federation, tmp_path / "copy.db")
     site.reserved("g", SMALL, "federated", "run")
-    door = site.door()
-    door.hello()
-    note = door.watch.cosigned("site-a", site.home.sign_key(), 1)
+    gateway = site.gateway()
+    gateway.hello()
+    note = gateway.watch.cosigned("site-a", site.home.sign_key(), 1)
     bring_back(federation, tmp_path / "copy.db")
     with federation:
         with pytest.raises(CoordinatorUnreachableError, match="never issued"):
-            stranger.door().hello(note)
+            stranger.gateway().hello(note)
         assert not federation.intake.witness("site-x", note)
         assert not federation.store.stopped
 
 
 def test_a_look_beside_the_serving_agent_writes_nothing(federation: Federation) -> None:
     site = federation.join("site-a")
-    site.door().hello()
+    site.gateway().hello()
     before = (site.home.root / "watch" / "seen.json").read_bytes()
     grow(federation, "x")
     look = LedgerWitness(site.home.root / "watch", federation.store.public, forgetful=True)
@@ -369,22 +369,22 @@ def test_a_look_beside_the_serving_agent_writes_nothing(federation: Federation) 
 
 def test_a_forgotten_watch_is_noticed_by_the_vault(federation: Federation) -> None:
     site = federation.join("site-a")
-    with desk(site) as opened:
+    with context(site) as opened:
         runtime.sync_with_coordinator(opened)
     shutil.rmtree(site.home.root / "watch")
-    with pytest.raises(SiteConfigError, match="watch/ is missing"), desk(site):
+    with pytest.raises(SiteConfigError, match="watch/ is missing"), context(site):
         pass
 
 
 def test_an_old_amendment_sent_again_changes_nothing(federation: Federation) -> None:
     site = federation.join("site-a")
-    door, loose, tight = site.door(), Amendment("site-a", 1, policy()), Amendment("site-a", 2, policy(k_min=50))
-    assert door.amend("am-1", site.seal(loose)).admitted
-    assert door.amend("am-2", site.seal(tight)).admitted
-    assert door.amend("am-1", site.seal(loose)).admitted, "the same answer as before"
-    assert {f.rule for f in door.amend("am-3", site.seal(loose)).findings} == {"bad_statement"}
+    gateway, loose, tight = site.gateway(), Amendment("site-a", 1, policy()), Amendment("site-a", 2, policy(k_min=50))
+    assert gateway.amend("am-1", site.seal(loose)).admitted
+    assert gateway.amend("am-2", site.seal(tight)).admitted
+    assert gateway.amend("am-1", site.seal(loose)).admitted, "the same answer as before"
+    assert {f.rule for f in gateway.amend("am-3", site.seal(loose)).findings} == {"bad_statement"}
     asked = site.hospital.reservation("g")
-    assert {f.rule for f in door.reserve("r", site.seal(asked)).findings} == {"min_k"}
+    assert {f.rule for f in gateway.reserve("r", site.seal(asked)).findings} == {"min_k"}
 
 
 def test_a_yes_that_the_ledger_holds_as_a_no_is_no_answer(
@@ -399,7 +399,7 @@ def test_a_yes_that_the_ledger_holds_as_a_no_is_no_answer(
 
 def test_a_second_restore_finds_what_the_first_recovered(federation: Federation, tmp_path: Path) -> None:
     a = federation.join("site-a")
-    with desk(a) as opened:
+    with context(a) as opened:
         runtime.sync_with_coordinator(opened)
         backup(federation, tmp_path / "one.db")
         price_of_one(opened, a, "lost", SMALL)
@@ -407,25 +407,25 @@ def test_a_second_restore_finds_what_the_first_recovered(federation: Federation,
         bring_back(federation, tmp_path / ("one.db" if turn == "nonce-1" else "two.db"))
         with federation:
             federation.store.restore(turn)
-            with desk(a) as opened:
+            with context(a) as opened:
                 runtime.sync_with_coordinator(opened)
             assert federation.store.state.sites_awaited == set()
             assert federation.store.state.grants["lost"].state == "spent"
             if turn == "nonce-1":
                 backup(federation, tmp_path / "two.db")
-    with federation, desk(a) as opened:
+    with federation, context(a) as opened:
         price_of_one(opened, a, "fresh", SMALL)
 
 
 def test_the_same_backup_twice_is_two_restores_to_everybody(federation: Federation, tmp_path: Path) -> None:
     a = federation.join("site-a")
-    with desk(a) as opened:
+    with context(a) as opened:
         runtime.sync_with_coordinator(opened)
     backup(federation, tmp_path / "copy.db")
     bring_back(federation, tmp_path / "copy.db")
     with federation:
         federation.store.restore("nonce-1")
-        with desk(a) as opened:
+        with context(a) as opened:
             runtime.sync_with_coordinator(opened)
             price_of_one(opened, a, "g", SMALL)
             runtime.sync_with_coordinator(opened)
@@ -433,9 +433,9 @@ def test_the_same_backup_twice_is_two_restores_to_everybody(federation: Federati
     bring_back(federation, tmp_path / "copy.db")
     with federation:
         federation.store.restore("nonce-2")
-        a.door().hello(old)  # of the other epoch 2: no reason to stop
+        a.gateway().hello(old)  # of the other epoch 2: no reason to stop
         assert not federation.store.stopped
-        with desk(a) as opened:
+        with context(a) as opened:
             runtime.sync_with_coordinator(opened)
         assert federation.store.state.grants["g"].state == "spent"
         assert federation.store.state.sites_awaited == set()
@@ -446,24 +446,24 @@ def test_a_request_that_was_refused_before_the_restore_is_no_lost_grant(
 ) -> None:
     """The site was killed before it heard the no, and holds the grant for spent."""
     a = federation.join("site-a")
-    with desk(a) as opened:
+    with context(a) as opened:
         runtime.sync_with_coordinator(opened)
         price_of_one(opened, a, "first", DP)
         asked = a.hospital.reservation("unheard", DP, "federated", "run")
         envelope = a.seal(asked)
-        opened.site.books.store.append(
+        opened.site.ledger.store.append(
             "reserve-unheard",
             AppendRequest(
                 (Reserved("unheard", "site-a", "run", "federated", "site-a/rdp", 1, b"{}", digest(envelope)),),
                 (envelope,),
             ),
         )
-        assert not opened.door.reserve("reserve-unheard", envelope).admitted
+        assert not opened.gateway.reserve("reserve-unheard", envelope).admitted
     backup(federation, tmp_path / "copy.db")
     bring_back(federation, tmp_path / "copy.db")
     with federation:
         federation.store.restore("nonce-1")
-        with desk(a) as opened:
+        with context(a) as opened:
             runtime.sync_with_coordinator(opened)
         assert federation.store.state.sites_awaited == set()
 
@@ -479,12 +479,12 @@ def come_to(end: str, opened: runtime.AgentRuntime, of: Site, grant: str) -> Non
     if end == "refused":  # the site was killed before it heard so
         reservation = of.hospital.reservation(grant, claim, "federated", f"run-{grant}")
         envelope = of.seal(reservation)
-        assert opened.site.books.reserve(f"reserve-{grant}", reservation, envelope).admitted
+        assert opened.site.ledger.reserve(f"reserve-{grant}", reservation, envelope).admitted
         said = of.federation.intake.reserve_run(reservation.run, {of.hospital.name: envelope}, 2)
         assert not said[of.hospital.name].admitted
         return
     reserve_in_both(opened.site, of, grant, claim)
-    held = opened.site.books.store.state.grants[grant].reserved
+    held = opened.site.ledger.store.state.grants[grant].reserved
     assert isinstance(held, Reserved)
     if end == "finished":
         settle_grant(opened.site, grant, replace(claim, steps=2))
@@ -498,19 +498,19 @@ def test_a_site_that_took_part_in_runs_gets_past_a_restore_whatever_became_of_it
     federation: Federation, tmp_path: Path, end: str, after: bool
 ) -> None:
     a = federation.join("site-a")
-    with desk(a) as opened:
+    with context(a) as opened:
         runtime.sync_with_coordinator(opened)
         if not after:
             come_to(end, opened, a, "part")
         backup(federation, tmp_path / "copy.db")
         if after:
             come_to(end, opened, a, "part")
-        here = opened.site.books.store.state.accounts["site-a/rdp"]
+        here = opened.site.ledger.store.state.accounts["site-a/rdp"]
         before = here.held + here.spent
     bring_back(federation, tmp_path / "copy.db")
     with federation:
         federation.store.restore("nonce-1")
-        with desk(a) as opened:
+        with context(a) as opened:
             runtime.sync_with_coordinator(opened)
             assert federation.store.state.sites_awaited == set()
             assert federation.store.state.recovered["site-a"] == int(after and end != "freed")
@@ -528,16 +528,16 @@ def test_a_grant_that_the_backup_holds_is_answered_as_known_and_counts_as_not_lo
     agent = pipeline_site(a, tmp_path)
     reservation = a.hospital.reservation("odd", SMALL, "federated", "run-1")
     envelope = a.seal(reservation)
-    assert agent.books.reserve("reserve-odd", reservation, envelope).admitted
-    assert agent.door.reserve("another-key", envelope).admitted
+    assert agent.ledger.reserve("reserve-odd", reservation, envelope).admitted
+    assert agent.gateway.reserve("another-key", envelope).admitted
     backup(federation, tmp_path / "copy.db")
     bring_back(federation, tmp_path / "copy.db")
     with federation:
         federation.store.restore("nonce-1")
-        door = a.door()
-        door.hello()
+        gateway = a.gateway()
+        gateway.hello()
         size = federation.store.state.size
-        assert [f.rule for f in door.present("recover-odd", envelope).findings] == ["known"]
+        assert [f.rule for f in gateway.present("recover-odd", envelope).findings] == ["known"]
         assert federation.store.state.size == size
-        assert present(replace(agent, door=door), "lazaret/coordinator", "nonce-1") == 0
+        assert present(replace(agent, gateway=gateway), "lazaret/coordinator", "nonce-1") == 0
         assert federation.store.state.sites_awaited == set()

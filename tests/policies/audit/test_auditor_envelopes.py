@@ -33,7 +33,7 @@ PAYLOADS = (encode(A.reservation("g")), encode(A.reservation("grant")), b"", b"x
 HONEST = tuple(seal(payload, PAYLOAD_TYPE, KEY) for payload in PAYLOADS)
 
 
-def door(raw: bytes) -> bytes | None:
+def gateway(raw: bytes) -> bytes | None:
     try:
         return open_sealed(raw, PAYLOAD_TYPE, {"site-a": PUBLIC}).payload
     except EnvelopeError:
@@ -134,13 +134,13 @@ CORPUS = corpus()
 @pytest.mark.parametrize("raw", HONEST, ids=range(len(HONEST)))
 def test_both_open_what_was_sealed(raw: bytes) -> None:
     payload = PAYLOADS[HONEST.index(raw)]
-    assert door(raw) == auditor(raw) == auditor(raw, None) == payload
+    assert gateway(raw) == auditor(raw) == auditor(raw, None) == payload
 
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_both_refuse_every_other_way_to_say_the_same(name: str) -> None:
     assert CORPUS[name] not in HONEST
-    assert door(CORPUS[name]) is None
+    assert gateway(CORPUS[name]) is None
     assert auditor(CORPUS[name]) is None
 
 
@@ -161,7 +161,7 @@ PIECES = st.one_of(
 @example(HONEST[0], 0, 0, b" ")
 def test_both_take_the_same_bytes_however_they_are_damaged(raw: bytes, at: int, length: int, given: bytes) -> None:
     damaged = _damaged(raw, at, length, given)
-    assert door(damaged) == auditor(damaged)
+    assert gateway(damaged) == auditor(damaged)
 
 
 JSON = st.recursive(
@@ -180,7 +180,7 @@ def test_both_take_the_same_whatever_stands_in_a_field(data: st.DataObject) -> N
     place = signature if name in ("keyid", "sig") else document
     place[name] = data.draw(JSON)
     raw = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
-    assert door(raw) == auditor(raw)
+    assert gateway(raw) == auditor(raw)
 
 
 @pytest.mark.parametrize("name", CORPUS)

@@ -189,16 +189,16 @@ def test_nothing_that_it_rests_on_can_be_left_out_or_put_in(world: Stage, files:
 
 def remade(world: Stage, subject: str, change: Any) -> Certificate:
     """A certificate from a tree of the operator's own, under the ledger's key: entries are changed or dropped."""
-    _, books = snapshot(world.home, NOW)
-    records = [r for r in (change(decode(raw)) for raw in books.export.entries) if r is not None]
+    _, ledger = snapshot(world.home, NOW)
+    records = [r for r in (change(decode(raw)) for raw in ledger.export.entries) if r is not None]
     entries, tree, key = [encode(r) for r in records], Tree(), world.home.ledger_key()
     for raw in entries:
         tree.append(leaf_hash(raw))
     wanted = certificate_check.supporting_entries(subject, list(enumerate(records)))
     shown = tuple(ProvenEntry(seq, entries[seq], tuple(tree.inclusion_proof(seq, tree.size))) for seq, _ in wanted)
-    envelopes = tuple(books.behind(wanted))
-    note = sign_checkpoint(Checkpoint(books.source.origin, tree.size, tree.root()), key)
-    return Certificate(books.source.origin, books.export.public, note, shown, envelopes, {"subject": subject}, {})
+    envelopes = tuple(ledger.behind(wanted))
+    note = sign_checkpoint(Checkpoint(ledger.source.origin, tree.size, tree.root()), key)
+    return Certificate(ledger.source.origin, ledger.export.public, note, shown, envelopes, {"subject": subject}, {})
 
 
 def test_a_level_that_the_sites_own_statement_does_not_give_is_found_without_the_ledger(world: Stage) -> None:
@@ -265,20 +265,20 @@ def test_two_grants_of_a_site_in_one_run_add_up_wherever_the_model_is_described(
 ) -> None:
     with stage(tmp_path / "hub") as shown:
         both, run = twice(shown), shown.run
-        export, books = snapshot(shown.home, NOW)
+        export, ledger = snapshot(shown.home, NOW)
         (tmp_path / "ledger.export").write_bytes(export)
         for form in ("json", "pdf"):
             (tmp_path / f"model.{form}").write_bytes(make(shown.home, "certificate", form, run, NOW).body)
     found = verify(export)
     assert found.granted_twice == ["north, run twice: grant w3"], "it was paid for: told, and no reason to doubt"
-    named = ("--key", books.source.key)
+    named = ("--key", ledger.source.key)
     code, text = told(capsys, tmp_path / "ledger.export", *named)
     assert (code, "GRANTED AGAIN in one run, which is refused today: north, run twice" in text) == (0, True)
     for form in ("json", "pdf"):
         code, text = told(capsys, tmp_path / f"model.{form}", "--from", tmp_path / "ledger.export", *named)
         assert (code, text.count("north: epsilon ")) == (0, 1), text
         assert "order 4; 2 grants of this run together" in text
-    item = books.item(run)
+    item = ledger.item(run)
     assert [(p["site"], p["epsilon"].get("grants")) for p in item.parts] == [
         ("north", 2),
         ("south", None),
@@ -288,23 +288,23 @@ def test_two_grants_of_a_site_in_one_run_add_up_wherever_the_model_is_described(
     assert both <= float(item.dearest["epsilon"]["value"]) < both + 1e-8
     assert item.claim.startswith("2 uses of the same patients, under a grant each: (1) 10 steps")
     assert "(2 grants together)" in item.epsilon
-    entry = registered(books, item)["deployment"]["privacy_loss"]
+    entry = registered(ledger, item)["deployment"]["privacy_loss"]
     assert entry["privacy_parameters"]["epsilon"] >= both
     assert entry["privacy_parameters_details"].count("north: ") == 1
-    page = model_of(books.state, [a for a in books.state.releases.values() if a.run == run], bytes(32), "{}")
+    page = model_of(ledger.state, [a for a in ledger.state.releases.values() if a.run == run], bytes(32), "{}")
     assert page is not None
     assert [(part.site, part.epsilon.split()[1]) for part in page.parts] == [("north", "4.44"), ("south", "3.92")]
     assert page.facts.epsilon == page.parts[0].epsilon
     assert page.facts.promise.count("10 steps") == 2
-    priced = {i["release"]: i["epsilon"] for i in checklist(books).data["items"]}
+    priced = {i["release"]: i["epsilon"] for i in checklist(ledger).data["items"]}
     assert float(priced[run]["value"]) >= both
-    assert float(card(books, run).data["facts"]["parts"][0]["epsilon"]["value"]) >= both
+    assert float(card(ledger, run).data["facts"]["parts"][0]["epsilon"]["value"]) >= both
 
 
 def test_a_certificate_that_counts_one_of_two_grants_only_is_not_the_ledgers(tmp_path: Path) -> None:
     with stage(tmp_path / "hub") as shown:
         twice(shown)
-        _, books = snapshot(shown.home, NOW)
+        _, ledger = snapshot(shown.home, NOW)
         made = read(make(shown.home, "certificate", "json", shown.run, NOW).body)
 
         def fewer(record: Any) -> Any:
@@ -312,14 +312,14 @@ def test_a_certificate_that_counts_one_of_two_grants_only_is_not_the_ledgers(tmp
             return None if isinstance(entry, Admitted) and entry.grant == "w1" else record
 
         cheaper = remade(shown, shown.run, fewer)
-    certificate_check.check_against_export(made, books.export)
+    certificate_check.check_against_export(made, ledger.export)
     records = [r for r in certificate_check.lines(made.shown) if getattr(r[1].entry, "grant", "") != "w1"]
     kept = {seq for seq, _ in records}
     less = replace(made, shown=tuple(s for s in made.shown if s.seq in kept))
     with pytest.raises(ExportError, match="leaves out entries"):
-        certificate_check.check_against_export(less, books.export)
+        certificate_check.check_against_export(less, ledger.export)
     with pytest.raises(ExportError):
-        certificate_check.check_against_export(cheaper, books.export)
+        certificate_check.check_against_export(cheaper, ledger.export)
 
 
 def test_where_one_of_two_grants_has_no_epsilon_none_of_the_sites_parts_has() -> None:
@@ -345,9 +345,9 @@ def test_a_ledger_of_somebodys_own_making_is_told_by_its_key(
 ) -> None:
     """The true entries under a false key: sound in itself, and nobody's."""
     false, true = Ed25519PrivateKey.generate(), read((files / "set.json").read_bytes())
-    _, books = snapshot(world.home, NOW)
+    _, ledger = snapshot(world.home, NOW)
     tree = CompactRange()
-    for entry in books.export.entries:
+    for entry in ledger.export.entries:
         tree.append(leaf_hash(entry))
     note = sign_checkpoint(Checkpoint(true.origin, tree.size, tree.root()), false)
     made = replace(true, public=false.public_key().public_bytes_raw(), checkpoint=note)
@@ -356,7 +356,7 @@ def test_a_ledger_of_somebodys_own_making_is_told_by_its_key(
     for pinned in (("--key", key), ("--from", files / "ledger.export")):
         code, text = told(capsys, tmp_path / "false.json", *pinned)
         assert (code, "another key" in text) == (1, True)
-    mine = Export(made.public, books.export.entries, books.export.envelopes, note)
+    mine = Export(made.public, ledger.export.entries, ledger.export.envelopes, note)
     (tmp_path / "false.export").write_bytes(mine.encode())
     code, text = told(capsys, tmp_path / "false.json", "--from", tmp_path / "false.export")
     assert (code, text.startswith("CONSISTENT: ")) == (3, True), "whoever made one made the other, too"

@@ -74,9 +74,9 @@ def test_every_field_of_a_certificate_may_hold_anything(
     subject: str, world: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Signed by the ledger's own key, as a lying operator can, and held against the key and the export."""
-    raw, books = snapshot(world.home, NOW)
+    raw, ledger = snapshot(world.home, NOW)
     (tmp_path / "ledger.export").write_bytes(raw)
-    named = ("--key", books.source.key, "--from", str(tmp_path / "ledger.export"))
+    named = ("--key", ledger.source.key, "--from", str(tmp_path / "ledger.export"))
     name = world.run if subject == "model" else world.names[subject]
     body = json.loads(read(make(world.home, "certificate", "json", name, NOW).body).encode())
     key, dice, kept = world.home.ledger_key(), random.Random(subject), []
@@ -136,7 +136,7 @@ def _signed(export: Export, key: Ed25519PrivateKey, entries: list[bytes], envelo
 
 
 @pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> tuple[Export, Ed25519PrivateKey, Hospital]:
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Export, Ed25519PrivateKey, Hospital]:
     path, key, a = tmp_path_factory.mktemp("books") / "ledger.db", Ed25519PrivateKey.generate(), Hospital("site-a")
     register = open_register(path, a, key=key)
     asked, release = a.reservation("g"), a.release("g")
@@ -159,9 +159,9 @@ def _cbor(value: Any) -> bytes | None:
 
 
 def test_every_field_of_an_entry_may_hold_anything(
-    books: tuple[Export, Ed25519PrivateKey, Hospital], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ledger: tuple[Export, Ed25519PrivateKey, Hospital], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export, key, _ = books
+    export, key, _ = ledger
     tried = 0
     for n, raw in enumerate(export.entries):
         record = cbor.decode(raw)
@@ -179,10 +179,10 @@ def test_every_field_of_an_entry_may_hold_anything(
 
 
 def test_every_field_of_a_statement_may_hold_anything(
-    books: tuple[Export, Ed25519PrivateKey, Hospital], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ledger: tuple[Export, Ed25519PrivateKey, Hospital], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Sealed by the hospital, whose entry then rests on it: what the door would not have taken is found here."""
-    export, key, a = books
+    export, key, a = ledger
     said = encode(a.reservation("g"))
     document, old = json.loads(said), hashlib.sha256(a.seal(a.reservation("g"))).digest()
     for place in places(document):
@@ -202,9 +202,9 @@ def test_every_field_of_a_statement_may_hold_anything(
 
 @pytest.mark.parametrize("part", range(8))
 def test_every_line_of_an_export_may_hold_anything(
-    books: tuple[Export, Ed25519PrivateKey, Hospital], part: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ledger: tuple[Export, Ed25519PrivateKey, Hospital], part: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = books[0].encode().split(b"\n")
+    lines = ledger[0].encode().split(b"\n")
     odd = (b"", b"\xff\xfe", b"key ", b"entries 999999999", b"entries -1", b"entries 1e3", b"A" * 300_000, b"=",
            b"\x00", b"witnessed 1", b"checkpoint", "é".encode(), b"9" * 6000)  # fmt: skip
     for at in range(part, len(lines) - 1, 8):

@@ -63,23 +63,23 @@ def resigned(world: Stage, found: Certificate, **changes: Any) -> Certificate:
 def test_a_certificate_says_that_its_site_was_stolen_and_when_and_stays_sound(
     form: str, world: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    raw, books = snapshot(world.home, NOW)
+    raw, export = snapshot(world.home, NOW)
     (tmp_path / "ledger.export").write_bytes(raw)
     for subject in (world.names["eleven"], world.run):
         (tmp_path / f"c.{form}").write_bytes(made(world, subject, form))
         for ledger in (("--from", tmp_path / "ledger.export"), ()):
-            code, text = told(capsys, tmp_path / f"c.{form}", *ledger, "--key", books.source.key)
+            code, text = told(capsys, tmp_path / f"c.{form}", *ledger, "--key", export.source.key)
             assert (code, text.startswith("SOUND: certificate of ")) == (0, True), text
             assert text.count("REVOKED: ") == 2
             assert "REVOKED: the certificate 3f of north was revoked on " in text
             stolen = next(line for line in text.splitlines() if STOLEN in line)
             assert " UTC: stolen (entry " in stolen
             assert "after this certificate was made" not in text
-        page = as_markdown(as_document(books, books.item(subject)))
+        page = as_markdown(as_document(export, export.item(subject)))
         assert "The site north was revoked on " in page
         assert "stolen" in page
     (tmp_path / "other.json").write_bytes(made(world, world.names["five"]))
-    code, text = told(capsys, tmp_path / "other.json", "--key", books.source.key)
+    code, text = told(capsys, tmp_path / "other.json", "--key", export.source.key)
     assert (code, "REVOKED" in text) == (0, False), "of another site"
 
 
@@ -141,13 +141,13 @@ def first(world: Stage, subject: str) -> Certificate:
 def test_one_of_the_first_form_stays_sound_says_that_it_cannot_tell_and_the_export_tells(
     world: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    older_one, (raw, books) = first(world, world.names["eleven"]), snapshot(world.home, NOW)
+    older_one, (raw, ledger) = first(world, world.names["eleven"]), snapshot(world.home, NOW)
     (tmp_path / "c.json").write_bytes(seal(older_one.encode(), PAYLOAD, world.home.ledger_key()))
     (tmp_path / "ledger.export").write_bytes(raw)
-    code, text = told(capsys, tmp_path / "c.json", "--key", books.source.key)
+    code, text = told(capsys, tmp_path / "c.json", "--key", ledger.source.key)
     assert (code, "REVOKED" in text, "give --from with the ledger's export" in text) == (0, False, True)
-    assert json.loads(told(capsys, tmp_path / "c.json", "--key", books.source.key, "--json")[1])["revoked"] is None
-    named = ("--key", books.source.key)
+    assert json.loads(told(capsys, tmp_path / "c.json", "--key", ledger.source.key, "--json")[1])["revoked"] is None
+    named = ("--key", ledger.source.key)
     code, text = told(capsys, tmp_path / "c.json", "--from", tmp_path / "ledger.export", *named)
     assert (code, text.count("REVOKED: "), "older one" in text) == (0, 2, False)
 

@@ -513,8 +513,8 @@ def test_what_is_staged_while_a_batch_is_on_its_way_belongs_to_the_next(tmp_path
                 return
             time.sleep(0.01)
 
-    lock = Overtaken(store._books, overtake)
-    store._flush, flush = (lambda size: (setattr(store, "_books", lock), flush(size))[1]), store._flush  # type: ignore[assignment, method-assign]
+    lock = Overtaken(store._reviewing, overtake)
+    store._flush, flush = (lambda size: (setattr(store, "_reviewing", lock), flush(size))[1]), store._flush  # type: ignore[assignment, method-assign]
     store.append("first", _refusal(hospital, 1))
     second.join(60)
     assert lock.overtake is None, "it was overtaken"

@@ -68,7 +68,7 @@ def b32(text: str) -> bytes:
     return text.encode().ljust(32, b".")
 
 
-def books(*entries: Entry) -> State:
+def ledger(*entries: Entry) -> State:
     """The fold of these entries."""
     state = State()
     for i, entry in enumerate(entries):
@@ -453,7 +453,7 @@ BROKEN: list[Case] = [
 def test_an_entry_that_breaks_one_rule_is_refused_and_changes_nothing(
     why: str, before: tuple[Entry, ...], entry: Entry
 ) -> None:
-    refuses(books(*before), entry, why)
+    refuses(ledger(*before), entry, why)
 
 
 def account(state: State, name: str = "m/rdp") -> tuple[int, int, int, int]:
@@ -474,7 +474,7 @@ def test_books_begin_empty_in_the_first_epoch() -> None:
 
 
 def test_an_idempotency_key_is_used_once_and_keeps_its_place() -> None:
-    state = books(opened(), opened("n"))
+    state = ledger(opened(), opened("n"))
     assert (state.keys, state.size) == ({"k0": 0, "k1": 1}, 2)
     before = copy.deepcopy(state)
     with pytest.raises(InvalidEntryError, match="used twice"):
@@ -483,7 +483,7 @@ def test_an_idempotency_key_is_used_once_and_keeps_its_place() -> None:
 
 
 def test_a_site_is_enrolled_with_its_policy_and_amends_it() -> None:
-    state = books(enrolled("n"), enrolled(), enrolled("a"))
+    state = ledger(enrolled("n"), enrolled(), enrolled("a"))
     assert state.sites == {site: enrolled(site) for site in ("n", "m", "a")}
     assert state.policies == {site: b32(f"envelope of {site}") for site in ("n", "m", "a")}
     after = takes(state, amended(1))
@@ -497,7 +497,7 @@ def test_a_site_is_enrolled_with_its_policy_and_amends_it() -> None:
 
 @pytest.mark.parametrize("office", [(C,), (O, H), PERSONS])
 def test_a_site_is_enrolled_by_all_roles_in_office(office: tuple[Appointed, ...]) -> None:
-    before = books(*office, *enrolling("s", *(p.person for p in office if p is not O)))
+    before = ledger(*office, *enrolling("s", *(p.person for p in office if p is not O)))
     after = takes(before, enrolled(serial="s"))
     assert after.sites == {"m": enrolled(serial="s")}
     assert after.proposals["s"].used
@@ -505,14 +505,14 @@ def test_a_site_is_enrolled_by_all_roles_in_office(office: tuple[Appointed, ...]
 
 
 def test_who_agreed_is_told_in_the_order_in_which_they_did() -> None:
-    state = books(*PERSONS, *enrolling("s", "hugo", "cara"), *enrolling("t", "cara", site="n"))
+    state = ledger(*PERSONS, *enrolling("s", "hugo", "cara"), *enrolling("t", "cara", site="n"))
     words = ("enrol", "m", enrolled().envelope.hex())
     assert state.agreeing("s", *words) == ["hugo", "cara"]
     assert state.agreeing("t", *words) == state.agreeing("u", *words) == []
 
 
 def test_only_an_issued_certificate_of_an_enrolled_site_is_admitted() -> None:
-    state = books(enrolled(), enrolled("n"), issued(), issued("2"), issued("3", "n"))
+    state = ledger(enrolled(), enrolled("n"), issued(), issued("2"), issued("3", "n"))
     assert state.issued == {"1f": issued(), "2": issued("2"), "3": issued("3", "n")}
     assert [state.admits("m", number) for number in ("1f", "2", "3", "4", "")] == [True, True, False, False, False]
     assert (state.admits("n", "3"), state.admits("n", "1f"), state.admits("l", "1f")) == (True, False, False)
@@ -525,9 +525,9 @@ def test_only_an_issued_certificate_of_an_enrolled_site_is_admitted() -> None:
 
 
 def test_a_site_that_is_revoked_loses_every_certificate_and_nothing_else() -> None:
-    state = books(*BARRED, enrolled("n"))  # its own envelopes are kept: they are what it is held to
+    state = ledger(*BARRED, enrolled("n"))  # its own envelopes are kept: they are what it is held to
     others = (enrolled("a"), issued("4", "a"), enrolled("n"), issued("3", "n"))
-    before = books(*BARRED[:-1], issued(), issued("2"), *others)
+    before = ledger(*BARRED[:-1], issued(), issued("2"), *others)
     after = takes(before, revoked())
     assert (after.revoked_sites, after.revoked) == ({"m"}, {"1f", "2"})
     assert [after.admits(*peer) for peer in (("m", "1f"), ("m", "2"), ("n", "3"), ("a", "4"))] == [
@@ -542,7 +542,7 @@ def test_a_site_that_is_revoked_loses_every_certificate_and_nothing_else() -> No
 
 
 def test_a_site_that_is_admitted_again_keeps_its_accounts_and_gets_new_certificates() -> None:
-    before = books(enrolled(), *GRANTED, issued(), amended(3), revoked())
+    before = ledger(enrolled(), *GRANTED, issued(), amended(3), revoked())
     fresh = Enrolled("m", key_of("new key"), b32("new policy"), b32("new envelope"), "")
     after = takes(before, fresh)
     assert (after.sites, after.policies, after.amended) == ({"m": fresh}, {"m": b32("new envelope")}, {"m": 3})
@@ -557,7 +557,7 @@ def test_a_site_that_is_admitted_again_keeps_its_accounts_and_gets_new_certifica
 
 
 def test_a_revoked_site_is_not_waited_for_after_a_restore_but_presents_before_it_is_granted_anything() -> None:
-    state = books(*BARRED, enrolled("n"), opened("n"), restored(6))
+    state = ledger(*BARRED, enrolled("n"), opened("n"), restored(6))
     assert (state.sites_awaited, state.sites_pending_receipts) == ({"n"}, {"m"})
     state = _also(_also(state, presented("n")), again())
     assert (state.frozen("n"), state.frozen("m")) == (False, True)
@@ -567,7 +567,7 @@ def test_a_revoked_site_is_not_waited_for_after_a_restore_but_presents_before_it
     third = replace(again(), envelope=b32("third"))
     back = _also(_also(state, revoked()), third)  # it has presented in this epoch: nothing is asked twice
     assert not back.frozen("m")
-    late = books(*AWAITED, revoked())
+    late = ledger(*AWAITED, revoked())
     assert (late.sites_awaited, late.sites_pending_receipts) == (
         {"m"},
         set(),
@@ -577,18 +577,18 @@ def test_a_revoked_site_is_not_waited_for_after_a_restore_but_presents_before_it
 
 @pytest.mark.parametrize("order", [2, 3, 1024])
 def test_an_account_of_kind_rdp_has_an_order_of_two_or_more_and_one_of_kind_k_has_none(order: int) -> None:
-    assert books(replace(opened(), order=order)).accounts == {"m/rdp": Account(replace(opened(), order=order))}
-    assert account(books(opened(kind="k", limit=3)), "m/k") == (3, 0, 0, 3)
+    assert ledger(replace(opened(), order=order)).accounts == {"m/rdp": Account(replace(opened(), order=order))}
+    assert account(ledger(opened(kind="k", limit=3)), "m/k") == (3, 0, 0, 3)
 
 
 @pytest.mark.parametrize("first", [(C, H), (H, C), (O, C, H), (O, appointed("otto", "operator"), C)])
 def test_the_first_of_each_role_is_appointed_freely(first: tuple[Appointed, ...]) -> None:
-    assert books(*first).persons == {p.person: p for p in first}
+    assert ledger(*first).persons == {p.person: p for p in first}
 
 
 @pytest.mark.parametrize("office", [(C,), (H,), PERSONS])
 def test_the_rest_are_appointed_by_all_roles_in_office(office: tuple[Appointed, ...]) -> None:
-    before = books(*office, *appointing("s", *(p.person for p in office)))
+    before = ledger(*office, *appointing("s", *(p.person for p in office)))
     after = _also(before, replace(O, serial="s"))
     assert after.persons["olaf"] == replace(O, serial="s")
     assert after.proposals["s"].used
@@ -603,21 +603,21 @@ def test_a_key_between_others_is_a_key_of_its_own() -> None:
     low, middle, high = sorted(map(key_of, "abc"))
     keys = [middle, low, high]
     people = [replace(p, public=key) for p, key in zip((O, C, H), keys, strict=True)]
-    assert set(books(*people).persons) == {"cara", "olaf", "hugo"}
+    assert set(ledger(*people).persons) == {"cara", "olaf", "hugo"}
     sites = [replace(enrolled(s), sign_key=key) for s, key in zip("mna", keys, strict=True)]
-    assert set(books(*sites).sites) == {"m", "n", "a"}
+    assert set(ledger(*sites).sites) == {"m", "n", "a"}
 
 
 def test_approvals_are_kept_by_person_and_told_by_role() -> None:
     cara, hugo = agreed("s", "limit", "m/rdp", "0.9")
     other = agreed("s", "limit", "m/rdp", "0.8", "hugo")[0]
-    state = books(*PERSONS, cara, hugo)
+    state = ledger(*PERSONS, cara, hugo)
     assert state.proposals == {
         "s": Proposal({"cara": (cara.proposal, cara.envelope), "hugo": (hugo.proposal, hugo.envelope)})
     }
     both = {"compliance": cara.envelope.hex(), "hospital": hugo.envelope.hex()}
     assert state.approvals("s", "limit", "m/rdp", "0.9") == both
-    split = books(*PERSONS, cara, other)
+    split = ledger(*PERSONS, cara, other)
     assert split.approvals("s", "limit", "m/rdp", "0.9") == {"compliance": cara.envelope.hex()}
     assert split.approvals("s", "limit", "m/rdp", "0.8") == {"hospital": other.envelope.hex()}
     for asked in (("t", "limit", "m/rdp"), ("s", "waive", "m/rdp"), ("s", "limit", "n/rdp")):
@@ -626,14 +626,14 @@ def test_approvals_are_kept_by_person_and_told_by_role() -> None:
 
 def test_who_asks_is_kept_and_others_decide() -> None:
     asked = asks("s", "limit", "m/rdp", said(101), "cora")
-    assert takes(books(*COMING, opened()), asked).asked == {"s": asked}
+    assert takes(ledger(*COMING, opened()), asked).asked == {"s": asked}
     words = agreed("s", "limit", "m/rdp", said(101), "cara", "hugo")
-    assert account(takes(books(*COMING, opened(), asked, *words), to(101)))[0] == 101
+    assert account(takes(ledger(*COMING, opened(), asked, *words), to(101)))[0] == 101
 
 
 def test_who_leaves_approves_nothing_more_and_what_was_decided_stays() -> None:
     words = agreed("s", "limit", "m/rdp", said(101), "cora", "hugo")
-    before = books(*COMING, opened(), *words, to(101), *agreed("l", "dismiss", "cora", "compliance"))
+    before = ledger(*COMING, opened(), *words, to(101), *agreed("l", "dismiss", "cora", "compliance"))
     after = takes(before, Dismissed("cora", "l"))
     assert after.dismissed == {"cora"}
     assert (after.active_person("cora"), after.active_person("cara")) == (None, C)
@@ -648,9 +648,9 @@ def test_who_leaves_approves_nothing_more_and_what_was_decided_stays() -> None:
 def test_who_decided_is_told_and_nobody_who_had_left_by_then() -> None:
     words = ("s", "limit", "m/rdp", said(101))
     gone = (*COMING, opened(), *agreed(*words, "cora"), *agreed("l", "dismiss", "cora", "compliance"))
-    before = books(*gone, Dismissed("cora", "l"), *agreed("s", "limit", "m/rdp", said(102), "hugo"))
+    before = ledger(*gone, Dismissed("cora", "l"), *agreed("s", "limit", "m/rdp", said(102), "hugo"))
     refuses(before, to(101), "2 role.*0 did$")
-    before = books(*gone, Dismissed("cora", "l"), *agreed(*words, "hugo", "cara"))
+    before = ledger(*gone, Dismissed("cora", "l"), *agreed(*words, "hugo", "cara"))
     after = takes(before, to(101))
     assert before.agreeing(*words) == after.agreeing(*words) == ["hugo", "cara"]
     assert after.proposals["s"].counted == ("hugo", "cara")
@@ -660,36 +660,36 @@ def test_who_decided_is_told_and_nobody_who_had_left_by_then() -> None:
 def test_who_asks_for_something_does_not_approve_it_under_another_serial_unless_somebody_else_asks() -> None:
     mine, words = asks("s", "limit", "m/rdp", said(101), "cara"), ("limit", "m/rdp", said(101))
     both = agreed("t", *words)
-    assert books(*PERSONS, opened(), mine, *both).agreeing("t", *words) == ["hugo"]
-    asked = books(O, C, replace(H, serial=""), opened(), mine, asks("t", *words), *both)
+    assert ledger(*PERSONS, opened(), mine, *both).agreeing("t", *words) == ["hugo"]
+    asked = ledger(O, C, replace(H, serial=""), opened(), mine, asks("t", *words), *both)
     assert takes(asked, to(101, "t")).proposals["t"].counted == ("cara", "hugo")
     other = asks("s", "limit", "m/rdp", said(102), "cara")
-    assert account(takes(books(*PERSONS, opened(), other, *both), to(101, "t")))[0] == 101
-    late = books(*PERSONS, opened(), *both, mine)  # nothing is decided until it is: he asked before it was
+    assert account(takes(ledger(*PERSONS, opened(), other, *both), to(101, "t")))[0] == 101
+    late = ledger(*PERSONS, opened(), *both, mine)  # nothing is decided until it is: he asked before it was
     refuses(late, to(101, "t"), "2 role.*1 did; a person")
     done = (*COMING, opened(), mine, *agreed("s", *words, "cora", "hugo"), to(101))  # so it is open no more
     low = (*agreed("u", "limit", "m/rdp", said(9), "hugo"), to(9, "u"))
-    assert account(takes(books(*done, *low, *both), to(101, "t")))[0] == 101
+    assert account(takes(ledger(*done, *low, *both), to(101, "t")))[0] == 101
     release = ("release-1", "release", "release-1", "ab")
-    own = books(*PERSONS, asks("s", *release[1:], "cara"), *agreed(*release))
+    own = ledger(*PERSONS, asks("s", *release[1:], "cara"), *agreed(*release))
     assert own.agreeing(*release) == ["cara", "hugo"], "a release has one serial, and nobody can ask under it"
 
 
 def test_a_grant_in_a_run_is_remembered_whatever_became_of_it() -> None:
-    assert books(opened(), reserved(run="")).granted == set()
-    assert books(*GRANTED, Freed("g", "x", b32("e"))).granted == {("m", "run")}
-    assert takes(books(*AWAITED), recovered()).granted == {("m", "run")}
-    assert takes(books(*GRANTED), reserved("h", 1)).granted == {("m", "run")}, "older ledgers still fold"
+    assert ledger(opened(), reserved(run="")).granted == set()
+    assert ledger(*GRANTED, Freed("g", "x", b32("e"))).granted == {("m", "run")}
+    assert takes(ledger(*AWAITED), recovered()).granted == {("m", "run")}
+    assert takes(ledger(*GRANTED), reserved("h", 1)).granted == {("m", "run")}, "older ledgers still fold"
 
 
 def test_where_nobody_may_approve_an_operator_leaves_freely() -> None:
-    assert takes(books(O), Dismissed("olaf", "")).active_person("olaf") is None
+    assert takes(ledger(O), Dismissed("olaf", "")).active_person("olaf") is None
 
 
 @pytest.mark.parametrize("other", [bytes(32), b"\xff" * 32])
 def test_an_approval_of_other_words_does_not_count(other: bytes) -> None:
     first = agreed("s", "limit", "m/rdp", said(101), "cara")[0]
-    state = books(*PERSONS, opened(), first, Approved("hugo", "s", other, b32("e")))
+    state = ledger(*PERSONS, opened(), first, Approved("hugo", "s", other, b32("e")))
     assert state.approvals("s", "limit", "m/rdp", said(101)) == {"compliance": first.envelope.hex()}
     refuses(state, to(101), "2 role.*1 did")
 
@@ -699,7 +699,7 @@ def test_an_approval_of_other_words_does_not_count(other: bytes) -> None:
 )
 def test_one_person_lowers_a_limit_and_two_roles_raise_it(limit: int, persons: list[str]) -> None:
     words = agreed("s", "limit", "m/rdp", said(limit), *persons)
-    after = takes(books(*PERSONS, *GRANTED, *words), to(limit))
+    after = takes(ledger(*PERSONS, *GRANTED, *words), to(limit))
     assert account(after) == (limit, 40, 0, limit - 40)
     assert after.accounts["m/rdp"].epsilon == said(limit)
     assert after.accounts["m/rdp"].opened == opened()
@@ -709,22 +709,22 @@ def test_one_person_lowers_a_limit_and_two_roles_raise_it(limit: int, persons: l
 def test_a_limit_that_was_lowered_is_raised_again_by_two_only_from_where_it_is() -> None:
     low = (*PERSONS, opened(), *agreed("s", "limit", "m/rdp", said(50), "cara"), to(50))
     again = (*low, *agreed("t", "limit", "m/rdp", said(51), "cara"))
-    refuses(books(*again), to(51, "t"), "2 role.*1 did")
-    both = books(*again, *agreed("t", "limit", "m/rdp", said(51), "hugo"))
+    refuses(ledger(*again), to(51, "t"), "2 role.*1 did")
+    both = ledger(*again, *agreed("t", "limit", "m/rdp", said(51), "hugo"))
     assert account(takes(both, to(51, "t")))[0] == 51
 
 
 def test_a_limit_of_kind_k_is_a_number_alone() -> None:
     words = agreed("s", "limit", "m/k", "3")
-    after = takes(books(*PERSONS, opened(kind="k", limit=2), *words), LimitSet("m/k", 3, "", "s"))
+    after = takes(ledger(*PERSONS, opened(kind="k", limit=2), *words), LimitSet("m/k", 3, "", "s"))
     assert account(after, "m/k") == (3, 0, 0, 3)
     assert after.accounts["m/k"].epsilon == ""
-    assert books(opened()).accounts["m/rdp"].epsilon == said(100)
+    assert ledger(opened()).accounts["m/rdp"].epsilon == said(100)
 
 
 @pytest.mark.parametrize("amount", [1, 99, 100])
 def test_a_reservation_up_to_what_is_left_is_held(amount: int) -> None:
-    state = books(opened("a"), opened(), opened("z"), reserved(amount=amount))
+    state = ledger(opened("a"), opened(), opened("z"), reserved(amount=amount))
     assert account(state) == (100, amount, 0, 100 - amount)
     assert state.grants == {"g": Grant(reserved(amount=amount))}
     assert account(state, "a/rdp") == account(state, "z/rdp") == (100, 0, 0, 100)
@@ -737,7 +737,7 @@ def test_what_is_left_after_grants_and_their_ends_may_be_reserved_to_the_last_un
         (Spent("g", 10, "x", b32("e")), 90),
         (Freed("g", "x", b32("e")), 100),
     ):
-        state = books(*GRANTED, *([end] if end else []))
+        state = ledger(*GRANTED, *([end] if end else []))
         assert account(state)[3] == left
         assert account(takes(state, reserved("h", left)))[3] == 0
 
@@ -754,17 +754,17 @@ def test_what_is_left_after_grants_and_their_ends_may_be_reserved_to_the_last_un
 def test_a_refused_release_is_a_reviewed_one_and_a_refused_reservation_is_not(
     stage: str, envelope: bytes, kept: bool
 ) -> None:
-    state = books(Refused("g", "m", "mech", stage, ["min_k"], envelope))
+    state = ledger(Refused("g", "m", "mech", stage, ["min_k"], envelope))
     assert state.envelopes == ({envelope} if kept else set())
 
 
 def test_what_is_sent_and_what_is_admitted_are_counted_apart_up_to_the_whole_grant() -> None:
-    state = books(*GRANTED, sent(1), sent(40, "r2", 2))
+    state = ledger(*GRANTED, sent(1), sent(40, "r2", 2))
     grant = state.grants["g"]
     assert (grant.sent, grant.used, grant.last_round, set(state.sent)) == (40, 0, 0, {"r1", "r2"})
     assert state.sent["r1"] == sent(1)
     assert (state.releases, state.envelopes, state.updates) == ({}, set(), set())
-    state = books(*GRANTED, admitted(1), admitted(40, "r2", 5))
+    state = ledger(*GRANTED, admitted(1), admitted(40, "r2", 5))
     grant = state.grants["g"]
     assert (grant.sent, grant.used, grant.last_round) == (0, 40, 5)
     assert state.releases == {"r1": admitted(1), "r2": admitted(40, "r2", 5)}
@@ -775,10 +775,10 @@ def test_what_is_sent_and_what_is_admitted_are_counted_apart_up_to_the_whole_gra
 def test_a_release_of_no_run_has_no_round_and_is_no_update() -> None:
     alone = (opened(), reserved(run=""))
     first = replace(admitted(10, n=0), run="")
-    state = books(*alone, first, replace(admitted(20, "r2", 0), run=""))
+    state = ledger(*alone, first, replace(admitted(20, "r2", 0), run=""))
     assert (state.grants["g"].used, state.grants["g"].last_round, state.updates) == (20, 0, set())
-    refuses(books(*alone), replace(first, round=1), "has a round")
-    refuses(books(*alone), replace(first, used=41), "does not cover")
+    refuses(ledger(*alone), replace(first, round=1), "has a round")
+    refuses(ledger(*alone), replace(first, used=41), "does not cover")
 
 
 @pytest.mark.parametrize(
@@ -788,22 +788,22 @@ def test_a_release_of_no_run_has_no_round_and_is_no_update() -> None:
      ((sent(40),), 40, b""), ((sent(20), admitted(10)), 20, b32("e")), ((sent(10), admitted(20)), 20, b32("e"))],
 )  # fmt: skip
 def test_a_grant_is_spent_from_what_left_to_the_whole(before: tuple[Entry, ...], used: int, envelope: bytes) -> None:
-    after = takes(books(*GRANTED, reserved("h", 5), *before), Spent("g", used, "x", envelope))
+    after = takes(ledger(*GRANTED, reserved("h", 5), *before), Spent("g", used, "x", envelope))
     assert account(after) == (100, 5, used, 95 - used)
     assert after.grants["g"].state == "spent"
 
 
 def test_what_expires_is_spent_whole_and_what_is_freed_is_given_back_whole() -> None:
     for before in ((), (sent(1),), (admitted(1),)):
-        after = takes(books(*GRANTED, reserved("h", 5), *before), Expired("g", "x"))
+        after = takes(ledger(*GRANTED, reserved("h", 5), *before), Expired("g", "x"))
         assert (account(after), after.grants["g"].state) == ((100, 5, 40, 55), "spent")
-    after = takes(books(*GRANTED, reserved("h", 5)), Freed("g", "x", b32("e")))
+    after = takes(ledger(*GRANTED, reserved("h", 5)), Freed("g", "x", b32("e")))
     assert (account(after), after.grants["g"].state) == ((100, 5, 0, 95), "freed")
 
 
 def test_a_round_counts_admitted_updates_and_the_next_follows() -> None:
     other = replace(admitted(10, "r9", grant="h"), site="n")
-    state = books(*GRANTED, opened("n"), reserved("h", site="n"), admitted(), other)
+    state = ledger(*GRANTED, opened("n"), reserved("h", site="n"), admitted(), other)
     after = takes(state, RoundClosed("run", 1, ["m", "n"], bytes(32)))
     assert (after.rounds, after.aggregated) == ({"run": 1}, {("run", 1, "m"), ("run", 1, "n")})
     after.apply(Record(0, "next", admitted(20, "r2", 2)))
@@ -814,7 +814,7 @@ def test_a_round_counts_admitted_updates_and_the_next_follows() -> None:
 
 
 def test_a_restored_ledger_waits_for_every_site_and_counts_what_the_backup_lost() -> None:
-    state = books(enrolled(), enrolled("n"), opened(), opened("n"), restored(4))
+    state = ledger(enrolled(), enrolled("n"), opened(), opened("n"), restored(4))
     assert (state.epoch, state.restored_at, state.nonce) == (2, 4, "n2")
     assert (state.sites_awaited, state.sites_pending_receipts) == ({"m", "n"}, set())
     assert all(state.frozen(site) for site in "mnz")
@@ -839,7 +839,7 @@ def test_a_restored_ledger_waits_for_every_site_and_counts_what_the_backup_lost(
 
 
 def test_a_site_that_is_enrolled_after_a_restore_alone_is_frozen_until_it_has_presented() -> None:
-    state = books(enrolled(), opened(), restored(2), presented(), enrolled("n"), opened("n"))
+    state = ledger(enrolled(), opened(), restored(2), presented(), enrolled("n"), opened("n"))
     assert (state.sites_awaited, state.sites_pending_receipts) == (set(), {"n"})
     assert (state.frozen("m"), state.frozen("n")) == (False, True)
     assert account(_also(state, reserved(amount=5)))[1] == 5
@@ -848,7 +848,7 @@ def test_a_site_that_is_enrolled_after_a_restore_alone_is_frozen_until_it_has_pr
     state = _also(state, presented("n", 1))
     assert state.sites_pending_receipts == set()
     assert account(_also(state, reserved(amount=70, site="n")), "n/rdp") == (100, 70, 30, 0)
-    both = books(enrolled(), opened(), restored(2), enrolled("n"))
+    both = ledger(enrolled(), opened(), restored(2), enrolled("n"))
     assert (both.sites_awaited, both.sites_pending_receipts) == ({"m"}, {"n"})
     again = _also(both, restored(both.size, 3))
     assert (again.sites_awaited, again.sites_pending_receipts) == ({"m", "n"}, set())
@@ -860,7 +860,7 @@ def test_a_site_that_is_enrolled_after_a_restore_alone_is_frozen_until_it_has_pr
      (replace(REFUSED, stage="release"), False)],
 )  # fmt: skip
 def test_a_reservation_that_was_refused_is_no_lost_grant(told: Refused, kept: bool) -> None:
-    state = books(enrolled(), opened(), told)
+    state = ledger(enrolled(), opened(), told)
     assert state.refused == ({b32("lost")} if kept else set())
     state = _also(state, restored(3))
     if kept:
@@ -870,10 +870,10 @@ def test_a_reservation_that_was_refused_is_no_lost_grant(told: Refused, kept: bo
 
 
 def test_a_frozen_ledger_refuses_what_it_had_granted_and_that_may_still_be_recovered() -> None:
-    state = _also(books(*AWAITED), REFUSED)
+    state = _also(ledger(*AWAITED), REFUSED)
     assert state.refused == set()
     assert account(_also(state, recovered()))[2] == 30
-    late = _also(books(enrolled(), restored(1), presented(), enrolled("n"), opened("n")), replace(REFUSED, site="n"))
+    late = _also(ledger(enrolled(), restored(1), presented(), enrolled("n"), opened("n")), replace(REFUSED, site="n"))
     assert late.refused == set()
 
 
@@ -886,7 +886,7 @@ def test_a_waived_site_has_spent_all_that_it_could_have_and_no_other_has() -> No
         reserved("freed", 8),
         Freed("freed", "x", b32("e")),
     ]
-    state = books(*start, restored(len(start)), *agreed("w", "waive", "m", "2"))
+    state = ledger(*start, restored(len(start)), *agreed("w", "waive", "m", "2"))
     after = takes(state, Waived("m", "w"))
     assert account(after) == (100, 0, 100, 0)
     assert account(after, "m/k") == (2, 0, 2, 0)
@@ -900,7 +900,7 @@ def test_a_waived_site_has_spent_all_that_it_could_have_and_no_other_has() -> No
 
 def test_the_last_word_of_an_accounts_name_is_its_kind_and_all_before_it_is_the_site() -> None:
     start = [*(enrolled(s) for s in ("m", "m/x")), C, H, *(opened(s) for s in ("m", "m/x")), reserved(site="m/x")]
-    state = books(*start)
+    state = ledger(*start)
     refuses(state, reserved("h", 1, "m", account="m/x/rdp"), "no such account")
     state = _also(state, restored(len(start)))
     refuses(state, recovered(site="m", account="m/x/rdp"), "into the site's own")
@@ -916,7 +916,7 @@ def test_the_last_word_of_an_accounts_name_is_its_kind_and_all_before_it_is_the_
 def test_a_waived_site_is_not_given_back_what_is_above_a_lowered_limit(limit: int, spent: int) -> None:
     lower = [*agreed("s", "limit", "m/rdp", said(limit), "cara"), to(limit)]
     start = [enrolled(), C, H, opened(), reserved(), *lower]
-    state = books(*start, restored(len(start)), *agreed("w", "waive", "m", "2"))
+    state = ledger(*start, restored(len(start)), *agreed("w", "waive", "m", "2"))
     assert account(takes(state, Waived("m", "w"))) == (limit, 0, spent, limit - spent)
 
 

@@ -29,7 +29,7 @@ from policies.review.policy import Policy, PolicyError
 from policies.statements import MAX_BYTES, PAYLOAD_TYPE, Reservation, Statement, StatementError, load_json, parse
 from protos.common.dsse import EnvelopeError, VerifiedEnvelope, open_sealed
 from tests.fuzz import targets
-from tests.fuzz.books import LOG_KEY, ORIGIN, SITE_KEY, dressed, hospital, public, sound
+from tests.fuzz.ledger import LOG_KEY, ORIGIN, SITE_KEY, dressed, hospital, public, sound
 from tests.fuzz.mutate import mutated
 from tests.fuzz.seeds import made
 from tests.fuzz.targets import TARGETS, Broken

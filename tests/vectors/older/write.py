@@ -26,11 +26,11 @@ def main(out: Path) -> None:
         fed.join("site-b")
         toml = site.home.root / "site.toml"
         toml.write_text(toml.read_text().replace('127.0.0.1:1"', f'127.0.0.1:{fed.port}"'))
-        with open_runtime(site.home.root, lambda *_: None) as desk:
+        with open_runtime(site.home.root, lambda *_: None) as runtime:
             rng = np.random.default_rng(4)
             for n in range(12):
                 pixels = rng.random((8, 8)).astype(np.float32)
-                desk.vault.keep(
+                runtime.vault.keep(
                     Record(
                         f"{n:032x}",
                         hashlib.sha256(b"f%d" % n).hexdigest()[:32],
@@ -46,23 +46,23 @@ def main(out: Path) -> None:
                 )
             for grant, claim, mechanism, run in (("grant-1", K5, "ksame", ""), ("grant-2", DP, "federated", "run-1")):
                 said = site.hospital.reservation(grant, claim, mechanism, run)
-                sealed = desk.site.seal(said)
-                v = desk.site.books.reserve(f"reserve-{grant}", said, sealed)
+                sealed = runtime.site.seal(said)
+                v = runtime.site.ledger.reserve(f"reserve-{grant}", said, sealed)
                 assert v.admitted, v
-                v = desk.door.reserve(f"reserve-{grant}", sealed)
+                v = runtime.gateway.reserve(f"reserve-{grant}", sealed)
                 assert v.admitted, v
             artifact = pictures()
             release = site.release("grant-1", artifact)
-            sealed = desk.site.seal(release)
-            desk.vault.write_note(
+            sealed = runtime.site.seal(release)
+            runtime.vault.write_note(
                 "releases", [{"release": release.release, "clusters": [[f"{n:032x}" for n in range(5)]], "again": []}]
             )
-            desk.site.books.send(release, sealed)
-            v = desk.door.submit(f"submit-{release.release}", sealed, artifact)
+            runtime.site.ledger.send(release, sealed)
+            v = runtime.gateway.submit(f"submit-{release.release}", sealed, artifact)
             assert v.admitted, v
-            desk.site.books.record(f"submit-{release.release}", release, sealed, v)
-            desk.door.hello(desk.watch.cosigned("site-a", desk.home.sign_key(), 1_760_000_000))
-            desk.vault.write_note("ledger", desk.site.books.store.state.size)
+            runtime.site.ledger.record(f"submit-{release.release}", release, sealed, v)
+            runtime.gateway.hello(runtime.watch.cosigned("site-a", runtime.home.sign_key(), 1_760_000_000))
+            runtime.vault.write_note("ledger", runtime.site.ledger.store.state.size)
     for root in (out / "coordinator", out / "site-a"):
         for path in list(root.rglob("*")):
             if path.suffix in {".log", ".part"} or path.name.endswith(("-wal", "-shm")):

@@ -301,16 +301,16 @@ def test_the_form_is_another_for_every_part_of_the_configuration() -> None:
 
 def test_a_release_of_level_c_says_what_an_unseen_verifier_found_and_at_which_power(tmp_path: Path) -> None:
     s, shown = stage(tmp_path), []
-    goods, verdict = make(s, distill(), shown=shown.append)
+    signed, verdict = make(s, distill(), shown=shown.append)
     assert (verdict.admitted, verdict.level) == (True, "C"), verdict.findings
-    r = goods.release
+    r = signed.release
     assert (type(r.claim), r.epsilon_nano, r.vetted_against) == (NoClaim, None, "private")
     assert (r.components["teacher"], r.artifact_type) == ("private", "image-set")
     assert float(r.reid_rate) >= shown[0].after.high
     assert 0.9 <= float(r.vetting_power) <= shown[0].power.caught.low
     assert s.spent("k") == ((0, 1), (0, 1))
     assert s.spent("rdp") == ((0, 0), (0, 0))
-    images, labels = unpack_images(goods.artifact)
+    images, labels = unpack_images(signed.artifact)
     assert (images.shape, set(labels)) == ((20, SIDE, SIDE), set("0123456789"))
     assert s.vault.blobs == {}, "nothing of the training stays"
 
@@ -352,12 +352,12 @@ def test_a_set_in_which_too_many_are_found_is_refused(tmp_path: Path, monkeypatc
 
 def test_the_budgeted_form_is_level_a_and_costs_what_its_teacher_costs(tmp_path: Path) -> None:
     s = stage(tmp_path, components='["public"]', levels='["A", "B"]')
-    goods, verdict = make(s, distill_dp())
+    signed, verdict = make(s, distill_dp())
     assert (verdict.admitted, verdict.level) == (True, "A"), verdict.findings
-    r = goods.release
+    r = signed.release
     assert r.claim == SubsampledGaussian(0.25, 4.0, 4)
     assert (r.vetted_against, r.reid_rate, r.vetting_power) == ("public", None, None)
-    opened = s.site.books.account("site-a", r.claim).opened
+    opened = s.site.ledger.account("site-a", r.claim).opened
     assert r.epsilon_nano == pytest.approx(epsilon([r.claim], float(opened.delta), opened.order) * NANO, rel=1e-9)
     assert s.spent("k") == ((0, 0), (0, 0))
 
@@ -403,14 +403,14 @@ def test_killed_in_the_middle_it_goes_on_under_the_same_grant(
     left = set(s.vault.blobs)
     assert left, "the teacher, at least"
     given = taught(monkeypatch)
-    goods, verdict = make(s, mechanism)
+    signed, verdict = make(s, mechanism)
     assert verdict.admitted
     assert s.spent("k") == ((0, 1), (0, 1))
     assert s.vault.blobs == {}
     if where == "student-1":
         assert any("kept-1" in name for name in left), "what was drawn once is not drawn again"
     assert len(given) == 2
-    assert goods.release.grant
+    assert signed.release.grant
 
 
 def test_another_patient_than_those_it_was_begun_with_is_not_left_out_of_the_opt_outs(tmp_path: Path) -> None:
@@ -459,8 +459,8 @@ def test_nobody_draws_again_until_the_figures_are_good(tmp_path: Path, monkeypat
 def test_who_is_behind_a_set_without_an_epsilon_is_in_the_sites_record(tmp_path: Path) -> None:
     """P5."""
     s = stage(tmp_path)
-    goods, _ = make(s, distill())
-    assert patients_of(s.site, goods.release.release) == {patient.pseudonym for patient in cohort().patients}
+    signed, _ = make(s, distill())
+    assert patients_of(s.site, signed.release.release) == {patient.pseudonym for patient in cohort().patients}
     private, _ = make(s, distill_dp())
     assert patients_of(s.site, private.release.release) == set()
 
@@ -474,9 +474,9 @@ def test_who_comes_between_a_kill_and_the_next_start_is_in_neither_and_costs_not
 
     with pytest.raises(KeyboardInterrupt):
         make(s, distill(), shown=killed)
-    goods, verdict = make(s, distill())
+    signed, verdict = make(s, distill())
     assert verdict.admitted
-    assert "newcomer" not in patients_of(s.site, goods.release.release)
+    assert "newcomer" not in patients_of(s.site, signed.release.release)
 
 
 def test_pictures_that_changed_since_it_was_begun_keep_the_grant_and_say_what_to_do(tmp_path: Path) -> None:

@@ -125,14 +125,14 @@ def test_a_patient_with_a_thousand_pictures_moves_the_histogram_no_further_than_
 
 def test_epsilon_is_one_number_in_the_statement_in_both_ledgers_and_recomputed(tmp_path: Path) -> None:
     s = site_world(tmp_path, PATIENTS)
-    goods, verdict = make(s)
+    signed, verdict = make(s)
     assert (verdict.admitted, verdict.level) == (True, "A")
-    account = s.site.books.account("site-a", goods.release.claim)
+    account = s.site.ledger.account("site-a", signed.release.claim)
     again = epsilon([tiny().claim()], float(account.opened.delta), account.opened.order)
-    assert goods.release.epsilon_nano == pytest.approx(again * NANO, rel=1e-9)
+    assert signed.release.epsilon_nano == pytest.approx(again * NANO, rel=1e-9)
     assert s.spent("rdp")[0] == s.spent("rdp")[1] == (0, verdict.amount)
     assert tight_epsilon([tiny().claim()], float(account.opened.delta)) <= again
-    images, labels = unpack_images(goods.artifact)
+    images, labels = unpack_images(signed.artifact)
     assert (images.shape, set(labels)) == ((9, 8, 8), {"any"})
     assert s.vault.blobs == {}, "nothing of the training stays"
 
@@ -157,7 +157,7 @@ def test_a_failure_in_the_middle_spends_the_grant_and_leaves_nothing(
         make(s)
     (held, spent), _ = s.spent("rdp")
     assert (held, spent > 0, s.vault.blobs, s.vault.note("unfinished")) == (0, True, {}, None)
-    assert not s.site.books.store.state.sent
+    assert not s.site.ledger.store.state.sent
 
 
 class Cable(MemoryCheckpointStore):
@@ -186,8 +186,8 @@ def pulled(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def reopened(s: SiteWorld, tmp_path: Path) -> SiteWorld:
-    s.site.books.store.close()
-    return replace(s, site=site_of(tmp_path, s.hospital, s.vault, s.door))
+    s.site.ledger.store.close()
+    return replace(s, site=site_of(tmp_path, s.hospital, s.vault, s.gateway))
 
 
 @pytest.mark.parametrize("writings", [0, 1, 2])
@@ -201,9 +201,9 @@ def test_what_was_interrupted_goes_on_under_its_grant_and_is_paid_once(
     Cable.left[:] = []
     s = reopened(s, tmp_path)
     assert recover(s.site) == [], "the grant stays held"
-    goods, verdict = make(s)
+    signed, verdict = make(s)
     assert verdict.admitted
-    assert list(s.site.books.store.state.grants) == [goods.release.grant]
+    assert list(s.site.ledger.store.state.grants) == [signed.release.grant]
     assert s.spent("rdp")[0] == (0, verdict.amount)
     assert s.vault.blobs == {}
 
@@ -304,7 +304,7 @@ def test_a_coordinator_that_falls_silent_at_the_end_ends_the_training_and_is_ask
 
     def last(self: PrivImage, *given: Any) -> Any:
         made = honest(self, *given)
-        s.door.shut = True
+        s.gateway.shut = True
         return made
 
     monkeypatch.setattr(PrivImage, "run", last)
@@ -312,7 +312,7 @@ def test_a_coordinator_that_falls_silent_at_the_end_ends_the_training_and_is_ask
         make(s)
     assert (of_training(s), s.vault.note("unfinished")) == ({}, None)
     assert s.spent("rdp")[0][0] > 0, "the outcome is unknown: held"
-    s.door.shut = False
+    s.gateway.shut = False
     assert recover(s.site) == [], "the coordinator never heard of it: it is kept"
     ((name, _),) = s.vault.note("pending").items()
     assert submit_approved(s.site, name)[1].admitted
@@ -323,7 +323,7 @@ def test_persons_who_must_approve_end_the_training_too(tmp_path: Path) -> None:
     s = site_world(tmp_path, PATIENTS, approvals='["compliance"]')
     with pytest.raises(ApprovalPending) as caught:
         make(s)
-    assert caught.value.goods.release.release in s.vault.note("pending")
+    assert caught.value.signed.release.release in s.vault.note("pending")
     assert of_training(s) == {}
     recover(s.site)
     assert s.spent("rdp")[0][0] > 0, "it waits for persons, and its grant with it"
@@ -334,7 +334,7 @@ def test_an_approved_release_leaves_and_not_with_somebody_who_has_opted_out(tmp_
     s = site_world(tmp_path, PATIENTS, approvals='["compliance"]')
     with pytest.raises(ApprovalPending) as caught:
         make(s)
-    release = caught.value.goods.release.release
+    release = caught.value.signed.release.release
     with pytest.raises(ReviewRejectedError, match="not yet approved"):
         submit_approved(s.site, release)
     s.vault.out = frozenset({"0001"})
@@ -416,7 +416,7 @@ def test_pictures_for_which_nobody_vouches_are_not_even_priced(tmp_path: Path) -
 
 def test_nothing_is_read_while_the_coordinator_is_silent(tmp_path: Path) -> None:
     s = site_world(tmp_path, PATIENTS)
-    s.door.shut = True
+    s.gateway.shut = True
     with pytest.raises(CoordinatorUnreachableError):
         make(s)
     assert s.vault.reads == 0

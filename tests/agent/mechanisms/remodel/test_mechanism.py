@@ -177,9 +177,9 @@ def ready(**changes: Any) -> Remodel:
 
 def test_a_release_of_level_c_says_what_was_found_and_at_which_power(tmp_path: Path) -> None:
     site, vault, _ = heads_world(tmp_path)
-    goods, verdict = release_heads(site, ready(), "MR", examine, dice())
+    signed, verdict = release_heads(site, ready(), "MR", examine, dice())
     assert (verdict.admitted, verdict.level) == (True, "C"), verdict.findings
-    said = goods.release
+    said = signed.release
     assert (said.mechanism, said.artifact_type, said.vetted_against) == ("remodel", "volume-set", "private")
     assert said.epsilon_nano is None
     assert float(said.reid_rate) >= made().known.interval.high
@@ -195,11 +195,11 @@ def test_no_patients_name_leaves_and_nobody_else_is_called(tmp_path: Path) -> No
     site, _, _ = heads_world(tmp_path)
     with guarded(notes):
         remodel()._one(scans()[0], examine, dice())
-        goods, verdict = release_heads(site, ready(), "MR", examine, dice())
+        signed, verdict = release_heads(site, ready(), "MR", examine, dice())
     assert verdict.admitted
     assert notes.read_text() == ""
     scanned = LeakScan({one.pseudonym for one in scans()}, set())
-    left = [goods.artifact, goods.envelope, *(path.read_bytes() for path in tmp_path.glob("*.db*"))]
+    left = [signed.artifact, signed.envelope, *(path.read_bytes() for path in tmp_path.glob("*.db*"))]
     assert len(left) >= 4
     assert [scanned(part) for part in left] == [set()] * len(left)
     assert scanned(left[0] + pseudonym(3).encode()), "a control"

@@ -148,18 +148,18 @@ def store(disk: LedgerBackend, key: Ed25519PrivateKey) -> Store:
 def register(disk: LedgerBackend, key: Ed25519PrivateKey, hospital: Hospital) -> LedgerService:
     """A register over this disk, with the hospital enrolled."""
     agreed = strictest(parse(hospital.policy_text, "site"), parse(policy(max_releases_per_patient=9), "federation"))
-    books = LedgerService(store(disk, key), lambda _site: agreed)
-    if not books.store.state.sites:
-        books.enrol(*hospital.enrolment(), agreed)
-    return books
+    ledger = LedgerService(store(disk, key), lambda _site: agreed)
+    if not ledger.store.state.sites:
+        ledger.enrol(*hospital.enrolment(), agreed)
+    return ledger
 
 
 def filled(place: Place, key: Ed25519PrivateKey, size: int = 6) -> str:
     """A closed ledger of some entries; its last checkpoint."""
-    with store(place.open(), key) as books:
+    with store(place.open(), key) as ledger:
         for n in range(size):
-            books.append(f"key-{n}", entry(n))
-        return books.checkpoint()
+            ledger.append(f"key-{n}", entry(n))
+        return ledger.checkpoint()
 
 
 def roots(place: Place) -> SealedHead | None:
@@ -171,20 +171,20 @@ def roots(place: Place) -> SealedHead | None:
 
 
 def test_an_answer_is_what_was_appended_and_stays_so_after_reopening(place: Place, key: Ed25519PrivateKey) -> None:
-    with store(place.open(), key) as books:
-        first = books.append("one", entry(1))
-        both = books.append(
+    with store(place.open(), key) as ledger:
+        first = ledger.append("one", entry(1))
+        both = ledger.append(
             "two", AppendRequest((*entry(2).entries, *entry(3).entries), (b"an envelope", b"another"))
         )
         assert [line.seq for line in first + both] == [0, 1, 2]
-        assert books.append("one", entry(1)) == first  # exactly once
-        head = books.checkpoint()
-    with store(place.open(), key) as books:
-        assert (books.answer("one"), books.answer("two"), books.answer("three")) == (first, both, [])
-        assert books.append("two", AppendRequest((*entry(2).entries, *entry(3).entries))) == both
-        assert books.envelope(hashlib.sha256(b"another").digest()) == b"another"
-        assert books.envelope(b"\0" * 32) is None
-        assert books.checkpoint() == head
+        assert ledger.append("one", entry(1)) == first  # exactly once
+        head = ledger.checkpoint()
+    with store(place.open(), key) as ledger:
+        assert (ledger.answer("one"), ledger.answer("two"), ledger.answer("three")) == (first, both, [])
+        assert ledger.append("two", AppendRequest((*entry(2).entries, *entry(3).entries))) == both
+        assert ledger.envelope(hashlib.sha256(b"another").digest()) == b"another"
+        assert ledger.envelope(b"\0" * 32) is None
+        assert ledger.checkpoint() == head
     with contextlib.closing(place.look()) as disk:
         assert lines(disk) == first + both
         assert [hashlib.sha256(e).digest() for e in disk.envelopes()] == sorted(
@@ -194,40 +194,40 @@ def test_an_answer_is_what_was_appended_and_stays_so_after_reopening(place: Plac
 
 
 def test_a_key_with_other_content_is_refused_and_nothing_is_written(place: Place, key: Ed25519PrivateKey) -> None:
-    with store(place.open(), key) as books:
-        books.append("one", entry(1))
+    with store(place.open(), key) as ledger:
+        ledger.append("one", entry(1))
         before = roots(place)
         with pytest.raises(KeyReusedError):
-            books.append("one", entry(2))
+            ledger.append("one", entry(2))
     assert roots(place) == before
 
 
 def test_a_refused_entry_leaves_everything_as_before(place: Place, key: Ed25519PrivateKey) -> None:
-    with store(place.open(), key) as books:
-        books.append("one", entry(1))
-        before, head = roots(place), books.checkpoint()
+    with store(place.open(), key) as ledger:
+        ledger.append("one", entry(1))
+        before, head = roots(place), ledger.checkpoint()
         reasonless = Refused("subject", "site-a", "ksame", "call", [], b"")
         bad = AppendRequest((*entry(2).entries, reasonless), (b"its envelope",))
         with pytest.raises(InvalidEntryError):
-            books.append("two", bad)
-        assert (books.state.size, books.checkpoint(), roots(place)) == (1, head, before)
-        assert books.envelope(hashlib.sha256(b"its envelope").digest()) is None
-        books.append("two", entry(2))  # and the ledger goes on
-    with store(place.open(), key) as books:
-        assert list(books.state.keys) == ["one", "two"]
+            ledger.append("two", bad)
+        assert (ledger.state.size, ledger.checkpoint(), roots(place)) == (1, head, before)
+        assert ledger.envelope(hashlib.sha256(b"its envelope").digest()) is None
+        ledger.append("two", entry(2))  # and the ledger goes on
+    with store(place.open(), key) as ledger:
+        assert list(ledger.state.keys) == ["one", "two"]
 
 
 def test_the_same_envelope_twice_is_kept_once(place: Place, key: Ed25519PrivateKey) -> None:
-    with store(place.open(), key) as books:
+    with store(place.open(), key) as ledger:
         for n in range(3):
-            books.append(f"key-{n}", AppendRequest(entry(n).entries, (b"same", b"same")))
+            ledger.append(f"key-{n}", AppendRequest(entry(n).entries, (b"same", b"same")))
     with contextlib.closing(place.look()) as disk:
         assert list(disk.envelopes()) == [b"same"]
 
 
 def test_an_empty_ledger_has_no_head_and_opens(place: Place, key: Ed25519PrivateKey) -> None:
-    with store(place.open(), key) as books:
-        assert books.state.size == 0
+    with store(place.open(), key) as ledger:
+        assert ledger.state.size == 0
     assert roots(place) is None
 
 
@@ -272,9 +272,9 @@ def test_a_rollback_with_its_own_old_seal_is_found_by_the_mark_and_with_it_by_th
     filled(place, key, 4)
     old = roots(place)
     assert old is not None
-    with store(place.open(), key) as books:
-        books.append("later", entry("later"))
-        noted = books.checkpoint()
+    with store(place.open(), key) as ledger:
+        ledger.append("later", entry("later"))
+        noted = ledger.checkpoint()
     quote = ("x'{}'" if isinstance(place, InSqlite) else "'\\x{}'").format
     place.edit(
         "DELETE FROM entry WHERE seq = 4",
@@ -284,8 +284,8 @@ def test_a_rollback_with_its_own_old_seal_is_found_by_the_mark_and_with_it_by_th
         with pytest.raises(LedgerTurnedBackError):
             store(place.open(), key)
         marked_as_it_is(place.path)
-    with store(place.open(), key) as books:  # the mark was turned back, too, or there is no standby to ask
-        assert books.state.size == 4
+    with store(place.open(), key) as ledger:  # the mark was turned back, too, or there is no standby to ask
+        assert ledger.state.size == 4
     with contextlib.closing(place.look()) as disk, pytest.raises(ExportError, match="cut short"):
         verify(export(disk, ORIGIN, key), since=noted)
 
@@ -294,21 +294,21 @@ def test_another_key_cannot_open_the_ledger(place: Place, key: Ed25519PrivateKey
     filled(place, key)
     with pytest.raises(LedgerUnsoundError, match="this key"):
         store(place.open(), Ed25519PrivateKey.generate())
-    with store(place.open(), key) as books:  # and the refused one has let go of it
-        assert books.state.size == 6
+    with store(place.open(), key) as ledger:  # and the refused one has let go of it
+        assert ledger.state.size == 6
 
 
 def test_eight_threads_keep_order_and_balance(place: Place, key: Ed25519PrivateKey) -> None:
     hospital = Hospital("site-a")
-    books = register(place.open(), key, hospital)
-    account = books.store.state.accounts["site-a/rdp"]
+    ledger = register(place.open(), key, hospital)
+    account = ledger.store.state.accounts["site-a/rdp"]
     said: dict[str, bool] = {}
 
     def ask(thread: int) -> None:
         for n in range(4):
             name = f"grant-{thread}-{n}"
             reservation = hospital.reservation(name, CLAIM, "federated", f"run-{name}")
-            said[name] = books.reserve(f"key-{name}", reservation, hospital.seal(reservation)).admitted
+            said[name] = ledger.reserve(f"key-{name}", reservation, hospital.seal(reservation)).admitted
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
     for thread in threads:
@@ -321,9 +321,9 @@ def test_eight_threads_keep_order_and_balance(place: Place, key: Ed25519PrivateK
     assert 0 < granted < 32  # some did not fit
     assert account.held == granted * price <= account.limit < (granted + 1) * price
     with contextlib.closing(place.look()) as disk:
-        assert {line.record.key: line.seq for line in lines(disk)} == books.store.state.keys
-    head, size = books.store.checkpoint(), books.store.state.size
-    books.store.close()
+        assert {line.record.key: line.seq for line in lines(disk)} == ledger.store.state.keys
+    head, size = ledger.store.checkpoint(), ledger.store.state.size
+    ledger.store.close()
     with store(place.open(), key) as again:
         assert (again.checkpoint(), again.state.size) == (head, size)
         assert again.state.accounts["site-a/rdp"].held == granted * price
@@ -331,15 +331,15 @@ def test_eight_threads_keep_order_and_balance(place: Place, key: Ed25519PrivateK
 
 def test_an_export_beside_the_writer_is_sound(place: Place, key: Ed25519PrivateKey) -> None:
     hospital = Hospital("site-a")
-    books = register(place.open(), key, hospital)
+    ledger = register(place.open(), key, hospital)
     for n in range(3):
         reservation = hospital.reservation(f"grant-{n}", CLAIM, "federated", f"run-{n}")
-        books.reserve(f"key-{n}", reservation, hospital.seal(reservation))
+        ledger.reserve(f"key-{n}", reservation, hospital.seal(reservation))
     with contextlib.closing(place.look()) as disk:
-        found = verify(export(disk, ORIGIN, key), since=books.store.checkpoint())
-    assert (found.size, found.grants, found.envelopes) == (books.store.state.size, 3, 4)
-    assert found.accounts["site-a/rdp"]["held"] == books.store.state.accounts["site-a/rdp"].held
-    books.store.close()
+        found = verify(export(disk, ORIGIN, key), since=ledger.store.checkpoint())
+    assert (found.size, found.grants, found.envelopes) == (ledger.store.state.size, 3, 4)
+    assert found.accounts["site-a/rdp"]["held"] == ledger.store.state.accounts["site-a/rdp"].held
+    ledger.store.close()
 
 
 def test_a_second_writer_is_refused_until_the_first_is_done(place: Place, key: Ed25519PrivateKey) -> None:
@@ -365,8 +365,8 @@ def test_a_writer_whose_session_was_ended_cannot_append(there: InPostgres, key: 
             stale.append("stale", entry("stale"))
         other.append("three", entry(3))
     stale.close()
-    with store(there.open(), key) as books:
-        assert list(books.state.keys) == ["one", "two", "three"]
+    with store(there.open(), key) as ledger:
+        assert list(ledger.state.keys) == ["one", "two", "three"]
 
 
 @pytest.mark.parametrize("appends", [0, 1])
@@ -526,8 +526,8 @@ def test_installing_again_keeps_the_rows(there: InPostgres, key: Ed25519PrivateK
     before = roots(there)
     install(there.server.dsn(OWNER), WRITER, there.ledger)
     assert roots(there) == before is not None
-    with store(there.open(), key) as books:
-        assert books.state.size == 6
+    with store(there.open(), key) as ledger:
+        assert ledger.state.size == 6
 
 
 def test_install_refuses_a_writer_that_is_no_role_or_more_than_a_writer(server: Cluster) -> None:
@@ -580,8 +580,8 @@ def test_a_server_that_would_lose_commits_is_refused_at_open_and_in_every_commit
             there.open()
     finally:
         there.server.set(**{setting: ""})
-    with store(there.open(), key) as books:
-        assert books.state.size == 0
+    with store(there.open(), key) as ledger:
+        assert ledger.state.size == 0
 
 
 def test_the_session_waits_for_the_disk_whatever_the_role_is_set_to(there: InPostgres) -> None:
@@ -605,7 +605,7 @@ def test_unlogged_tables_are_refused(there: InPostgres) -> None:
 def test_no_acknowledged_entry_is_lost_when_the_server_is_killed(
     there: InPostgres, key: Ed25519PrivateKey, how: str
 ) -> None:
-    books = store(there.open(), key)
+    ledger = store(there.open(), key)
     acknowledged: dict[str, int] = {}
     asked: dict[int, str] = {}
 
@@ -613,7 +613,7 @@ def test_no_acknowledged_entry_is_lost_when_the_server_is_killed(
         with contextlib.suppress(LedgerStoppedError):
             for n in itertools.count():
                 asked[thread] = f"key-{thread}-{n}"
-                acknowledged[asked[thread]] = books.append(asked[thread], entry(asked[thread]))[0].seq
+                acknowledged[asked[thread]] = ledger.append(asked[thread], entry(asked[thread]))[0].seq
 
     threads = [threading.Thread(target=write, args=(n,)) for n in range(3)]
     for thread in threads:
@@ -626,8 +626,8 @@ def test_no_acknowledged_entry_is_lost_when_the_server_is_killed(
         there.server.stop(signal.SIGQUIT)
     for thread in threads:
         thread.join()
-    assert books.stopped
-    books.close()
+    assert ledger.stopped
+    ledger.close()
     there.server.start()
     with store(there.open(), key) as again:
         assert acknowledged.items() <= again.state.keys.items()
@@ -681,9 +681,9 @@ def test_a_server_that_was_turned_back_is_refused_by_what_its_standby_holds(key:
     """Its own tables are sound: they end too early. The standby had every commit before it was answered."""
     with throwaway() as primary:
         place = InPostgres(primary)
-        with store(place.open(), key) as books:
+        with store(place.open(), key) as ledger:
             for n in range(3):
-                books.append(f"early-{n}", entry(n))
+                ledger.append(f"early-{n}", entry(n))
         primary.stop()
         subprocess.run(["cp", "-a", primary.data, primary.folder / "old"], check=True)
         primary.start()
@@ -691,8 +691,8 @@ def test_a_server_that_was_turned_back_is_refused_by_what_its_standby_holds(key:
             both = primary.dsn(WRITER).replace(f"host={primary.folder}", f"host={primary.folder},{standby.folder}")
             primary.set(synchronous_standby_names="*")
             for n in range(2):
-                with store(open_postgres(both, place.ledger), key) as books:
-                    books.append(f"late-{n}", entry(n))
+                with store(open_postgres(both, place.ledger), key) as ledger:
+                    ledger.append(f"late-{n}", entry(n))
                     with read_store(open_read_only_postgres(both, place.ledger), ORIGIN, key) as seen:
                         assert seen.state.size == 4 + n
             nobody = primary.dsn(WRITER).replace(f"host={primary.folder}", f"host={primary.folder},/nowhere")
@@ -708,11 +708,11 @@ def test_a_server_that_was_turned_back_is_refused_by_what_its_standby_holds(key:
                 read_store(open_read_only_postgres(both, place.ledger), ORIGIN, key)
             disk = open_postgres(both, place.ledger)
             disk.brought_back()
-            with store(disk, key) as books:
-                books.restore("ab" * 16)
-                assert books.state.epoch == 2
-            with store(place.open(), key) as books:
-                assert books.state.size == 4, "one host, and a server that waits for nobody: nobody else is asked"
+            with store(disk, key) as ledger:
+                ledger.restore("ab" * 16)
+                assert ledger.state.epoch == 2
+            with store(place.open(), key) as ledger:
+                assert ledger.state.size == 4, "one host, and a server that waits for nobody: nobody else is asked"
 
 
 def turned_back_with(primary: Cluster, between: Callable[[], None]) -> None:
@@ -734,17 +734,17 @@ def test_a_standby_that_has_not_replayed_what_it_received_is_no_mark(
     monkeypatch.setattr(postgres, "_REPLAYING", 0.3)
     with throwaway() as primary:
         place = InPostgres(primary)
-        with store(place.open(), key) as books:
-            books.append("early", entry(0))
+        with store(place.open(), key) as ledger:
+            ledger.append("early", entry(0))
         with standby_of(primary) as standby:
             both = primary.dsn(WRITER).replace(f"host={primary.folder}", f"host={primary.folder},{standby.folder}")
             primary.set(synchronous_standby_names="*")
 
             def late() -> None:
-                with store(open_postgres(both, place.ledger), key) as books:
+                with store(open_postgres(both, place.ledger), key) as ledger:
                     standby.admin("SELECT pg_wal_replay_pause()")
                     awaited(lambda: standby.admin("SELECT pg_get_wal_replay_pause_state()") == [("paused",)])
-                    books.append("late", entry(1))
+                    ledger.append("late", entry(1))
 
             turned_back_with(primary, late)
             with pytest.raises(MarkUnknownError, match="received more than it has replayed"):
@@ -755,12 +755,12 @@ def test_a_standby_that_has_replayed_meanwhile_is_a_mark(key: Ed25519PrivateKey)
     """It is asked again: what it has just received it shows in a moment."""
     with throwaway() as primary:
         place = InPostgres(primary)
-        with store(place.open(), key) as books, standby_of(primary) as standby:
+        with store(place.open(), key) as ledger, standby_of(primary) as standby:
             both = primary.dsn(WRITER).replace(f"host={primary.folder}", f"host={primary.folder},{standby.folder}")
             primary.set(synchronous_standby_names="*")
             standby.admin("SELECT pg_wal_replay_pause()")
             awaited(lambda: standby.admin("SELECT pg_get_wal_replay_pause_state()") == [("paused",)])
-            books.append("late", entry(1))
+            ledger.append("late", entry(1))
             resumed = threading.Timer(0.5, standby.admin, ("SELECT pg_wal_replay_resume()",))
             resumed.start()
             try:
@@ -774,24 +774,24 @@ def test_where_any_one_of_two_standbys_acknowledges_both_must_answer(key: Ed2551
     """The one that acknowledged may be the one that is away."""
     with throwaway() as primary, contextlib.ExitStack() as stack:
         place = InPostgres(primary)
-        with store(place.open(), key) as books:
-            books.append("early", entry(0))
+        with store(place.open(), key) as ledger:
+            ledger.append("early", entry(0))
         first, second = (stack.enter_context(standby_of(primary)) for _ in range(2))
         hosts = f"host={primary.folder},{first.folder},{second.folder}"
         three = primary.dsn(WRITER).replace(f"host={primary.folder}", hosts)
         for names in ("FIRST 1 (walreceiver, another)", "ANY 1 (*)"):
             primary.set(synchronous_standby_names=names)
-            with store(open_postgres(three, place.ledger), key) as books:
-                assert len(books.marks) == 2
+            with store(open_postgres(three, place.ledger), key) as ledger:
+                assert len(ledger.marks) == 2
 
         def late() -> None:
             second.stop()
             with pytest.raises(MarkUnknownError, match="2 of them must answer"):
                 store(open_postgres(three, place.ledger), key)
             second.start()
-            with store(open_postgres(three, place.ledger), key) as books:
+            with store(open_postgres(three, place.ledger), key) as ledger:
                 second.stop()
-                books.append("late", entry(1))
+                ledger.append("late", entry(1))
             first.stop()
 
         turned_back_with(primary, late)
@@ -846,8 +846,8 @@ def test_where_commits_wait_for_a_standby_only_an_answer_of_another_host_will_do
     """An address of one host, a standby that is away, and names that somebody emptied: none is passed in silence."""
     with throwaway() as primary:
         place = InPostgres(primary)
-        with store(place.open(), key) as books:
-            books.append("one", entry(1))
+        with store(place.open(), key) as ledger:
+            ledger.append("one", entry(1))
         own = f"host={primary.folder}"
         with standby_of(primary) as standby:
             several = {
@@ -856,8 +856,8 @@ def test_where_commits_wait_for_a_standby_only_an_answer_of_another_host_will_do
             }
             for names in ("*", ""):
                 primary.set(synchronous_standby_names=names)
-                with store(open_postgres(several["both"], place.ledger), key) as books:
-                    assert len(books.marks) == 1, "what the server says of itself is no mark"
+                with store(open_postgres(several["both"], place.ledger), key) as ledger:
+                    assert len(ledger.marks) == 1, "what the server says of itself is no mark"
                 for which in ("absent", "twice"):
                     with pytest.raises(MarkUnknownError, match="no other host of the address answers as its standby"):
                         store(open_postgres(several[which], place.ledger), key)
@@ -902,17 +902,17 @@ def test_an_address_of_several_hosts_is_one_of_each() -> None:
 
 def test_a_server_that_hangs_is_given_up(there: InPostgres, key: Ed25519PrivateKey) -> None:
     disk = there.open(patience=6.0)
-    books = store(disk, key)
-    books.append("one", entry(1))
+    ledger = store(disk, key)
+    ledger.append("one", entry(1))
     os.kill(disk._link.process, signal.SIGSTOP)
     try:
         with pytest.raises(LedgerStoppedError):
-            books.append("two", entry(2))
+            ledger.append("two", entry(2))
     finally:
         os.kill(disk._link.process, signal.SIGCONT)
     with pytest.raises(ConnectionError, match="restart"):
         disk.body(0)
-    books.close()
+    ledger.close()
     with store(there.open(), key) as again:
         assert list(again.state.keys) in (["one"], ["one", "two"])  # nobody was told
 
