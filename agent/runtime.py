@@ -58,7 +58,7 @@ class AgentRuntime:
 def open_runtime(
     root: Path, say: Callable[[str, str], None], project: str = site_directory.MAIN
 ) -> Iterator[AgentRuntime]:
-    """Open the site: ledger (this process alone), a project's vault, door, log."""
+    """Open the site: ledger (this process alone), a project's vault, gateway, log."""
     home = site_directory.SiteDirectory(root)
     settings, key = home.settings(), home.sign_key()
     log = open_log(root / "agent.log")

@@ -178,7 +178,7 @@ class AdmissionService:
         return RequestRejectedError(finding)
 
     def _write_refusal(self, peer: str, key: str, rule: str) -> None:
-        """One entry for each: under the books' lock, and with a slash, which is in no key that a site may name."""
+        """One entry for each: under the ledger's lock, and with a slash, which is in no key that a site may name."""
         with self.register.store.exclusive() as state:
             entry = Refused("", peer, "", "call", [rule], b"")
             self.register.store.append(_key(peer, f"{key}/refused-{state.size}"), AppendRequest((entry,)))
@@ -198,7 +198,7 @@ class AdmissionService:
         return self._once(peer, key, lambda k: self.register.settle(k, statement, envelope))
 
     def amend(self, peer: str, key: str, envelope: bytes) -> Verdict:
-        """A site's new policy: on the books, and in force from here on."""
+        """A site's new policy: in the ledger, and in force from here on."""
         statement = self.opened(peer, key, envelope)
         if not isinstance(statement, Amendment):
             raise self.unwelcome(peer, key, Finding("bad_statement", "not an amendment"))
@@ -322,7 +322,7 @@ class AdmissionService:
         return bool(self.register.store.answer(_key(COORDINATOR, f"run-{run}")))
 
     def parted(self, peer: str) -> str:
-        """The newest run for which a site was granted, if the books have closed its grant; "": none, or open."""
+        """The newest run for which a site was granted, if the ledger has closed its grant; "": none, or open."""
         with self.register.store.exclusive() as state:
             mine = [g for g in state.grants.values() if g.reserved.site == peer and g.reserved.run]
         return mine[-1].reserved.run if mine and mine[-1].state != "held" else ""
@@ -350,7 +350,7 @@ def _sealed_by(store: Store, site: str, digest: bytes) -> Statement:
 
 
 def _own(store: Store, site: str, read: dict[bytes, Policy]) -> Policy:
-    """The policy that a site has in force, by the books; each is parsed once."""
+    """The policy that a site has in force, by the ledger; each is parsed once."""
     digest = store.state.policies[site]
     if digest not in read:
         statement = _sealed_by(store, site, digest)

@@ -41,7 +41,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "releases_per_patient": ("Patients would be in more image sets than the policy admits.", _POLICY),
         "unit": ("The promise was not made per patient, added or removed.", _AGENT),
         "modality": ("The policy does not admit images of this modality.", _POLICY),
-        # the books
+        # the ledger
         "malformed": ("A field of the statement is missing or of another kind.", _AGENT),
         "account_kind": ("The account is for another kind of claim.", _AGENT),
         "frozen": (

@@ -1,6 +1,6 @@
-"""Reviews become entries: the books of a site and of the coordinator, over one :class:`policies.ledger.store.Store`.
+"""Reviews become entries: the ledger of a site and of the coordinator, over one :class:`policies.ledger.store.Store`.
 
-A review and the entry that it leads to happen under one lock, so nothing is decided on stale books. An
+A review and the entry that it leads to happen under one lock, so nothing is decided on a stale ledger. An
 idempotency key that comes back gets the answer it got before.
 """
 
@@ -93,7 +93,7 @@ class ArtifactFindings:
 
 @dataclass(frozen=True, slots=True)
 class LedgerService:
-    """The books: one store, and the policy that holds for each site."""
+    """The ledger: one store, and the policy that holds for each site."""
 
     store: Store
     policy_of: Callable[[str], Policy]  # the strictest of the site's and the federation's
@@ -354,7 +354,7 @@ class LedgerService:
     def present(self, key: str, statement: Reservation | Receipts, envelope: bytes) -> Verdict:
         """After a restore: a grant that the backup had lost, or the site's word that these were all.
 
-        A grant that the books hold was not lost: a no with the rule ``known``.
+        A grant that the ledger holds was not lost: a no with the rule ``known``.
 
         Raises:
             InvalidEntryError: nothing is awaited from that site.

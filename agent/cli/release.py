@@ -168,7 +168,7 @@ def run_release(
     """Make a release, and say how it ended.
 
     Args:
-        desk: the site.
+        runtime: the site.
         arguments: ``json``.
         name: the mechanism's.
         make: from price to verdict.

@@ -63,7 +63,7 @@ def console_server(
 
     Args:
         home: the site's.
-        books: its ledger: :class:`SharedLedger` where this process holds it, :class:`BorrowedLedger` elsewhere.
+        ledger: the site's: :class:`SharedLedger` where this process holds it, :class:`BorrowedLedger` elsewhere.
         log: the agent's.
         reception: what receives in this very process, if anything does.
     Yields:

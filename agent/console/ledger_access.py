@@ -67,7 +67,7 @@ class SiteLedger(Protocol):
 
         Args:
             project: whose vault.
-            greeted: the coordinator must have answered before; not for what ends at this site's own books.
+            greeted: the coordinator must have answered before; not for what ends at this site's own ledger.
         """
 
 
@@ -75,7 +75,7 @@ class SharedLedger:
     """The ledger that this process holds anyway."""
 
     def __init__(self, context: Opened) -> None:
-        """``desk``: opened by ``serve``, and open for longer than the console."""
+        """``runtime``: opened by ``serve``, and open for longer than the console."""
         self._context, self._one = context, threading.RLock()
 
     def _policy(self) -> Policy:
@@ -101,7 +101,7 @@ class SharedLedger:
 
     @contextlib.contextmanager
     def work(self, project: str = site_directory.MAIN, *, greeted: bool = True) -> Iterator[Opened]:
-        """The same desk with a vault of its own: a connection serves one thread at a time, SQLite keeps two apart."""
+        """The same runtime with a vault of its own: a connection serves one thread at a time; SQLite keeps two apart."""
         del greeted  # `serve` keeps in touch
         with self._one:
             vault = projects.open_vault(self._context.home, project)
@@ -205,7 +205,7 @@ class _Fold(Store):
         bodies = self._looking.some(range(self.at.size, head.size))
         if None in bodies:
             return False
-        with self._ledger:  # no page reads between two entries of a commit
+        with self._reviewing:  # no page reads between two entries of a commit
             for body in bodies:
                 self._tree.append(leaf_hash(body or b""))
             if self._head() != head:
@@ -287,7 +287,7 @@ class BorrowedLedger:
 
     @contextlib.contextmanager
     def work(self, project: str = site_directory.MAIN, *, greeted: bool = True) -> Iterator[Opened]:
-        """A desk as every command opens it, after the coordinator was greeted and what was interrupted has an end.
+        """A runtime as every command opens it, after the coordinator was greeted and what was interrupted has an end.
 
         Raises:
             LedgerBusyError, SiteConfigError, CoordinatorUnreachableError: as the commands do.

@@ -97,7 +97,7 @@ def pseudonyms_in(context: SiteConsoleContext, text: str, issuer: str) -> frozen
 
 
 def preview(context: SiteConsoleContext, persons: frozenset[str]) -> Consequences:
-    """What would follow, by the site's own books and vaults."""
+    """What would follow, by the site's own records and vaults."""
     found: list[Project] = []
     here: set[str] = set()
     for name in context.projects():

@@ -1,4 +1,4 @@
-"""What an opt-out will do, before it is done: counts and sentences, of the site's own private books. Pure.
+"""What an opt-out will do, before it is done: counts and sentences, of the site's own private records. Pure.
 
 It says no more than :func:`agent.storage.projects.opt_out` does, and no less; a test compares the two.
 """
@@ -56,7 +56,7 @@ def of_project(
 
 @dataclass(frozen=True, slots=True)
 class PrivateRecords:
-    """The site's private books, as an opt-out changes them."""
+    """The site's private records, as an opt-out changes them."""
 
     releases: list[Any]  # the note: who is behind which
     pending: Mapping[str, Any]  # the note: what waits for persons
@@ -71,7 +71,7 @@ def consequences(
 
     Args:
         persons: the pseudonyms.
-        books: the site's.
+        ledger: the site's.
         projects: what each project holds, of :func:`of_project`.
         here: those of the persons of whom a project holds anything.
     """

@@ -173,7 +173,7 @@ class Participant:
 
         Raises:
             LedgerForkError: the coordinator's ledger is another one; the grant stays held, or has its end in the
-            books here.
+            ledger here.
         """
         grant = self.site.ledger.store.state.grants.get(self.grant)
         if grant is not None and grant.state == "held":

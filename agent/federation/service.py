@@ -224,7 +224,7 @@ class TaskHandler:
         return True
 
     def leave(self) -> None:
-        """Leave the run that is over. What the books refuse stays held, which is as good as spent.
+        """Leave the run that is over. What the ledger refuses stays held, which is as good as spent.
 
         Raises:
             LedgerForkError: the coordinator's ledger is not the one seen before.

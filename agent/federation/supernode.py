@@ -111,17 +111,17 @@ class _FleetClient(FleetHttpClient):
 
 
 def serve(link: LinkSetup, transport: httpx.BaseTransport, queue: TaskQueue) -> None:
-    """Take part in rounds until ``desk.stop`` is set. Blocks; may run in any thread.
+    """Take part in rounds until ``queue.stop`` is set. Blocks; may run in any thread.
 
     A lost connection is opened again with growing waits, for ever: the coordinator may restart, and the
-    site may be registered later. The states that the desk hears: "online"; "unreachable" (no connection, or a
+    site may be registered later. The states that the queue hears: "online"; "unreachable" (no connection, or a
     TLS fault); "turned away" (the certificate is not accepted); "unregistered" (the node key is unknown, or its
     earlier session has not timed out yet); "stopped".
 
     Args:
         link: who this node is.
         transport: the way to the coordinator.
-        desk: takes the tasks, gives the replies; one task at a time.
+        queue: takes the tasks, gives the replies; one task at a time.
     Raises:
         FlowerEnvironmentError: `protos.federation.flower_environment.configure_environment` was not called before the
         imports.

@@ -42,7 +42,7 @@ _PAUSE_S = (0.2, 8.0)  # before the first retry, and at most; each is shortened 
 
 
 class GatewayClient:
-    """The port :class:`agent.release.pipeline.Door` over gRPC."""
+    """The port :class:`agent.release.ports.CoordinatorClient` over gRPC."""
 
     def __init__(
         self, target: str, credentials: Credentials, watch: LedgerWitness, patience_s: float = 30.0, proxy: str = ""

@@ -95,7 +95,7 @@ def databases(home: SiteDirectory) -> Iterator[CheckResult]:
     if not found.newest:
         fix = "stop `serve`, and run `upgrade`, which makes a backup first"
         yield failed(name, f"{found.words}: `serve` refuses what is older", fix)
-    elif not (found.ledger and found.vault):  # whether there should be one, the vault's own books tell
+    elif not (found.ledger and found.vault):  # whether there should be one, the vault's own records tell
         yield note(name, found.words)
     else:
         yield passed(name, found.words)

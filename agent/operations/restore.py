@@ -7,8 +7,8 @@ signed itself. So the site's own ledger is restored like the coordinator's
 verified as a whole, are spent in it at their full price. An export with entries left out shows another history than
 the one that the partners cosign.
 
-A backup of before the first desk has no ledger: the one that the site founded then is founded again first, so that
-there is an epoch to open, and accounts in which the lost is spent.
+A backup of before the first enrolment has no ledger. The one that the site founded then is founded again first, so
+that there is an epoch to open, and accounts in which the lost is spent.
 
 A second restore forgets nothing of the first: what was to be made good, and was not yet, is so still.
 

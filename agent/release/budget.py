@@ -124,7 +124,7 @@ def settle_grant(site: SiteContext, name: str, made: Claim | None) -> None:
     """Close a finished grant: spend what was made, and return the rest here.
 
     Made, not what left: a round that failed has read images, and its failure was an answer. The coordinator spends
-    the whole grant; the stricter of both books binds.
+    the whole grant; the stricter of both ledgers binds.
     """
     grant = site.ledger.store.state.grants[name]
     reserved = grant.reserved

@@ -1,4 +1,4 @@
-"""The search for k, at the site: said in the books before a patient is read, and shown to the site alone."""
+"""The search for k, at the site: said in the ledger before a patient is read, and shown to the site alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def search(
     declares what was tried. Nothing leaves, so nothing is priced.
 
     Args:
-        site: its books and vault.
+        site: its ledger and vault.
         mechanism: what a release would be made by; its own k is not looked at.
         selection: whose images.
         menu: every k to try.

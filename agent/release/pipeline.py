@@ -68,7 +68,7 @@ if TYPE_CHECKING:  # what learns imports torch: a release that learns nothing do
     from agent.mechanisms.remodel.mechanism import Remodelled
     from agent.release.cluster_vetting import VettingRequest
 
-HandIn = Callable[[str, bytes, bytes], Verdict]  # of the door: key, envelope, artifact
+HandIn = Callable[[str, bytes, bytes], Verdict]  # of the gateway: key, envelope, artifact
 _UNSHOWN: Final = "suppressed, or dropped as like somebody (by chance, too) or as not to be judged"
 
 
@@ -123,7 +123,7 @@ def record_submission(site: SiteContext, signed: SignedRelease) -> None:
 
 
 def submit(site: SiteContext, signed: SignedRelease, hand_in: HandIn | None = None) -> Verdict:
-    """The one door: hand the parcel in, and write the coordinator's verdict into the site's own ledger.
+    """The one way out: hand the sealed release in, and write the coordinator's verdict into the site's own ledger.
 
     Raises:
         ReviewRejectedError: by the site's own review; its grant is spent, and nothing of it is kept.
@@ -172,7 +172,7 @@ def fetch_verdicts(site: SiteContext) -> None:
             continue
         try:
             site.ledger.record(f"verdict-{sent.release}", site.read(envelope), envelope, verdict)
-        except InvalidEntryError:  # a verdict that contradicts an earlier one: the books end here, the grant is spent
+        except InvalidEntryError:  # a verdict contradicts an earlier one: the ledger ends here, the grant is spent
             site.ledger.close(sent.grant, "failed")
 
 

@@ -17,7 +17,7 @@ def unrecorded(record: Iterable[Mapping[str, Any]] | None, state: State) -> tupl
 
     Args:
         record: the vault's note :data:`RECORD`.
-        state: the site's own books.
+        state: the site's own ledger.
     Returns:
         Names, sorted. There is one where an older ``vault.db`` lies beside the ledger.
     """

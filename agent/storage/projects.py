@@ -355,7 +355,7 @@ def _give_up(vault: Vault, persons: Set[str]) -> None:
 def end(home: SiteDirectory, name: str) -> None:
     """Destroy a project's key and then all that it sealed. For good: the name is not used again.
 
-    Released budget, and who was released, stay in the site's books. Interrupted, it goes on with :func:`finish`.
+    Released budget, and who was released, stay in vault.db. Interrupted, it goes on with :func:`finish`.
 
     Raises:
         ProjectError: there is no such project, it has ended, or another process works with it; nothing was destroyed.

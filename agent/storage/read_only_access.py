@@ -81,7 +81,7 @@ class ReadOnlyRecords(SiteDatabase):
 
 @contextlib.contextmanager
 def notes(home: SiteDirectory) -> Iterator[ReadOnlyRecords | None]:
-    """The site's private books; None where there are none yet.
+    """The site's private records; None where there are none yet.
 
     Raises:
         VaultError, KeyFileError: they cannot be opened; the text says why.

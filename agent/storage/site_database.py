@@ -1,4 +1,4 @@
-"""``vault.db``: the site's private books, over all its projects.
+"""``vault.db``: the site's private records, over all its projects.
 
 Who was released (each patient once, ever: P5), what was sent, the ledger's length, and who has opted out: the end of
 a project changes none of it.
@@ -16,7 +16,7 @@ _PSEUDONYM: Final = re.compile(r"[0-9a-f]{32}")
 
 
 class SiteDatabase(EncryptedDatabase):
-    """The private books, one sealed row each."""
+    """The private records, one sealed row each."""
 
     def opted_out(self) -> frozenset[str]:
         """The pseudonyms of all who have opted out and not in again. They stay inside the site."""

@@ -1,6 +1,6 @@
 """The site's vault: everything that derives from a patient, encrypted at rest.
 
-Two SQLite files (:mod:`agent.storage.encrypted_sqlite`). ``vault.db``, under the site's key, holds the books that
+Two SQLite files (:mod:`agent.storage.encrypted_sqlite`). ``vault.db``, under the site's key, holds the records that
 outlive every project (:mod:`agent.storage.site_database`). ``projects/NAME.db``, under the project's key, holds its
 records; without that key it is noise. An instance is three boxes: what it is, its pixels, its file; to select opens
 the first ones only.

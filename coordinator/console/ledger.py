@@ -114,7 +114,7 @@ def listing(
     """A page of entries, and what the filter is.
 
     Args:
-        desk: the coordinator's.
+        context: the coordinator's.
         chosen: the filter's fields.
         kinds: that may be chosen by the person who looks.
         before: entries before this number.

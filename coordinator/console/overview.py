@@ -55,7 +55,7 @@ def facts(context: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, 
     """Everything that the page shows.
 
     Args:
-        desk: the coordinator's.
+        context: the coordinator's.
         me: who looks.
         told: whether that person sees what was refused.
     """

@@ -199,7 +199,7 @@ _ACTS: Final[Mapping[str, Callable[[CoordinatorConsoleContext, Proposal], None]]
 
 
 def _refusing(act: Callable[[], _Out]) -> _Out:
-    """What the books or the registration desk say against it reaches the person in words."""
+    """What the ledger or the registration authority says against it reaches the person in words."""
     try:
         return act()
     except (KeyReusedError, ValueError) as refusal:

@@ -105,7 +105,7 @@ def _labels(rows: list[Row], who: str) -> tuple[str, ...]:
 
 
 def _own(context: CoordinatorConsoleContext, site: str) -> Policy:
-    """The policy of a site that is in force, from the very statement that the books name."""
+    """The policy of a site that is in force, from the very statement that the ledger names."""
     return _signed(context, site, context.store.state.policies[site])[1]
 
 

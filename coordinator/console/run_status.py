@@ -226,7 +226,7 @@ def board_of(job: Job, known: str, entries: RunEntries, events: Sequence[Event],
         job: the run.
         known: the state that :meth:`coordinator.federation.run_manager.RunManager.known` gives: finished, failed,
             stopped or open.
-        books: the ledger's word.
+        entries: the ledger's word.
         events: of this process, from the first.
         stopping: a stop was asked for, and the round in progress goes on.
     """

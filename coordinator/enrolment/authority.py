@@ -90,7 +90,7 @@ class Pending:
 
 
 class Authority:
-    """The coordinator's registration desk. Every method may be called from any thread."""
+    """The coordinator's registration authority. Every method may be called from any thread."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Authority:
         entropy: Callable[[int], bytes] = secrets.token_bytes,
         life: dt.timedelta = LEAF_LIFE,
     ) -> None:
-        """Open the desk.
+        """Open the authority.
 
         Args:
             home: keys, and the folder of invitations and requests.

@@ -251,7 +251,7 @@ def forecast(
     The modality is the site's to choose; the draft names one that its policy admits.
 
     Args:
-        standings: site -> what the books say of it; its account is the one of the mechanism's kind.
+        standings: site -> what the ledger says of it; its account is the one of the mechanism's kind.
         policies: site -> the policy that binds it, its own and the federation's together (``strictest``).
     """
     patients = _configuration(job.mechanism, job.config)["public_patients"]

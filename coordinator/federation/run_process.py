@@ -185,7 +185,7 @@ class RunRequestHandler:
         try:
             given = self._gate.reserve(dict(sealed), self.plan.least_grants)
             refused = {site: _slug(code) for site, code in given.items() if site in sealed}
-        except Exception:  # noqa: BLE001 - whatever went wrong in the books, it was not a yes
+        except Exception:  # noqa: BLE001 - whatever went wrong in the ledger, it was not a yes
             return "broken", {}
         self._granted = {site: envelope for site, envelope in sealed.items() if site not in refused}
         return "answer", {"refused": refused}

@@ -92,7 +92,7 @@ class SimulationResult:
     failed: str  # why it ended before the last round; "" when it did not
     epsilon: str  # of the whole run for a site, at ``delta``; the forecast's words
     delta: str
-    spent: Mapping[str, int]  # nano-nats at the account's order that the books hold, to how many sites
+    spent: Mapping[str, int]  # nano-nats at the account's order that the ledger holds, to how many sites
     updates: int  # admitted by the review, in the ledger
     start_seconds: float  # enrolment, Ray and its workers
     price_seconds: float

@@ -47,7 +47,7 @@ class Progress:
 
 
 class RunGate(Protocol):
-    """The caller's review and books. Called from the thread that conducts the run.
+    """The caller's review and ledger. Called from the thread that conducts the run.
 
     This is a wall: no budget is held, no update is aggregated and no round is closed but by a yes of the gate.
     """
@@ -172,11 +172,11 @@ class GatedStrategy(Strategy):
             self._fail(-1, "too_few_grants", self.declined)
 
     def _reserve(self, least: int) -> dict[str, str]:
-        """Site to code, for those whose budget the coordinator's books do not hold; all of them if it cannot tell."""
+        """Site to code, for those whose budget the coordinator's ledger does not hold; all if it cannot tell."""
         try:
             refused = self.gate.reserve(dict(self.granted), least)
             return {site: code if SLUG.fullmatch(code) else "internal" for site, code in refused.items()}
-        except Exception:  # noqa: BLE001 - whatever went wrong in the books, it was not a yes
+        except Exception:  # noqa: BLE001 - whatever went wrong in the ledger, it was not a yes
             return dict.fromkeys(self.granted, "internal")
 
     def configure_train(
@@ -238,7 +238,7 @@ class GatedStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Flower's hook, unused: a metric is a release, and goes through the door like any other."""
+        """Flower's hook, unused: a metric is a release, and is admitted like any other."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -181,7 +181,7 @@ class VirtualSite:
 
     @cached_property
     def name(self) -> str:
-        """In the books."""
+        """In the ledger."""
         return name_of(self.index)
 
     @cached_property

@@ -186,7 +186,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         """Nothing is open yet.
 
         Args:
-            admits: (site, certificate number) -> is it on the books, and not on the deny-list?
+            admits: (site, certificate number) -> is it in the ledger, and not on the deny-list?
             report: (site, rule) -> write down that a known site was turned away.
             log: events from the allow-list.
             patience: ends calls whose message does not come within :data:`FIRST_S`.

@@ -71,7 +71,7 @@ class Service(GatewayServicer):
         self.guard = Guard(self._admits, counter.intake.report, counter.log, self._patience)
 
     def _admits(self, site: str, number: str) -> bool:
-        """By the books of this moment: the store may replace its state, so none is held on to."""
+        """By the ledger of this moment: the store may replace its state, so none is held on to."""
         return self.store.state.admits(site, number)
 
     def Hello(self, request: Any, call: Call) -> Any:

@@ -1,1 +1,1 @@
-"""What people ask of the books: reports and certificates, each as data first, then as a page, a PDF or JSON. Pure."""
+"""Reports and certificates of the ledger, each as data first, then as a page, a PDF or JSON. Pure."""

@@ -17,7 +17,7 @@ from policies.ledger.merkle import Tree, leaf_hash
 
 
 def certificate(inputs: ReportInputs, item: Item) -> Certificate:
-    """What the ledger's key is to sign, under the checkpoint of the books."""
+    """What the ledger's key is to sign, under the checkpoint of the ledger."""
     tree = Tree()
     for entry in inputs.export.entries:
         tree.append(leaf_hash(entry))

@@ -61,7 +61,7 @@ class LedgerHistory:
         """One more record.
 
         Raises:
-            InvalidEntryError: it breaks the books.
+            InvalidEntryError: it breaks the ledger.
         """
         self.state.apply(record)
         entry = record.entry

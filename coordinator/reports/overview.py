@@ -382,7 +382,7 @@ def overview(inputs: ReportInputs, releases: Sequence[ReleaseView], measured: Ma
     """The page of everything.
 
     Args:
-        books: the ledger as of one signed head.
+        inputs: the ledger as of one signed head.
         releases: what stands on the shelf; each is compared with the ledger.
         measured: what was measured beside the ledger: title, steps, ingest, accuracy, epsilon, rounds. A part that
             is missing, or a number that is not finite, is reported as missing; it is never drawn as something.

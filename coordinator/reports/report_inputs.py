@@ -277,7 +277,7 @@ class ReportInputs:
 
 
 def books_of(raw: bytes, federation: str, made: dt.datetime, particulars: Particulars | None = None) -> ReportInputs:
-    """The books of an export; nothing is folded before a report asks for it.
+    """The ledger of an export; nothing is folded before a report asks for it.
 
     Args:
         raw: the export, whose checkpoint is verified under its own key.

@@ -1,4 +1,4 @@
-"""The program of the sandbox: it knows the readers of artifacts, and nothing of the wire, the books or Flower.
+"""The program of the sandbox: it knows the readers of artifacts, and nothing of the wire, the ledger or Flower.
 
 This is a wall: see ``coordinator.sandbox.inspector_process``.
 """

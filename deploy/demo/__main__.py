@@ -109,7 +109,7 @@ def _summary(scene: Scene) -> None:
             f"held-out accuracy {accuracy['private']:.1%} with patient-level DP, "
             f"{accuracy['non_private']:.1%} without (on {accuracy['test_images']} real digits)\n"
             f"{sum(step['seconds'] for step in scene.steps):.0f} s in all.{left_out} "
-            f"Look at {scene.out.name}/report.html, and check the books with\n"
+            f"Look at {scene.out.name}/report.html, and check the ledger with\n"
             f"  lazaret-verify {scene.out.name}/ledger.export --key {summary['ledger']['key']}",
             title="done",
         )

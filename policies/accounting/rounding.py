@@ -17,7 +17,7 @@ from typing import Final
 
 _DIGITS: Final = 6  # as many as ``:g`` shows
 _PLACES: Final = 2  # of an epsilon, behind the point
-_NOISE: Final = Decimal("1e-12")  # of the value: what sums of floats add; the books themselves count in steps of 1e-9
+_NOISE: Final = Decimal("1e-12")  # of the value: what sums of floats add; the ledger itself counts in steps of 1e-9
 _SMALL: Final = -4  # powers of ten below it are written with an exponent, as ``:g`` does
 _EXACT: Final = 40  # digits that are worked with
 

@@ -293,7 +293,7 @@ class Auditor:
         return enrolled.sign_key
 
     def judge(self, entry: Reserved | Sent | Admitted, said: Statement) -> None:
-        """Review again what was granted or admitted, under the site's own policy, before it enters the books."""
+        """Review again what was granted or admitted, under the site's own policy, before it enters the ledger."""
         state = self.state
         policy = self.sent_under.get(entry.envelope, self.policies[entry.site])
         barred = entry.site in state.revoked_sites

@@ -99,7 +99,7 @@ class EntryProjection:
     purses: dict[str, RunningBalance]
     grant: Callable[[str], HeldGrant | None]  # of earlier batches
     open_of: Callable[[str], Iterable[tuple[str, HeldGrant]]]  # grants of a site that were open before this batch
-    today: int = 0  # the books never go back, whatever the clock does
+    today: int = 0  # the ledger never goes back, whatever the clock does
     batch: Batch = field(default_factory=Batch)
 
     def take(self, seq: int, record: Record) -> None:

@@ -81,7 +81,7 @@ class Waived:
 
 
 class InvalidEntryError(RefusedError, ValueError):
-    """The entry breaks a rule of the books; it must not be appended, and a ledger that holds it is unsound."""
+    """The entry breaks a rule of the ledger; it must not be appended, and a ledger that holds it is unsound."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,10 +125,10 @@ class State(Approvers):
     latest: int = 0  # the latest time of an entry, seconds since 1970
 
     def apply(self, record: Record) -> None:
-        """Take one more record into the books.
+        """Take one more record into the ledger.
 
         Raises:
-            InvalidEntryError: the record breaks a rule. The books are as before.
+            InvalidEntryError: the record breaks a rule. The ledger is as before.
         """
         if record.key in self.keys:
             raise InvalidEntryError("an idempotency key is used twice")

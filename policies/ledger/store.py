@@ -138,7 +138,7 @@ class ProofBundle:
 
 @dataclass(slots=True)
 class _Pending:
-    """Entries that are in the books and not yet on the disk."""
+    """Entries that are in the ledger and not yet on the disk."""
 
     bodies: list[bytes] = field(default_factory=list)
     envelopes: dict[bytes, bytes] = field(default_factory=dict)
@@ -237,7 +237,7 @@ class Store:
     def exclusive(self) -> Iterator[State]:
         """Hold the writer's place: nothing is appended by another thread between a review and its entry.
 
-        Whatever the books hold when the outermost block ends is durable when it is left.
+        Whatever the ledger holds when the outermost block ends is durable when it is left.
 
         Raises:
             LedgerStoppedError: the disk failed, now or before; the process must end.
@@ -283,7 +283,7 @@ class Store:
 
         Raises:
             KeyReusedError: the key stands for other content.
-            InvalidEntryError: an entry breaks the books; nothing was appended.
+            InvalidEntryError: an entry breaks the ledger; nothing was appended.
             LedgerStoppedError: the disk failed; the process must end.
         """
         with self.exclusive():
@@ -321,10 +321,10 @@ class Store:
             self._staged.bodies += bodies
             self._staged.envelopes.update((hashlib.sha256(e).digest(), e) for e in draft.envelopes)
         except (InvalidEntryError, EntryEncodingError) as error:
-            if bodies:  # the first of several was taken into the books before another broke them
+            if bodies:  # the first of several was taken into the ledger before another broke them
                 self._replay(self._durable, [*self._flying.bodies, *self._staged.bodies])
             raise InvalidEntryError(str(error)) from None
-        except BaseException:  # no memory, an interrupt: the books may hold what is staged nowhere
+        except BaseException:  # no memory, an interrupt: the ledger may hold what is staged nowhere
             self._stopped = True
             raise
         return lines

@@ -1,11 +1,11 @@
 """How a page is written: a function with a path and the roles that may ask for it, and nothing beside that.
 
-    def add(pages: Pages, desk: Desk) -> None:
+    def add(pages: Pages, context: Context) -> None:
         pages.menu("Ledger", "/ledger", READERS)
 
         @pages.get("/ledger/{seq}", READERS)
         def entry(asked: Asked, seq: int) -> Response:
-            return asked.page("entry.html", entry=desk.entry(seq))
+            return asked.page("entry.html", entry=context.entry(seq))
 
 FastAPI runs underneath. The person, their role, the form's token and its size are checked before the function runs. A
 route that was not registered here keeps the entire console from starting.
