@@ -74,16 +74,16 @@ class SiteLedger(Protocol):
 class SharedLedger:
     """The ledger that this process holds anyway."""
 
-    def __init__(self, context: Opened) -> None:
+    def __init__(self, runtime: Opened) -> None:
         """``runtime``: opened by ``serve``, and open for longer than the console."""
-        self._context, self._one = context, threading.RLock()
+        self._runtime, self._one = runtime, threading.RLock()
 
     def _policy(self) -> Policy:
-        return site_policy(self._context.home, self.read())
+        return site_policy(self._runtime.home, self.read())
 
     def read(self) -> Store:
         """The store itself: it may be read from any thread."""
-        return self._context.site.ledger.store
+        return self._runtime.site.ledger.store
 
     def lines(self, seqs: Sequence[int]) -> list[StoredRecord]:
         """Through the connection that is open anyway."""
@@ -91,7 +91,7 @@ class SharedLedger:
 
     def disk(self) -> LedgerBackend:
         """The ledger's file, to look at beside the one that this process holds."""
-        return open_read_only(self._context.home.root / "ledger.db")
+        return open_read_only(self._runtime.home.root / "ledger.db")
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Store]:
@@ -104,12 +104,12 @@ class SharedLedger:
         """This runtime with a vault of its own: a connection serves one thread; SQLite keeps two apart."""
         del greeted  # `serve` keeps in touch
         with self._one:
-            vault = projects.open_vault(self._context.home, project)
+            vault = projects.open_vault(self._runtime.home, project)
             try:
                 # the policy of now, which an amendment may have changed since `serve` began
                 ledger = LedgerService(self.read(), lambda _site: self._policy())
                 yield replace(
-                    self._context, vault=vault, site=replace(self._context.site, vault=vault, ledger=ledger)
+                    self._runtime, vault=vault, site=replace(self._runtime.site, vault=vault, ledger=ledger)
                 )
             finally:
                 vault.close()
@@ -296,10 +296,10 @@ class BorrowedLedger:
 
         with self._one, contextlib.ExitStack() as stack:
             with self._opening:
-                context = stack.enter_context(open_runtime(self._home.root, lambda _name, _detail: None, project))
+                runtime = stack.enter_context(open_runtime(self._home.root, lambda _name, _detail: None, project))
             if greeted:
-                recover_at_startup(context)
-            yield context
+                recover_at_startup(runtime)
+            yield runtime
 
 
 def _now() -> int:
