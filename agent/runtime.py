@@ -37,6 +37,7 @@ from policies.review.policy import strictest
 from policies.review.rules import Verdict
 from policies.statements import PAYLOAD_TYPE, Amendment, Release, Statement, StatementError, encode, parse
 from protos.common.dsse import open_sealed, seal
+from protos.protocol_version import COMPRESSED
 
 ERR = Console(stderr=True, highlight=False)
 
@@ -169,6 +170,21 @@ def sync_with_coordinator(runtime: AgentRuntime) -> bool:
     if renewed:
         runtime.log.info("certificate_renewed")
     return renewed
+
+
+def require_current_coordinator(runtime: AgentRuntime) -> None:
+    """Hand nothing over to a coordinator that would refuse it.
+
+    Raises:
+        CoordinatorUnreachableError: the coordinator knows no compressed images: a set would be refused, and its
+            price spent. Or it does not answer.
+    """
+    if not runtime.gateway.protocol:
+        sync_with_coordinator(runtime)
+    if runtime.gateway.protocol < COMPRESSED:
+        raise agent_errors.CoordinatorUnreachableError(
+            "the coordinator is too old for compressed images: upgrade the coordinator first"
+        )
 
 
 def recover_at_startup(runtime: AgentRuntime) -> None:

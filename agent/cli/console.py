@@ -7,9 +7,10 @@ import signal
 import threading
 
 from agent.cli.output import OUT
-from agent.console.app import BorrowedLedger, console_server
+from agent.console.app import console_server
 from agent.errors import SiteConfigError
 from agent.event_log import open_log
+from agent.service.ledger_access import BorrowedLedger
 from agent.storage.site_directory import SiteDirectory
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
+from functools import partial
 
-from agent.cli.output import OUT, say
-from agent.errors import SiteConfigError
-from agent.storage import read_only_access, site_directory
-from agent.storage.site_ledger import initialise_ledger
+from agent.cli.output import OUT, print_progress, say
+from agent.service.site import site_acts
+from agent.storage import site_directory
 from policies.governance import cli
-from policies.ledger.backends.sqlite import export_file, open_sqlite, read_lines
-from policies.ledger.store import Store
+from policies.ledger.backends.sqlite import export_file, read_lines
 from protos.common.dsse import key_id
-from protos.identity.key_files import KeyFileError, pem, signing_key, write_private
+from protos.identity.key_files import pem, signing_key, write_private
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -37,21 +35,8 @@ def _fingerprint(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _open(arguments: argparse.Namespace) -> Store:
-    home = site_directory.SiteDirectory(arguments.home)
-    disk, key = open_sqlite(arguments.home / "ledger.db"), home.sign_key()
-    store = Store(disk, site_directory.origin(home.settings().site), key, lambda: int(time.time()))
-    try:
-        read_only_access.compare(home, store)  # in place of a lost ledger no other one is begun
-        initialise_ledger(home, store)
-    except (SiteConfigError, KeyFileError):
-        store.close()
-        raise
-    return store
-
-
 TOOLS = cli.CliContext(
-    open_store=_open,
+    acts=lambda arguments: site_acts(arguments.home, partial(print_progress, silent=False)),
     origin=lambda arguments: site_directory.origin(site_directory.SiteDirectory(arguments.home).settings().site),
     read_key=signing_key,
     write_key=lambda path, key: write_private(path, pem(key)),

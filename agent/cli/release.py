@@ -11,14 +11,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.cli.output import OUT, print_progress, print_verdict
 from agent.domain import Selection
-from agent.errors import CommandError, CoordinatorUnreachableError, ReviewRejectedError
-from agent.microaggregation.released_clusters import place_of
-from agent.release.approval import submit_approved, waiting, withdraw
+from agent.errors import CommandError, ReviewRejectedError
+from agent.release.approval import waiting
 from agent.release.history import rule_of
 from agent.release.packaging import ReleaseFormat
 from agent.release.pipeline import made_as
@@ -26,9 +26,11 @@ from agent.release.ports import ApprovalPending, SignedRelease
 from agent.release.preflight import ReleaseForecast, ReleaseRequest, preflight_review, quote
 from agent.release.resumable import abandon
 from agent.reports.approval import show
-from agent.runtime import AgentRuntime, open_runtime, recover_at_startup
-from agent.runtime import amend as put_in_force
+from agent.runtime import AgentRuntime, recover_at_startup, require_current_coordinator
+from agent.service.ledger_access import BorrowedLedger
+from agent.service.site import read_verdict, site_acts
 from agent.storage import projects, site_directory
+from agent.storage.site_ledger import site_policy
 from policies.accounting.accountant import NANO, epsilon_nano, tight_epsilon
 from policies.accounting.claims import Claim, Gaussian, KAnonymous
 from policies.accounting.rounding import epsilon_text
@@ -38,7 +40,6 @@ from policies.statements import claim_json
 from protos.artifacts.arrays import ArtifactFormatError
 from protos.artifacts.shards import Dicom, Form, Png
 from protos.encryption import hpke
-from protos.protocol_version import COMPRESSED
 
 if TYPE_CHECKING:  # all mechanisms import torch, which not all releases need
     from agent.mechanisms.registry import Remodel, Resumable, Synthesis
@@ -48,14 +49,10 @@ def start_making(runtime: AgentRuntime, anew: bool) -> None:
     """Greet the coordinator, find out how the interrupted ended, and give up what was interrupted, if that is said.
 
     Raises:
-        CoordinatorUnreachableError: the coordinator knows no compressed images: a set would be refused, and its
-        price spent.
+        CoordinatorUnreachableError: see :func:`agent.runtime.require_current_coordinator`.
     """
     recover_at_startup(runtime)
-    if runtime.gateway.protocol < COMPRESSED:
-        raise CoordinatorUnreachableError(
-            "the coordinator is too old for compressed images: upgrade the coordinator first"
-        )
+    require_current_coordinator(runtime)
     if anew:
         abandon(runtime.site)
 
@@ -195,27 +192,25 @@ def run_release(
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Show approvers what they are asked to approve: files to look at, and the statement to sign."""
-    with open_runtime(arguments.home, lambda name, detail: print_progress(name, detail, False)) as runtime:
-        draft, artifact = waiting(runtime.site, arguments.release)
-        files = show(draft, artifact, arguments.out)
-        given = runtime.site.ledger.store.state.approvals(
-            draft.release, "release", draft.release, draft.artifact_sha256
-        )
-        missing = sorted(runtime.site.ledger.policy_of(runtime.site.name).approvals - set(given))
-        OUT.print(f"wrote {arguments.out.name}: {', '.join(files)}; not released yet: keep it at this site")
-        OUT.print(f"{draft.mechanism}, {draft.modality}, {draft.artifact_type} of {draft.artifact_bytes} bytes")
-        if draft.menu:
-            OUT.print(f"k was chosen from {draft.menu.replace(',', ', ')}, which were all tried on the patients")
-        if draft.reid_rate is not None:
-            OUT.print(f"at most {draft.reid_rate} of it were re-identified as a patient by an independent verifier")
-        if draft.vetting_power is not None:
-            OUT.print(f"of planted copies, the vetting found {draft.vetting_power} or more")
-        OUT.print(
-            f"approved by: {', '.join(sorted(given)) or 'nobody yet'}; missing: {', '.join(missing) or 'nobody'}"
-        )
-        line = f"ledger sign release {draft.release} {draft.artifact_sha256} --serial {draft.release}"
-        OUT.print(f"to approve: {line} --person NAME --key FILE --out FILE", soft_wrap=True)
-        return 0
+    home = site_directory.SiteDirectory(arguments.home)
+    store = BorrowedLedger(home).read()
+    with closing(projects.open_vault(home)) as vault:
+        draft, artifact = waiting(vault, arguments.release)
+    files = show(draft, artifact, arguments.out)
+    given = store.state.approvals(draft.release, "release", draft.release, draft.artifact_sha256)
+    missing = sorted(site_policy(home, store).approvals - set(given))
+    OUT.print(f"wrote {arguments.out.name}: {', '.join(files)}; not released yet: keep it at this site")
+    OUT.print(f"{draft.mechanism}, {draft.modality}, {draft.artifact_type} of {draft.artifact_bytes} bytes")
+    if draft.menu:
+        OUT.print(f"k was chosen from {draft.menu.replace(',', ', ')}, which were all tried on the patients")
+    if draft.reid_rate is not None:
+        OUT.print(f"at most {draft.reid_rate} of it were re-identified as a patient by an independent verifier")
+    if draft.vetting_power is not None:
+        OUT.print(f"of planted copies, the vetting found {draft.vetting_power} or more")
+    OUT.print(f"approved by: {', '.join(sorted(given)) or 'nobody yet'}; missing: {', '.join(missing) or 'nobody'}")
+    line = f"ledger sign release {draft.release} {draft.artifact_sha256} --serial {draft.release}"
+    OUT.print(f"to approve: {line} --person NAME --key FILE --out FILE", soft_wrap=True)
+    return 0
 
 
 def print_waiting(runtime: AgentRuntime, waiting: ApprovalPending, as_lines: bool) -> int:
@@ -237,47 +232,27 @@ def print_waiting(runtime: AgentRuntime, waiting: ApprovalPending, as_lines: boo
 
 def send(arguments: argparse.Namespace) -> int:
     """Hand over a release that persons have approved; exit 1 when an approval is missing or a review refuses."""
-    say = lambda step, detail: print_progress(step, detail, arguments.json)  # noqa: E731 - one line of progress
-    with open_runtime(arguments.home, say, project_of(arguments.home, arguments.release)) as runtime:
-        start_making(runtime, anew=False)
-        try:
-            signed, verdict = submit_approved(runtime.site, arguments.release)
-            mechanism = signed.release.mechanism
-        except ReviewRejectedError as refusal:
-            mechanism, verdict = "", refusal.verdict
-        runtime.log.info("verdict", release=arguments.release, rules=[f.rule for f in verdict.findings])
-        print_verdict(arguments.release, mechanism, verdict, arguments.json)
-        return 0 if verdict.admitted else 1
+    with site_acts(arguments.home, partial(print_progress, silent=arguments.json)) as do:
+        told = do("releases/send", release=arguments.release)
+    verdict = read_verdict(told["verdict"])
+    print_verdict(arguments.release, told["mechanism"], verdict, arguments.json)
+    return 0 if verdict.admitted else 1
 
 
 def withdraw_release(arguments: argparse.Namespace) -> int:
     """Give up a release that persons did not approve; its grant is spent."""
-    say = lambda step, detail: print_progress(step, detail, False)  # noqa: E731 - one line of progress
-    with open_runtime(arguments.home, say, project_of(arguments.home, arguments.release)) as runtime:
-        recover_at_startup(runtime)
-        withdraw(runtime.site, arguments.release)
-        runtime.log.info("release_withdrawn", release=arguments.release)
-        OUT.print(f"{arguments.release} is withdrawn, and its grant is spent")
-        return 0
-
-
-def project_of(root: Path, release: str) -> str:
-    """The project whose vault holds the images of a release's clusters; main, where none does."""
-    home = site_directory.SiteDirectory(root)
-    for name in projects.names(home):
-        with closing(projects.open_vault(home, name)) as vault:
-            if vault.project_note(place_of(release, 0)) is not None:
-                return name
-    return site_directory.MAIN
+    with site_acts(arguments.home, partial(print_progress, silent=False)) as do:
+        do("releases/withdraw", release=arguments.release)
+    OUT.print(f"{arguments.release} is withdrawn, and its grant is spent")
+    return 0
 
 
 def amend(arguments: argparse.Namespace) -> int:
     """Sign the site's policy of today: in its own ledger, and then at the coordinator."""
-    with open_runtime(arguments.home, lambda name, detail: print_progress(name, detail, False)) as runtime:
-        recover_at_startup(runtime)
-        verdict = put_in_force(runtime, runtime.home.policy_text())
-        print_verdict("", "amendment", verdict, False)
-        return 0 if verdict.admitted else 1
+    with site_acts(arguments.home, partial(print_progress, silent=False)) as do:
+        verdict = read_verdict(do("ledger/amend")["verdict"])
+    print_verdict("", "amendment", verdict, False)
+    return 0 if verdict.admitted else 1
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from agent.event_log import open_log
 from agent.ingest.config import read_ingestion
 from agent.ingest.service import IngestService
 from agent.runtime import AgentRuntime, open_runtime
+from agent.service.ledger_access import BorrowedLedger, SharedLedger
 from agent.storage import site_directory
 from policies.audit.auditor import clock_warning
 from protos.federation import flower_environment
@@ -70,16 +71,19 @@ def _beside(
     home: site_directory.SiteDirectory, runtime: AgentRuntime | None, log: Any, reception: IngestService
 ) -> Iterator[tuple[str, ...]]:
     """The console and metrics while this serves, as ``console.toml`` says; and systemd is told."""
-    from agent.console.app import BorrowedLedger, SharedLedger, console_server  # noqa: PLC0415 - a web framework, which releases never need
+    from agent.console.app import console_server  # noqa: PLC0415 - a web framework, which releases never need
     from agent.operations import metrics  # noqa: PLC0415 - as above
+    from agent.service.site import site_app  # noqa: PLC0415 - as above
+    from protos.service.control_socket import control_socket  # noqa: PLC0415 - as above
     from protos.web.health import watched_over  # noqa: PLC0415 - as above
 
     store, now = runtime.site.ledger.store if runtime else None, lambda: dt.datetime.now(dt.UTC)
     watched = metrics.MonitoredState(home, read_ingestion(home), now, store, lambda: reception.listener)
     with ExitStack() as stack:
-        console = stack.enter_context(
-            console_server(home, SharedLedger(runtime) if runtime else BorrowedLedger(home), log, reception)
-        )
+        ledger = SharedLedger(runtime) if runtime else BorrowedLedger(home)
+        console = stack.enter_context(console_server(home, ledger, log, reception))
+        if isinstance(ledger, SharedLedger):  # else a command opens the ledger by itself
+            stack.enter_context(control_socket(home.root, site_app(home, ledger, log), log))
         page, live, ready = metrics.metrics(watched), metrics.live(watched), metrics.ready(watched)
         port = stack.enter_context(watched_over(console_settings.read(home.root), page, live, ready))
         yield (*([console] if console else []), *([f"metrics and health: port {port}"] if port else []))

@@ -12,8 +12,8 @@ from agent.console import optout, overview, pacs, releases
 from agent.console import policy as policies
 from agent.console import quarantine as queues
 from agent.console.context import SiteConsoleContext
-from agent.console.ledger_access import BorrowedLedger, SharedLedger, SiteLedger
 from agent.ingest.service import IngestService
+from agent.service.ledger_access import BorrowedLedger, SharedLedger, SiteLedger
 from agent.storage.site_directory import SiteDirectory
 from policies.governance import decisions
 from policies.index.follower import IndexFollower

@@ -1,7 +1,7 @@
 """The context of the site console's pages: directory, ledger, vaults, and the permissions of roles.
 
 Every page opens the vault for itself and closes it (SQLite keeps connections apart); what is written goes through
-:class:`agent.console.ledger_access.SiteLedger`, one act at a time.
+:class:`agent.service.ledger_access.SiteLedger`, one act at a time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agent.console.background_task import BackgroundTask
-from agent.console.ledger_access import SiteLedger
 from agent.errors import SiteStorageError
 from agent.ingest.context import IngestContext, open_ingest
 from agent.ingest.service import IngestService
 from agent.microaggregation.released_clusters import place_of
 from agent.release.unsent import clear_of
+from agent.service.ledger_access import SiteLedger
 from agent.storage import projects
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import MAIN, SiteDirectory

@@ -10,7 +10,7 @@ from agent.errors import ReviewRejectedError
 from agent.release.budget import expire_grant
 from agent.release.history import note_search, patients_of, retire, shows_retired, still_enough
 from agent.release.pipeline import check_opt_outs, deliver, sign_release, submit
-from agent.release.ports import SignedRelease, SiteContext
+from agent.release.ports import SignedRelease, SiteContext, Vault
 from agent.release.unsent import artifact_of, clear_of, forget, is_as_stated, listed, of_before, statement_of
 from policies.accounting.claims import KAnonymous
 from policies.ledger.approvals import refusal
@@ -30,7 +30,7 @@ def submit_approved(site: SiteContext, release: str) -> tuple[SignedRelease, Ver
         SiteStorageError: its bytes are missing; it stays listed.
         NotSentError: no verdict yet; it is kept.
     """
-    one = _kept(site, release)
+    one = _kept(site.vault, release)
     draft = statement_of(one)
     _still_in(site, release, one.get("persons", ()))
     if shows_retired(site, release):  # P5: found like somebody by a later vetting
@@ -63,8 +63,8 @@ def submit_approved(site: SiteContext, release: str) -> tuple[SignedRelease, Ver
     return signed, submit(site, signed, hand_in)
 
 
-def _kept(site: SiteContext, release: str) -> Mapping[str, Any]:
-    kept = listed(site.vault)
+def _kept(vault: Vault, release: str) -> Mapping[str, Any]:
+    kept = listed(vault)
     if release not in kept:
         raise ReviewRejectedError("site", Verdict((Finding("approval", "no release of that name is kept here"),)))
     return kept[release]
@@ -79,14 +79,14 @@ def _still_in(site: SiteContext, release: str, named: Iterable[str]) -> None:
     check_opt_outs(site, persons)
 
 
-def waiting(site: SiteContext, release: str) -> tuple[Release, bytes]:
+def waiting(vault: Vault, release: str) -> tuple[Release, bytes]:
     """A release that is kept, for persons to look at: its statement, and the artifact in clear.
 
     Raises:
         ReviewRejectedError: no release of that name is kept.
     """
-    one = _kept(site, release)
-    return statement_of(one), clear_of(site.vault, release, one)
+    one = _kept(vault, release)
+    return statement_of(one), clear_of(vault, release, one)
 
 
 def withdraw(site: SiteContext, release: str) -> None:
@@ -95,7 +95,7 @@ def withdraw(site: SiteContext, release: str) -> None:
     Raises:
         ReviewRejectedError: no release of that name is kept.
     """
-    draft = statement_of(_kept(site, release))
+    draft = statement_of(_kept(site.vault, release))
     grant = site.ledger.store.state.grants[draft.grant].reserved
     if isinstance(draft.claim, KAnonymous):  # it was looked at: another k after it is a choice from what was seen
         note_search(site, draft.modality, (draft.claim.k,))

@@ -10,11 +10,12 @@ import sys
 from coordinator.cli import backup
 from coordinator.cli.output import ERR, OUT, say
 from coordinator.errors import CoordinatorConfigError
+from coordinator.operations.control import ledger_acts
 from coordinator.storage import directory as homes
 from coordinator.storage.ledger_evidence import set_aside
 from coordinator.storage.witness_store import Witnesses
 from policies.audit import restore_losses
-from policies.governance import cli, decisions
+from policies.governance import cli
 from policies.ledger.backends.sqlite import backup_file
 from policies.ledger.entries import Enrolled, Record
 from policies.ledger.store import export, lines
@@ -93,15 +94,15 @@ def _install(arguments: argparse.Namespace) -> int:
 
 
 def _waive(arguments: argparse.Namespace) -> int:
-    with homes.open_ledger(homes.CoordinatorDirectory(arguments.home)) as store:
-        decisions.waive(store, arguments.site, arguments.serial)
-        waiting = ", ".join(sorted(store.state.sites_awaited)) or "nobody"
+    with ledger_acts(arguments) as do:
+        told = do("ledger/waive", site=arguments.site, serial=arguments.serial)
+    waiting = ", ".join(told["waiting"]) or "nobody"
     OUT.print(f"{arguments.site} is waived and its budget spent; waiting for {waiting}")
     return 0
 
 
 TOOLS = cli.CliContext(
-    open_store=lambda arguments: homes.open_ledger(homes.CoordinatorDirectory(arguments.home)),
+    acts=ledger_acts,
     origin=lambda _arguments: homes.ORIGIN,
     read_key=signing_key,
     write_key=lambda path, key: write_private(path, pem(key)),

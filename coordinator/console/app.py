@@ -11,10 +11,12 @@ from coordinator.console import exports, ledger, overview, people, policies, rel
 from coordinator.console.context import CoordinatorConsoleContext
 from coordinator.daemon import CoordinatorRuntime
 from coordinator.operations import metrics
+from coordinator.operations.control import coordinator_app
 from coordinator.storage import directory as homes
 from policies.governance import decisions
 from policies.index.follower import IndexFollower
 from policies.index.search import Index
+from protos.service.control_socket import control_socket
 from protos.web import settings as console_settings
 from protos.web.client_certificates import PinnedCertificates
 from protos.web.health import watched_over
@@ -43,7 +45,7 @@ def pages(context: CoordinatorConsoleContext, settings: ConsoleSettings, logins:
 
 @contextmanager
 def beside(parts: CoordinatorRuntime) -> Iterator[tuple[str, ...]]:
-    """Run the console and the metrics page as ``console.toml`` says, and notify systemd, while the service runs.
+    """Run the control socket, and console and metrics as ``console.toml`` says, and notify systemd, while serving.
 
     Yields:
         What to tell the operator.
@@ -55,6 +57,7 @@ def beside(parts: CoordinatorRuntime) -> Iterator[tuple[str, ...]]:
         parts.home, parts.store, parts.sessions, parts.runs.root, parts.shelf.staging, lambda: dt.datetime.now(dt.UTC)
     )
     with ExitStack() as stack:
+        stack.enter_context(control_socket(parts.home.root, coordinator_app(parts.store), parts.log))
         told = (stack.enter_context(_console(parts, settings)),) if settings is not None else ()
         page, live, ready = metrics.metrics(watched), metrics.live(watched), metrics.ready(watched)
         port = stack.enter_context(watched_over(settings, page, live, ready))

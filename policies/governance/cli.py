@@ -23,12 +23,12 @@ from rich.table import Table
 
 from policies.audit.display import as_json, rows
 from policies.governance import decisions
+from policies.governance.acts import Acts
 from policies.governance.options import VALUES
 from policies.ledger.approvals import APPROVING
 from policies.ledger.ed25519 import is_owned
 from policies.ledger.entries import InvalidEntryError, Record
-from policies.ledger.store import Store
-from policies.statements import HEX, ID, PAYLOAD_TYPE, Request
+from policies.statements import HEX, ID, PAYLOAD_TYPE
 from protos.common.dsse import seal
 
 
@@ -36,7 +36,7 @@ from protos.common.dsse import seal
 class CliContext:
     """What the commands need of the side that offers them."""
 
-    open_store: Callable[[argparse.Namespace], AbstractContextManager[Store]]
+    acts: Callable[[argparse.Namespace], AbstractContextManager[Acts]]  # done here, or by the running service
     origin: Callable[[argparse.Namespace], str]
     read_key: Callable[[Path], Ed25519PrivateKey]
     write_key: Callable[[Path, Ed25519PrivateKey], None]
@@ -75,14 +75,14 @@ def _appoint(arguments: argparse.Namespace, tools: CliContext) -> None:
         raise InvalidEntryError("the public key is not 32 bytes in base64, as `ledger person` prints it") from None
     if not ID.fullmatch(arguments.person):
         raise InvalidEntryError("a person's name is 1 to 64 of a-z, 0-9, - and _")
-    with tools.open_store(arguments) as store:
-        decisions.appoint(store, arguments.person, arguments.role, key, arguments.serial)
+    with tools.acts(arguments) as do:
+        do("ledger/appoint", person=arguments.person, role=arguments.role, key=key.hex(), serial=arguments.serial)
     tools.say(f"appointed {arguments.person}, {arguments.role}")
 
 
 def _dismiss(arguments: argparse.Namespace, tools: CliContext) -> None:
-    with tools.open_store(arguments) as store:
-        decisions.dismiss(store, arguments.person, arguments.serial)
+    with tools.acts(arguments) as do:
+        do("ledger/dismiss", person=arguments.person, serial=arguments.serial)
     tools.say(f"{arguments.person} is no longer active")
 
 
@@ -148,28 +148,26 @@ def _value(action: str, subject: str, words: Sequence[str]) -> str:
 
 
 def _propose(arguments: argparse.Namespace, tools: CliContext) -> None:
-    with tools.open_store(arguments) as store:
-        limit, epsilon = decisions.limit_value(store, arguments.account, arguments.budget)
-        more = limit > store.state.accounts[arguments.account].limit
-    needed = f"{' and '.join(sorted(APPROVING))}, one of each" if more else f"one of {', '.join(sorted(APPROVING))}"
-    tools.say(f"sign: limit {arguments.account} {epsilon or limit}  (needed: {needed})")
+    with tools.acts(arguments) as do:
+        meant = do("ledger/propose", account=arguments.account, budget=arguments.budget)
+    roles = sorted(APPROVING)
+    needed = f"{' and '.join(roles)}, one of each" if meant["more"] else f"one of {', '.join(roles)}"
+    tools.say(f"sign: limit {arguments.account} {meant['epsilon'] or meant['limit']}  (needed: {needed})")
 
 
 def _limit(arguments: argparse.Namespace, tools: CliContext) -> None:
-    with tools.open_store(arguments) as store:
-        decisions.set_limit(store, arguments.account, arguments.budget, arguments.serial)
+    with tools.acts(arguments) as do:
+        do("ledger/limit", account=arguments.account, budget=arguments.budget, serial=arguments.serial)
     tools.say(f"the limit of {arguments.account} is now {arguments.budget}; the site's own policy still applies")
 
 
 def _approve(arguments: argparse.Namespace, tools: CliContext) -> None:
     envelopes = [path.read_bytes() for path in arguments.approvals]  # all of them, before anything is written
-    with tools.open_store(arguments) as store:
+    with tools.acts(arguments) as do:
         for envelope in envelopes:
-            asked = isinstance(decisions.said_by(envelope), Request)
-            word = (decisions.request if asked else decisions.approve)(store, envelope)
-            tools.say(
-                f"{word.person} {'asks for' if asked else 'approves'} {word.action} {word.subject} ({word.serial})"
-            )
+            word = do("ledger/approve", envelope=base64.b64encode(envelope).decode())
+            verb = "asks for" if word["asks"] else "approves"
+            tools.say(f"{word['person']} {verb} {word['action']} {word['subject']} ({word['serial']})")
 
 
 _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace, CliContext], None]]] = MappingProxyType(

@@ -99,8 +99,8 @@ class Guard:
             _check(scope, headers, self._names)
             body = b""
             if scope["method"] == "POST":
-                body = await _body(headers, receive, BODY_BYTES if self._known(scope) else STRANGER_BYTES)
-            await self._app(scope, _replay(body, receive), dressed)
+                body = await read_body(headers, receive, BODY_BYTES if self._known(scope) else STRANGER_BYTES)
+            await self._app(scope, replay(body, receive), dressed)
         except RequestRefusedError as refused:
             self._log.warning("console_refused", rule=refused.rule, state=str(refused.status))
             await dressed.plain(refused.status, refused.sentence)
@@ -164,7 +164,12 @@ def _check_origin(method: str, headers: dict[str, list[str]]) -> None:
         )
 
 
-async def _body(headers: dict[str, list[str]], receive: Receive, most: int) -> bytes:
+async def read_body(headers: dict[str, list[str]], receive: Receive, most: int) -> bytes:
+    """The body of a request, whole.
+
+    Raises:
+        RequestRefusedError: longer than ``most`` bytes, slower than ``BODY_S``, cut short, or of no stated length.
+    """
     told = headers.get("content-length", ["0"])
     if len(told) != 1 or not told[0].isascii() or not told[0].isdigit():
         raise RequestRefusedError(400, "length", "The request is malformed.")
@@ -189,7 +194,8 @@ async def _body(headers: dict[str, list[str]], receive: Receive, most: int) -> b
     return bytes(body)
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def replay(body: bytes, receive: Receive) -> Receive:
+    """What gives a body that was read already once more."""
     told = False
 
     async def again() -> MutableMapping[str, Any]:

@@ -121,10 +121,11 @@ class _Door(H11Protocol):
         super().connection_lost(exc)
 
 
-class _Thread:
-    """A uvicorn server in a thread."""
+class ServerThread:
+    """A uvicorn server in a thread, on a socket that listens already."""
 
-    def __init__(self, app: App, address: str, tls: ssl.SSLContext | None, name: str) -> None:
+    def __init__(self, app: App, listener: socket.socket, tls: ssl.SSLContext | None, name: str) -> None:
+        """Nothing is answered yet. ``name``: of the thread."""
         for logger in ("uvicorn", "uvicorn.error", "uvicorn.access"):
             logging.getLogger(logger).disabled = True  # an error's text may quote what was sent
         more: dict[str, Any] = {"ssl_context_factory": lambda _config, _usual: tls} if tls is not None else {}
@@ -146,15 +147,7 @@ class _Thread:
             **more,
         )
         config.load()
-        self._server = uvicorn.Server(config)
-        host, port = split(address)
-        try:
-            self._listener = _Gate(host, port)
-        except OSError:
-            raise ConsoleConfigError(
-                f"{name}: {address} cannot be listened on; does another program do so?"
-            ) from None
-        self.port = int(self._listener.getsockname()[1])
+        self._server, self._listener = uvicorn.Server(config), listener
         self._thread = threading.Thread(
             target=self._run, args=(tls is not None,), name=f"lazaret-{name}", daemon=True
         )
@@ -191,6 +184,18 @@ class _Thread:
         self._listener.close()
 
 
+def _listen(address: str, name: str) -> _Gate:
+    """Take a port.
+
+    Raises:
+        ConsoleConfigError: it is taken.
+    """
+    try:
+        return _Gate(*split(address))
+    except OSError:
+        raise ConsoleConfigError(f"{name}: {address} cannot be listened on; does another program do so?") from None
+
+
 class ConsoleServer:
     """A console that is reached over TLS, from entering the context until leaving it."""
 
@@ -215,8 +220,9 @@ class ConsoleServer:
             ) from None
         self.fingerprint = own.fingerprint  # SHA-256 in hexadecimal, of what browsers are shown
         self.ends = own.ends
-        self._thread = _Thread(app, settings.listen, tls, "console")
-        self.port = self._thread.port
+        gate = _listen(settings.listen, "console")
+        self.port = int(gate.getsockname()[1])
+        self._thread = ServerThread(app, gate, tls, "console")
 
     def __enter__(self) -> Self:
         """Start; it answers when this returns."""
@@ -252,8 +258,9 @@ class PlainServing:
         Raises:
             ConsoleConfigError: the port cannot be used.
         """
-        self._thread = _Thread(_Plain(answers, frozenset(names)), address, None, "metrics")
-        self.port = self._thread.port
+        gate = _listen(address, "metrics")
+        self.port = int(gate.getsockname()[1])
+        self._thread = ServerThread(_Plain(answers, frozenset(names)), gate, None, "metrics")
 
     def __enter__(self) -> Self:
         """Start; it answers when this returns."""

@@ -12,9 +12,9 @@ import pytest
 
 from agent.cli import doctor as doctor_command
 from agent.cli.main import main
-from agent.console.ledger_access import BorrowedLedger
 from agent.errors import SiteConfigError
 from agent.runtime import AgentRuntime, open_runtime
+from agent.service.ledger_access import BorrowedLedger
 from agent.storage.site_database import SiteDatabase
 from agent.storage.site_directory import SiteDirectory, origin
 from policies.accounting.claims import SubsampledGaussian

@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent.console.app import INDEX, pages
 from agent.console.context import SiteConsoleContext
-from agent.console.ledger_access import BorrowedLedger
 from agent.event_log import open_log
+from agent.service.ledger_access import BorrowedLedger
 from agent.storage import site_directory
 from policies.governance import decisions
 from policies.index.follower import IndexFollower

@@ -324,7 +324,7 @@ def open_read_only(path: Path) -> Sqlite:
 
 
 def lock_file(path: Path) -> IO[str]:
-    """Keep every other writer out until it is closed.
+    """Keep every other writer out until it is closed. The file holds the number of the process that has it.
 
     Raises:
         LedgerBusyError: somebody else has it.
@@ -333,10 +333,15 @@ def lock_file(path: Path) -> IO[str]:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
+        found = handle.read(32).strip()
         handle.close()
+        who = f"process {found}" if found.isdigit() else "another process"
         raise LedgerBusyError(
-            f"another process is writing the {path.stem}: stop `serve`, or the other command, first"
+            f"{who} is writing the {path.stem}: wait until it has ended, or stop it first"
         ) from None
+    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        os.ftruncate(handle.fileno(), 0)
+        os.pwrite(handle.fileno(), b"%d\n" % os.getpid(), 0)
     return handle
 
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from agent.console.app import console_server
 from agent.console.context import SiteConsoleContext
-from agent.console.ledger_access import BorrowedLedger, SharedLedger, SiteLedger
 from agent.deidentify.record import Record
 from agent.event_log import open_log
 from agent.ingest.context import open_ingest
@@ -27,6 +26,7 @@ from agent.mechanisms.ksame.mechanism import KSame
 from agent.release.pipeline import release_synthetic
 from agent.release.ports import ApprovalPending
 from agent.runtime import open_runtime
+from agent.service.ledger_access import BorrowedLedger, SharedLedger, SiteLedger
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.spool import ReceivedFile
 from deploy.phantoms.fundus import FundusPatient, fundus_patients

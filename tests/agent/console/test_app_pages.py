@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from agent.console.context import SiteConsoleContext
-from agent.console.ledger_access import BorrowedLedger, LedgerMissingError
 from agent.console.optout import preview
 from agent.console.optout_preview import Consequences
 from agent.deidentify.record import Record
 from agent.domain import Selection
 from agent.event_log import open_log
 from agent.ingest.context import open_ingest
+from agent.service.ledger_access import BorrowedLedger, LedgerMissingError
 from agent.storage import projects
 from agent.storage.site_directory import MAIN
 from agent.storage.spool import ReceivedFile

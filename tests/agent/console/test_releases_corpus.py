@@ -14,11 +14,11 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from agent.console import app, policy_draft
 from agent.console.context import SiteConsoleContext
-from agent.console.ledger_access import SharedLedger
 from agent.console.releases import REFUSE, refusal_serial
 from agent.event_log import open_log
 from agent.ingest.context import open_ingest
 from agent.runtime import open_runtime
+from agent.service.ledger_access import SharedLedger
 from agent.storage.site_directory import MAIN
 from agent.storage.spool import ReceivedFile
 from policies.governance import amendments, decisions

@@ -48,7 +48,7 @@ def waits(made: Hospital) -> list[str]:
 
 
 def account(made: Hospital) -> tuple[int, int]:
-    from agent.console.ledger_access import BorrowedLedger
+    from agent.service.ledger_access import BorrowedLedger
 
     k = BorrowedLedger(made.home).read().state.accounts["site-a/k"]
     return k.held, k.spent

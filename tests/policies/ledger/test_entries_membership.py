@@ -339,7 +339,7 @@ def _signed(folder: Path, *words: str) -> bytes:
     parser = argparse.ArgumentParser()
     options.add_commands(parser.add_subparsers(), add)
     tools = cli.CliContext(
-        open_store=lambda _arguments: contextlib.nullcontext(),  # type: ignore[arg-type, return-value]
+        acts=lambda _arguments: contextlib.nullcontext(),  # type: ignore[arg-type, return-value]
         origin=lambda _arguments: "lazaret/test",
         read_key=lambda _path: CAREFUL.key,
         write_key=lambda _path, _key: None,

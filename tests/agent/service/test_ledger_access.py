@@ -14,9 +14,10 @@ from typing import Any
 import apsw
 import pytest
 
-from agent.console import ledger_access, overview, releases
+from agent.console import overview, releases
 from agent.console.context import SiteConsoleContext
-from agent.console.ledger_access import BorrowedLedger
+from agent.service import ledger_access
+from agent.service.ledger_access import BorrowedLedger
 from agent.storage.site_directory import SiteDirectory, create, origin
 from policies.audit.inclusion_proof import check
 from policies.governance import decisions

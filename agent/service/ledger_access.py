@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -219,11 +219,16 @@ class _Fold(Store):
         return True
 
 
+def _silent(_step: str, _detail: str) -> None:
+    """Nobody reads along."""
+
+
 class BorrowedLedger:
     """The ledger's file, opened to write for as long as one act takes."""
 
-    def __init__(self, home: site_directory.SiteDirectory) -> None:
-        """Nothing is opened yet."""
+    def __init__(self, home: site_directory.SiteDirectory, say: Callable[[str, str], None] = _silent) -> None:
+        """Nothing is opened yet. ``say``: hears of each step and its detail."""
+        self._say = say
         self._home, self._one, self._opening = home, threading.RLock(), threading.Lock()
         self._disk = _Looking(home.root / "ledger.db", self._opening)
         self._folding = threading.Lock()
@@ -296,7 +301,7 @@ class BorrowedLedger:
 
         with self._one, contextlib.ExitStack() as stack:
             with self._opening:
-                runtime = stack.enter_context(open_runtime(self._home.root, lambda _name, _detail: None, project))
+                runtime = stack.enter_context(open_runtime(self._home.root, self._say, project))
             if greeted:
                 recover_at_startup(runtime)
             yield runtime

@@ -1,0 +1,100 @@
+"""The HTTP application behind a control socket: acts with named fields, errors with a sentence and an exit status.
+
+Its description is OpenAPI, made from the acts' own signatures: ``GET /v1/openapi.json``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import ConfigDict, create_model
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from protos.common.errors import InvariantError, LazaretError, LedgerIntegrityError
+from protos.service.control_client import API, PROBLEM
+
+Act = Callable[..., Any]  # the first argument is what the service works with, the others are fields
+
+
+def control_app(side: str, version: str) -> FastAPI:
+    """An application that knows ``/v1``: what is running here. A side adds its acts.
+
+    Args:
+        side: "agent" or "coordinator".
+        version: of the program.
+    """
+    app = FastAPI(
+        title=f"Lazaret {side}: control socket",
+        version=str(API),
+        openapi_url=f"/v{API}/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+    )
+
+    @app.get(f"/v{API}")
+    def about() -> dict[str, Any]:
+        return {"api": API, "side": side, "version": version, "pid": os.getpid()}
+
+    app.add_exception_handler(RequestValidationError, lambda _, error: as_problem(error, 422))
+    app.add_exception_handler(HTTPException, lambda _, error: as_problem(error, getattr(error, "status_code", 500)))
+    app.add_exception_handler(LazaretError, lambda _, error: as_problem(error, 409))
+    app.add_exception_handler(OSError, lambda _, error: as_problem(error, 507))
+    app.add_exception_handler(Exception, lambda _, error: as_problem(error, 500))
+    return app
+
+
+def add_act(app: FastAPI, name: str, act: Act, run: Callable[[Act, Mapping[str, Any]], Any]) -> None:
+    """``POST /v1/NAME`` with the act's own parameters as fields; a field that it does not have is refused.
+
+    Args:
+        app: of :func:`control_app`.
+        name: the path below ``/v1``.
+        act: its signature, without the first parameter, is the form of the request.
+        run: carries it out with fields, in a thread.
+    """
+    hints, parameters = get_type_hints(act), list(inspect.signature(act).parameters.values())[1:]
+    fields: Any = {p.name: (hints[p.name], ... if p.default is p.empty else p.default) for p in parameters}
+    form = create_model(
+        f"{name.replace('/', ' ').title().replace(' ', '')}Fields", __config__=ConfigDict(extra="forbid"), **fields
+    )
+
+    def carry_out(asked: Any) -> Any:
+        return run(act, asked.model_dump())
+
+    carry_out.__annotations__ = {"asked": form, "return": hints.get("return", Any)}
+    carry_out.__doc__ = act.__doc__
+    app.post(f"/v{API}/{name}", name=name)(carry_out)
+
+
+def as_problem(error: Exception, status: int) -> Response:
+    """What a caller is told of an error: its class, a sentence, and the exit status that the command ends with.
+
+    Texts of errors that are not ours may hold patient data, and stay here.
+    """
+    told = {
+        "code": type(error).__name__,
+        "sentence": _sentence(error),
+        "exit": error.exit_code if isinstance(error, LazaretError) else 70 if status == 500 else 1,
+        "stopped": isinstance(error, LedgerIntegrityError),
+    }
+    return JSONResponse(told, status, media_type=PROBLEM)
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, RequestValidationError):
+        wrong = sorted({".".join(str(part) for part in one["loc"][1:]) or "the request" for one in error.errors()})
+        return f"the service does not take these fields: {', '.join(wrong)[:200]}; see /v{API}/openapi.json"
+    if isinstance(error, HTTPException):
+        return f"the running service has no such path: it may be older than this command; see /v{API}/openapi.json"
+    if isinstance(error, OSError):
+        return f"{error.strerror or type(error).__name__}: {Path(str(error.filename or '')).name}"
+    if isinstance(error, LazaretError) and not isinstance(error, InvariantError):
+        return str(error)
+    return f"internal fault ({type(error).__name__})"
