@@ -80,11 +80,8 @@ def control_socket(home: Path, app: App, log: Any) -> Iterator[None]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(fresh)
         gate = _Gate()
-        before = os.umask(0o177)
-        try:
-            gate.bind(fresh)
-        finally:
-            os.umask(before)
+        gate.bind(fresh)
+        os.chmod(fresh, 0o600)  # nobody can connect before it listens
         gate.listen(CONNECTIONS)
         own = os.stat(fresh)
         os.rename(fresh, name)

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,33 +13,12 @@ import agent.cli.main
 from coordinator.cli.main import main
 from policies.audit.verify import main as verify
 from policies.review.policy import preset
+from tests.support.coordinator_serving import serving
 from tests.support.ports import free_port
 from tests.support.postgres import GUARDED, OWNER, PASSWORD, WRITER, throwaway
 
 ROOT = Path(__file__).parents[3]
 PERSONS = {"dpo-1": "compliance", "chief-1": "hospital"}
-
-
-@contextlib.contextmanager
-def serving(home: list[str]) -> Iterator[None]:
-    """`lazaret-coordinator serve`, as a process of its own, from its first word to an orderly end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "coordinator", *home, "serve"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        watchdog = threading.Timer(200, process.kill)
-        watchdog.start()
-        assert process.stdout.readline().startswith("serving")
-        watchdog.cancel()
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(200) == 0
 
 
 def test_a_coordinator_keeps_its_ledger_in_postgresql(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
