@@ -68,7 +68,7 @@ def add_act(app: FastAPI, name: str, act: Act, run: Callable[[Act, Mapping[str, 
     def carry_out(asked: Any) -> Any:
         return run(act, asked.model_dump())
 
-    carry_out.__annotations__ = {"asked": form, "return": hints.get("return", Any)}
+    carry_out.__annotations__.update({"asked": form, "return": hints.get("return", Any)})
     carry_out.__doc__ = act.__doc__
     app.post(f"/v{API}/{name}", name=name)(carry_out)
 
