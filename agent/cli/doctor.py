@@ -1,4 +1,4 @@
-"""``lazaret-agent doctor``: one line for each check, passed, noted, or failed with what to do. Exit 1: one failed."""
+"""``doctor``: a line for each check, passed, noted, or failed with what to do; ``status``: what to do next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 from agent.errors import LedgerForkError, SiteConfigError
 from agent.gateway.witness import LedgerWitness
 from agent.ingest import errors as ingest_errors
-from agent.operations import doctor, ingest_checks
+from agent.operations import doctor, ingest_checks, status
 from agent.release.release_record import RECORD, WHAT_TO_DO, named, unrecorded
 from agent.storage import read_only_access
 from agent.storage.encrypted_sqlite import OlderVaultError
@@ -26,6 +26,7 @@ from policies.ledger.read_only import Heed, read_store
 from policies.ledger.store import LedgerUnsoundError, Store
 from policies.review.policy import Policy, PolicyError, strictest
 from protos.identity.key_files import KeyFileError
+from protos.operations import next_steps
 from protos.operations.checks import CheckResult, answered, examine, failed, note, passed, progress
 
 _EXPECTED: Final = (*doctor.EXPECTED, *ingest_errors.EXPECTED)
@@ -205,7 +206,11 @@ def _way_in(home: SiteDirectory) -> Iterator[CheckResult]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found; exit 1 when something failed."""
+    """``doctor`` or ``status``: exit 1 when something failed, or is missing."""
+    if arguments.command == "status":
+        home = SiteDirectory(arguments.home)
+        found = status.steps(home, dt.datetime.now(dt.UTC))
+        return next_steps.answered(found, next_steps.disk(home.root, status.PARTS), arguments.json)
     with progress() as heed:
-        found = findings(SiteDirectory(arguments.home), dt.datetime.now(dt.UTC), heed)
-    return answered(found, arguments.json)
+        checked = findings(SiteDirectory(arguments.home), dt.datetime.now(dt.UTC), heed)
+    return answered(checked, arguments.json)

@@ -21,7 +21,7 @@ def _run(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR0915 
     match arguments.command.split():
         case ["init" | "enrol"]:
             from agent.cli.setup import run
-        case ["doctor"]:
+        case ["doctor" | "status"]:
             from agent.cli.doctor import run
         case ["ingest" | "what-if"]:
             from agent.cli.ingest import run

@@ -126,6 +126,7 @@ def _add_setup(commands: Any) -> None:
     enrol.add_argument("--token-file", type=Path, help="file with the token (default: standard input)")
     enrol.add_argument("--wait", type=float, default=0.0, help="seconds to wait for approval")
     _json(add(commands, "doctor", "check configuration, keys and the connection to the coordinator"))
+    _json(add(commands, "status", "show what is missing until images flow and a release can leave, and what to type"))
 
 
 def _add_ingest(commands: Any) -> None:

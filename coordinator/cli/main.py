@@ -33,6 +33,8 @@ def _run(arguments: argparse.Namespace) -> int:  # noqa: C901 - a case a file of
             return login_cli.run(arguments, say)
         case ["doctor"]:
             from coordinator.operations.doctor import doctor as run
+        case ["status"]:
+            from coordinator.operations.status import run
         case ["backup" | "restore" | "upgrade"]:
             from coordinator.cli.backup import run
         case ["ledger", _]:

@@ -26,6 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_pool(commands)
     add_login_commands(commands)
     _json(add(commands, "doctor", "check configuration, keys, certificates, ledger, port and machine"))
+    _json(add(commands, "status", "show what is missing until sites can join and rounds can run, and what to type"))
     _add_backup(commands)
     _add_ledger(commands)
     report = add(commands, "report", "write a report: the overview, or one by its name")

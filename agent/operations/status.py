@@ -1,0 +1,168 @@
+"""What is missing at a site until images flow, and until a release can leave; and what waits for people."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Final
+
+from agent.gateway.credentials import Credentials
+from agent.gateway.enrolment import WAITING
+from agent.ingest import errors as ingest_errors
+from agent.ingest.config import read_ingestion
+from agent.release.unsent import statement_of
+from agent.storage import projects, read_only_access
+from agent.storage.encrypted_sqlite import VaultError
+from agent.storage.site_directory import SiteDirectory, origin
+from agent.storage.site_ledger import site_policy
+from policies.ledger.backends.sqlite import open_read_only
+from policies.ledger.read_only import read_store
+from policies.ledger.store import LedgerUnsoundError, Store
+from policies.review.policy import PolicyError
+from protos.common.errors import ConfigError
+from protos.identity.certificates import fingerprint
+from protos.identity.key_files import KeyFileError
+from protos.operations.next_steps import Step, collect
+
+IMAGES: Final = "until images flow"
+RELEASE: Final = "until a release can leave"
+WAITS: Final = "waiting for people"
+PARTS: Final = {
+    "patients' records": ("vault.db*", "projects"),
+    "ledger": ("ledger.db*", "ledger.mark"),
+    "received, not read yet": ("inbox",),
+    "rejected files": ("quarantine",),
+    "logs": ("agent.log*",),
+    "search index": ("search.db*",),
+    "rounds": ("flower",),
+}
+_INVITED: Final = (
+    "ask the coordinator for an invitation, then: lazaret-agent enrol FILE --fingerprint AS-HEARD-BY-PHONE"
+)
+_EXPECTED: Final = (*ingest_errors.EXPECTED, ConfigError, KeyFileError, LedgerUnsoundError, PolicyError, VaultError)
+
+
+def steps(home: SiteDirectory, now: dt.datetime) -> list[Step]:
+    """Everything that has to be there, in the order in which a hospital does it; nothing is written.
+
+    Args:
+        home: the site's directory, which may be empty.
+        now: UTC, for the certificate.
+    """
+    looks = [
+        (IMAGES, "directory", partial(_directory, home)),
+        (IMAGES, "enrolment", partial(_enrolment, home, now)),
+        (IMAGES, "ingest.toml", partial(_roads, home)),
+        (IMAGES, "images", partial(_images, home)),
+        (RELEASE, "policy and people", partial(_people, home)),
+    ]
+    return collect(looks if (home.root / "site.toml").exists() else looks[:1], _EXPECTED)
+
+
+def _directory(home: SiteDirectory) -> Iterator[Step]:
+    if not (home.root / "site.toml").exists():
+        words = "lazaret-agent --home DIR init --site NAME --coordinator HOST:PORT --modality MODALITY"
+        yield Step(IMAGES, "directory", "there is none yet", words)
+        return
+    settings = home.settings()
+    yield Step(IMAGES, "directory", said=f"site {settings.site}, for {', '.join(settings.modalities)}")
+
+
+def _enrolment(home: SiteDirectory, now: dt.datetime) -> Iterator[Step]:
+    if not (home.keys / "tls.pem").exists():
+        request = home.root / "request.json"
+        if (home.keys / WAITING).exists():
+            told = f"the request waits for two people; its fingerprint: {fingerprint(request.read_bytes())}"
+            yield Step(IMAGES, "enrolment", told, "tell them the fingerprint by phone, then: lazaret-agent enrol")
+        else:
+            yield Step(IMAGES, "enrolment", "this site is not enrolled", _INVITED)
+        return
+    end = Credentials(home.keys).not_after
+    if now < end:
+        yield Step(IMAGES, "enrolment", said=f"certificate valid until {end:%Y-%m-%d %H:%M} UTC; `serve` renews it")
+    else:
+        yield Step(IMAGES, "enrolment", f"the certificate ended at {end:%Y-%m-%d %H:%M} UTC", _INVITED)
+
+
+def _roads(home: SiteDirectory) -> Iterator[Step]:
+    found = read_ingestion(home)
+    roads = [
+        *(["C-STORE"] if found.listener else []),
+        *(["STOW-RS"] if found.stow else []),
+        *(f"folder {folder.path.name}" for folder in found.folders),
+        *found.pacs,
+        *found.webs,
+    ]
+    yield Step(IMAGES, "ways in", said=", ".join(roads) or "the input folder of site.toml alone")
+
+
+def _images(home: SiteDirectory) -> Iterator[Step]:
+    waiting = rejected = 0
+    for name in projects.names(home):
+        inbox, quarantine = projects.project_folders(home, name)
+        waiting += sum(not file.startswith(".") for file in _files(inbox))
+        rejected += sum(file.count(".") == 2 for file in _files(quarantine))
+    more = f"{waiting} received files wait to be read" if waiting else ""
+    patients = read_only_access.records(home).most
+    if patients:
+        yield Step(IMAGES, "images", said="; ".join(filter(None, (f"of {patients} patients", more))))
+    else:
+        words = (
+            "lazaret-agent ingest" if waiting else "send images to the receiver of `serve`, or: lazaret-agent ingest"
+        )
+        yield Step(IMAGES, "images", "; ".join(filter(None, ("there are none yet", more))), words)
+    if rejected:
+        yield Step(IMAGES, "rejected files", f"{rejected} files were rejected", "lazaret-agent quarantine list")
+
+
+def _files(folder: os.PathLike[str]) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _people(home: SiteDirectory) -> Iterator[Step]:
+    """Policy, persons, budget, cohort; and what was made already."""
+    if not (home.root / "ledger.db").exists() or not (home.keys / "federation.toml").exists():
+        yield Step(RELEASE, "ledger", "it begins with enrolment", "see above")
+        return
+    with read_only_access.notes(home) as notes:
+        pending: dict[str, Any] = (notes.note("pending") if notes is not None else None) or {}
+    with read_store(open_read_only(home.root / "ledger.db"), origin(home.settings().site), home.sign_key()) as store:
+        yield from _ready(home, store)
+        for number, name in enumerate(sorted(pending), 1):
+            yield _waiting(home, store, number, pending[name])
+
+
+def _ready(home: SiteDirectory, store: Store) -> Iterator[Step]:
+    policy, state = site_policy(home, store), store.state
+    for role in sorted(policy.approvals - state.office()):
+        words = f"lazaret-agent ledger person KEY-FILE, then: lazaret-agent ledger appoint NAME {role} PUBLIC-KEY"
+        yield Step(RELEASE, f"a person of {role}", "the policy wants one to approve, and nobody is appointed", words)
+    if not policy.approvals - state.office():
+        wanted = ", ".join(sorted(policy.approvals)) or "nobody"
+        yield Step(RELEASE, "people", said=f"a release is approved by {wanted}")
+    patients = read_only_access.records(home).most
+    if patients < policy.k_min:
+        told = f"a k-anonymous release needs {policy.k_min} patients, and there are {patients}"
+        yield Step(RELEASE, "cohort", told, "ingest more images; `lazaret-agent cohort` counts them")
+    for name, account in sorted(state.accounts.items()):
+        if account.left > 0:
+            yield Step(RELEASE, f"budget {name}", said=f"{100 * account.left // account.limit} % is left")
+        else:
+            words = f"lazaret-agent ledger propose {name} BUDGET, which two people approve"
+            yield Step(RELEASE, f"budget {name}", "it is used up", words)
+
+
+def _waiting(home: SiteDirectory, store: Store, number: int, kept: dict[str, Any]) -> Step:
+    r = statement_of(kept)
+    given = store.state.approvals(r.release, "release", r.release, r.artifact_sha256)
+    missing = sorted(site_policy(home, store).approvals - set(given))
+    name = f"release {number}, {r.mechanism}"
+    if not missing:
+        return Step(WAITS, name, "it is made, and may leave", f"lazaret-agent release send {r.release}")
+    words = f"lazaret-agent release inspect {r.release} --out FOLDER"
+    return Step(WAITS, name, f"it is made; {' and '.join(missing)} must approve it", words)

@@ -1,0 +1,112 @@
+"""What is missing at the coordinator until sites can join and rounds can run; and what waits for people."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime as dt
+from collections.abc import Iterator
+from functools import partial
+from typing import Final
+
+from coordinator.enrolment.enrolment_requests import Enrolments
+from coordinator.storage.directory import ORIGIN, CoordinatorDirectory, look_at_ledger
+from policies.ledger.approvals import APPROVING
+from policies.ledger.read_only import read_store
+from policies.ledger.state import State
+from policies.ledger.store import LedgerUnsoundError
+from policies.review.policy import PolicyError
+from protos.common.errors import ConfigError
+from protos.identity.certificates import fingerprint
+from protos.identity.key_files import KeyFileError
+from protos.operations.next_steps import Step, answered, collect, disk
+from protos.service.control_client import connect
+
+JOIN: Final = "until sites can join"
+ROUNDS: Final = "until rounds can run"
+WAITS: Final = "waiting for people"
+PARTS: Final = {
+    "ledger": ("ledger.db*", "ledger.mark"),
+    "releases": ("releases",),
+    "runs": ("runs", "flower"),
+    "logs": ("coordinator.log*",),
+    "search index": ("search.db*",),
+}
+_EXPECTED: Final = (ConfigError, KeyFileError, LedgerUnsoundError, PolicyError)
+
+
+def steps(home: CoordinatorDirectory, now: dt.datetime) -> list[Step]:
+    """Everything that has to be there, in the order in which it is done; nothing is written.
+
+    Args:
+        home: the coordinator's directory, which may be empty.
+        now: UTC, for requests that have ended.
+    """
+    looks = [
+        (JOIN, "directory", partial(_directory, home)),
+        (JOIN, "service", partial(_service, home)),
+        (JOIN, "people and sites", partial(_ledger, home, now)),
+    ]
+    return collect(looks if (home.root / "coordinator.toml").exists() else looks[:1], _EXPECTED)
+
+
+def _directory(home: CoordinatorDirectory) -> Iterator[Step]:
+    if not (home.root / "coordinator.toml").exists():
+        words = "lazaret-coordinator --home DIR init --listen HOST:PORT --policy PRESET"
+        yield Step(JOIN, "directory", "there is none yet", words)
+        return
+    home.policy()
+    yield Step(JOIN, "directory", said=f"sites reach it at {home.settings().reached_at}")
+    if (home.root / "offline").exists():
+        yield Step(JOIN, "root key", "the root's key lies in offline/", "move offline/ to a medium, and lock it away")
+
+
+def _service(home: CoordinatorDirectory) -> Iterator[Step]:
+    with contextlib.ExitStack() as stack:
+        service = connect(home.root)
+        if service is None:
+            yield Step(JOIN, "service", "nothing serves from this directory", "lazaret-coordinator serve")
+            return
+        stack.enter_context(service)
+        yield Step(JOIN, "service", said=f"process {service.about['pid']} serves")
+
+
+def _ledger(home: CoordinatorDirectory, now: dt.datetime) -> Iterator[Step]:
+    with read_store(look_at_ledger(home), ORIGIN, home.ledger_key()) as store:
+        state = store.state
+        for role in sorted(APPROVING - state.office()):
+            words = f"lazaret-coordinator ledger person FILE; lazaret-coordinator ledger appoint NAME {role} KEY"
+            yield Step(JOIN, f"a person of {role}", "two people of different roles approve each site", words)
+        joined = sorted(set(state.sites) - set(state.revoked_sites))
+        if joined:
+            yield Step(ROUNDS, "sites", said=", ".join(joined))
+        else:
+            words = "lazaret-coordinator invite SITE --out FILE"
+            yield Step(ROUNDS, "sites", "no site is enrolled", words)
+        for site in sorted(state.sites_awaited):
+            told = "after a restore nothing is granted before it has presented them"
+            words = "its agent does so by itself; or: lazaret-coordinator ledger waive"
+            yield Step(ROUNDS, f"receipts of {site}", told, words)
+        yield from _waiting(home, state, now)
+
+
+def _waiting(home: CoordinatorDirectory, state: State, now: dt.datetime) -> Iterator[Step]:
+    if not home.enrolments.exists():
+        return
+    number = 0
+    for record in Enrolments(home.enrolments).all():
+        asked, enrolled = record.asked, state.sites.get(record.site)
+        if asked is None or asked.state == "declined" or not now < asked.ends:
+            continue
+        if enrolled is not None and enrolled.envelope.hex() == asked.digest:
+            continue
+        number += 1
+        told = f"two people compare its fingerprint by phone, {fingerprint(asked.envelope)}, and sign"
+        words = f"lazaret-coordinator ledger sign enrol {record.site} {asked.digest} --serial NAME ..., then: approve"
+        yield Step(WAITS, f"request {number}, {record.site}", told, words)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print them, and what fills the disk; exit 1 when something is missing."""
+    home = CoordinatorDirectory(arguments.home)
+    return answered(steps(home, dt.datetime.now(dt.UTC)), disk(home.root, PARTS), arguments.json)
