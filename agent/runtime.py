@@ -19,6 +19,7 @@ from agent import errors as agent_errors
 from agent.event_log import open_log
 from agent.gateway.client import GatewayClient
 from agent.gateway.credentials import Credentials
+from agent.gateway.enrolment import come_back, return_over_grpc
 from agent.gateway.witness import LedgerWitness
 from agent.release.ports import SiteContext
 from agent.release.recovery import present, recover
@@ -142,7 +143,7 @@ def _read(envelope: bytes, key: Ed25519PrivateKey) -> Release:
 def sync_with_coordinator(runtime: AgentRuntime) -> bool:
     """Meet the coordinator: its ledger must extend what was seen; after a restore, show every receipt first.
 
-    Then the certificate is renewed, if two thirds of its life are over.
+    Then the certificate is renewed, if two thirds of its life are over. One that has ended is replaced first.
 
     Returns:
         Whether there is a new certificate.
@@ -152,7 +153,14 @@ def sync_with_coordinator(runtime: AgentRuntime) -> bool:
             behind what it showed there before.
         Refused: it does not take the receipts.
     """
-    watch, key = runtime.watch, runtime.home.sign_key()
+    watch, key, now = runtime.watch, runtime.home.sign_key(), dt.datetime.now(dt.UTC)
+    try:
+        returned = come_back(runtime.home, return_over_grpc(runtime.settings.proxy), now)
+    except agent_errors.SiteConfigError as error:  # the coordinator's refusal, or an answer of no use
+        raise agent_errors.CoordinatorUnreachableError(str(error)) from None
+    if returned:  # the certificate had ended
+        runtime.gateway.take_up(Credentials(runtime.home.keys))
+        runtime.log.info("certificate_renewed")
     runtime.gateway.hello()  # first look, then cosign: what was seen before a restore is not in the ledger
     if watch.must_present and runtime.settings.site in runtime.site.ledger.store.state.sites_awaited:
         # what it would show is not all there was; its certificate is renewed all the same
@@ -166,10 +174,10 @@ def sync_with_coordinator(runtime: AgentRuntime) -> bool:
         watch.presented()
         ERR.print(f"the coordinator's ledger was restored: {lost} grant(s) it had lost were shown to it")
     runtime.gateway.hello(watch.cosigned(runtime.settings.site, key, int(time.time())))
-    renewed = runtime.gateway.renew(dt.datetime.now(dt.UTC), random.SystemRandom().uniform(-0.05, 0.05))
+    renewed = runtime.gateway.renew(now, random.SystemRandom().uniform(-0.05, 0.05))
     if renewed:
         runtime.log.info("certificate_renewed")
-    return renewed
+    return renewed or returned
 
 
 def require_current_coordinator(runtime: AgentRuntime) -> None:

@@ -54,6 +54,14 @@ class Enrolment:
 
 
 @dataclass(frozen=True, slots=True)
+class Return:
+    """An enrolled site whose certificate has ended asks for one for a fresh key."""
+
+    site: str
+    csr: str  # PEM
+
+
+@dataclass(frozen=True, slots=True)
 class Reservation:
     """Please hold this claim's price for the site, before an image is read."""
 
@@ -169,10 +177,11 @@ class Request:
     value: str
 
 
-Statement = Enrolment | Amendment | Reservation | Release | Settlement | Receipts | Approval | Request
+Statement = Enrolment | Return | Amendment | Reservation | Release | Settlement | Receipts | Approval | Request
 _KINDS: Final[Mapping[str, type[Statement]]] = MappingProxyType(
     {
         "enrolment/v1": Enrolment,
+        "return/v1": Return,
         "reservation/v1": Reservation,
         "release/v1": Release,
         "settlement/v1": Settlement,

@@ -42,6 +42,9 @@ def enrol(arguments: argparse.Namespace) -> int:
     """Hand in this site's request with an invitation, or ask what became of it; exit 1 while it waits."""
     home = site_directory.SiteDirectory(arguments.home)
     given = None
+    if arguments.invitation is None and _has_come_back(home):
+        OUT.print("the certificate had ended: there is a new one")
+        return 0
     if arguments.invitation is not None:
         if not arguments.fingerprint:
             raise SiteConfigError("compare the root's fingerprint by phone, and enter it: --fingerprint")
@@ -67,6 +70,13 @@ def enrol(arguments: argparse.Namespace) -> int:
     else:
         OUT.print("waiting for approval by two people: tell them the fingerprint by phone, then run `enrol` again")
     return 1
+
+
+def _has_come_back(home: site_directory.SiteDirectory) -> bool:
+    """A site whose certificate has ended, and that asks for nothing else, gets another one."""
+    if (home.keys / enrolment.WAITING).exists():
+        return False
+    return enrolment.come_back(home, enrolment.return_over_grpc(home.settings().proxy), dt.datetime.now(dt.UTC))
 
 
 def _typed(prompt: str) -> str:

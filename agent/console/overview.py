@@ -86,7 +86,7 @@ def certificate(context: SiteConsoleContext) -> tuple[str, str]:
     except (SiteConfigError, KeyFileError, OSError, ValueError):
         return "not enrolled yet", "warn"
     if left <= dt.timedelta(0):
-        return "expired: ask for an invitation, and enrol again", "no"
+        return "expired: run `enrol`, within 30 days without an invitation", "no"
     hours = int(left.total_seconds() // 3600)
     good = f"good for {hours} hours" if hours < 72 else f"good for {hours // 24} days"
     return (f"{good}; its renewal is late", "warn") if late else (f"{good}, renewed by itself", "yes")

@@ -22,7 +22,7 @@ import grpc
 
 from agent.errors import CoordinatorUnreachableError
 from agent.gateway.channel import open_channel
-from agent.gateway.credentials import Credentials
+from agent.gateway.credentials import Certified, Credentials
 from agent.gateway.upload import Patience, Progress, send
 from agent.gateway.witness import Epoch, IncludedEntry, LedgerWitness
 from policies.ledger.entries import Admitted, Amended, Presented, Recovered, Refused, Reserved
@@ -85,15 +85,24 @@ class GatewayClient:
             return False
         with self._turn:
 
-            def ask(csr: bytes) -> bytes:
+            def ask(csr: bytes) -> Certified:
                 reply = self._ask(lambda: self._stub.Renew(gateway_pb2.RenewRequest(csr=csr), timeout=15))
-                return bytes(reply.certificate)
+                return Certified(bytes(reply.certificate), bytes(reply.returning_certificate))
 
             self._credentials.renew(ask, now)
-            old = self._channel
-            self._open()
-            old.close()
+            self._open_anew()
         return True
+
+    def take_up(self, credentials: Credentials) -> None:
+        """Go on with another certificate."""
+        with self._turn:
+            self._credentials = credentials
+            self._open_anew()
+
+    def _open_anew(self) -> None:
+        old = self._channel
+        self._open()
+        old.close()
 
     def session(self, version: str) -> Any:
         """The long-lived stream of the coordinator's notifications; cancel it to end it."""

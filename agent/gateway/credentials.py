@@ -17,10 +17,20 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from agent.errors import SiteConfigError
-from protos.identity.certificates import CertificateError, checked_chain, leaf_of, number_of, request, uri_of
+from protos.identity.certificates import (
+    CertificateError,
+    checked_chain,
+    leaf_of,
+    number_of,
+    request,
+    returning_name,
+    site_of,
+    uri_of,
+)
 from protos.identity.key_files import pem, read_private, replace_private
 
 FILE: Final = "tls.pem"
+RETURNING: Final = "return.pem"  # the same of the certificate to come back with, after that one has ended
 RENEW_AT: Final = 2 / 3  # of its life
 _BEGIN: Final = b"-----BEGIN CERTIFICATE-----"
 _AGAIN: Final = "ask the coordinator for an invitation, and run `lazaret-agent enrol`"
@@ -100,42 +110,73 @@ class Credentials:
         held = self._held
         return not now < held.start + (RENEW_AT + jitter) * (held.end - held.start)
 
-    def renew(self, ask: Callable[[bytes], bytes], now: dt.datetime) -> None:
+    def renew(self, ask: Callable[[bytes], Certified], now: dt.datetime) -> None:
         """Make a fresh key, have it certified, and take both into use; until then the old ones stay.
 
         Args:
-            ask: a signing request, PEM -> the chain that the coordinator issued, PEM.
+            ask: a signing request, PEM -> what the coordinator issued.
             now: UTC.
         Raises:
             SiteConfigError: the answer is not a certificate for this site and this key that leads to the federation's
-            root. Exception: whatever ``ask`` raises.
+                root. Exception: whatever ``ask`` raises.
         """
         name, key = self._held.name, ec.generate_private_key(ec.SECP256R1())
-        chain = ask(request(key, name))
-        install(self._keys, self._root, name, key, chain, now)
-        self._held = _read(pem(key) + chain)
+        issued = ask(request(key, name))
+        install(self._keys, self._root, name, key, issued, now)
+        self._held = _read(pem(key) + issued.chain)
+
+
+@dataclass(frozen=True, slots=True)
+class Certified:
+    """What a coordinator issues for a key: PEM, leaf first."""
+
+    chain: bytes
+    returning: bytes  # to come back with; b"" of an older coordinator
 
 
 def install(
-    keys: Path, root: bytes, name: str, key: ec.EllipticCurvePrivateKey, chain: bytes, now: dt.datetime
+    keys: Path, root: bytes, name: str, key: ec.EllipticCurvePrivateKey, issued: Certified, now: dt.datetime
 ) -> None:
-    """Check a chain, and put it into ``tls.pem`` with its key; durable when this returns.
+    """Check what was issued, and put it into ``tls.pem`` and ``return.pem`` with its key; durable when this returns.
 
     Args:
         keys: the site's key directory.
         root: the trust anchor, PEM.
         name: what the certificate must say.
         key: what it must be for.
-        chain: PEM, leaf first.
+        issued: the chains.
         now: UTC.
     Raises:
         SiteConfigError: it is anything else; nothing was written.
     """
+    site = site_of(name) or ""
     try:
-        checked_chain(chain, root, name, key.public_key(), now)
+        checked_chain(issued.chain, root, name, key.public_key(), now)
+        if issued.returning:
+            checked_chain(issued.returning, root, returning_name(site), key.public_key(), now)
     except CertificateError as error:
         raise SiteConfigError(f"the certificate that the coordinator issued cannot be used: {error}") from None
-    replace_private(keys / FILE, pem(key) + chain)
+    replace_private(keys / FILE, pem(key) + issued.chain)
+    if issued.returning:  # last: the older one is good, too
+        replace_private(keys / RETURNING, pem(key) + issued.returning)
+
+
+def way_back(keys: Path, now: dt.datetime) -> tuple[bytes, bytes] | None:
+    """Key and chain to come back with; None while the certificate is good, and where there is no way back any more.
+
+    Args:
+        keys: the site's key directory.
+        now: UTC.
+    Raises:
+        SiteConfigError: a file is damaged.
+        KeyFileError: a file is open to others.
+    """
+    if not (keys / RETURNING).exists() or not (keys / FILE).exists():
+        return None
+    if now < _read(read_private(keys / FILE)).end:
+        return None
+    held = _read(read_private(keys / RETURNING))
+    return (held.key, held.chain) if held.start <= now < held.end else None
 
 
 def _read(body: bytes) -> _Held:

@@ -20,16 +20,20 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from agent.errors import CoordinatorUnreachableError, SiteConfigError
 from agent.gateway.channel import open_channel
-from agent.gateway.credentials import install
+from agent.gateway.credentials import Certified, install, way_back
 from agent.storage.site_directory import SiteDirectory, enrolment
+from policies import statements
 from policies.review.policy import PolicyError
 from policies.review.policy import parse as parse_policy
+from policies.statements import PAYLOAD_TYPE, encode
+from protos.common.dsse import seal
 from protos.identity.certificates import (
     CertificateError,
     agent_name,
     checked_chain,
     fingerprint,
     joining_name,
+    request,
     root_fingerprint,
     same_fingerprint,
 )
@@ -41,6 +45,7 @@ from protos.v1.gateway_pb2_grpc import GatewayStub
 WAITING: Final = "waiting.json"
 JOIN_S: Final = 20.0  # a deadline for the call
 Join = Callable[[grpc.ChannelCredentials, str, bytes], Any]  # credentials, host:port, envelope -> pb.JoinReply
+Return = Callable[[grpc.ChannelCredentials, str, bytes], Certified]  # the same -> what is issued
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +209,33 @@ def _settle(home: SiteDirectory, root: bytes, reply: Any, now: dt.datetime) -> N
     files = {"coordinator.pub": base64.b64encode(ledger_key), "federation.toml": policy.encode(), "root.crt": root}
     for file, body in files.items():
         replace_private(home.keys / file, body)
-    install(home.keys, root, name, key, chain, now)
+    install(home.keys, root, name, key, Certified(chain, bytes(reply.returning_certificate)), now)
     (home.keys / WAITING).unlink(missing_ok=True)
+
+
+def come_back(home: SiteDirectory, ask: Return, now: dt.datetime) -> bool:
+    """After the certificate has ended, within 30 days: get another one for a fresh key, asked for by the signing key.
+
+    Args:
+        home: the site's directory.
+        ask: makes the call; :func:`return_over_grpc` is the real one.
+        now: UTC.
+    Returns:
+        Whether there is a new certificate; not while the old one is good, nor where there is no way back any more.
+    Raises:
+        SiteConfigError: the coordinator refuses, in its words; or its answer cannot be used, and nothing was written.
+        CoordinatorUnreachableError: it does not answer.
+    """
+    way = way_back(home.keys, now)
+    if way is None:
+        return False
+    settings, root = home.settings(), (home.keys / "root.crt").read_bytes()
+    name, key = agent_name(settings.site), ec.generate_private_key(ec.SECP256R1())
+    statement = encode(statements.Return(settings.site, request(key, name).decode()))
+    sealed = seal(statement, PAYLOAD_TYPE, home.sign_key())
+    issued = ask(grpc.ssl_channel_credentials(root, *way), settings.coordinator, sealed)
+    install(home.keys, root, name, key, issued, now)
+    return True
 
 
 def _ledger_key(path: Path) -> bytes | None:
@@ -240,6 +270,20 @@ def over_grpc(proxy: str = "") -> Join:
                 raise _said(error) from None
 
     return join
+
+
+def return_over_grpc(proxy: str = "") -> Return:
+    """The real call of :func:`come_back`; errors as of :func:`over_grpc`."""
+
+    def ask(credentials: grpc.ChannelCredentials, target: str, envelope: bytes) -> Certified:
+        with open_channel(target, credentials, proxy) as channel:
+            try:
+                reply = GatewayStub(channel).Return(gateway_pb2.ReturnRequest(envelope=envelope), timeout=JOIN_S)
+            except grpc.RpcError as error:
+                raise _said(error) from None
+        return Certified(bytes(reply.certificate), bytes(reply.returning_certificate))
+
+    return ask
 
 
 def _said(error: Any) -> Exception:

@@ -16,7 +16,7 @@ import grpc
 from agent.errors import CoordinatorUnreachableError, SiteConfigError
 from agent.gateway.channel import open_channel
 from agent.gateway.client import GatewayClient
-from agent.gateway.credentials import Credentials
+from agent.gateway.credentials import Credentials, way_back
 from agent.gateway.witness import LedgerWitness
 from agent.ingest.config import Ingestion, read_ingestion
 from agent.operations.metrics import certificates, watermark
@@ -108,6 +108,8 @@ def certificate(home: SiteDirectory, now: dt.datetime) -> Iterator[CheckResult]:
         return
     end = Credentials(home.keys).not_after
     fix = "ask for an invitation, and run `enrol`"
+    if not now < end and way_back(home.keys, now) is not None:
+        fix = "run `enrol` without an invitation, or let `serve` run: the site's key asks for a new one"
     if not now < end:
         yield failed("the certificate is good", f"it expired at {end:%Y-%m-%d %H:%M} UTC:  {fix}", fix)
     else:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
 
-from agent.gateway.credentials import Credentials
+from agent.gateway.credentials import Credentials, way_back
 from agent.gateway.enrolment import WAITING
 from agent.ingest import errors as ingest_errors
 from agent.ingest.config import read_ingestion
@@ -83,7 +83,8 @@ def _enrolment(home: SiteDirectory, now: dt.datetime) -> Iterator[Step]:
     if now < end:
         yield Step(IMAGES, "enrolment", said=f"certificate valid until {end:%Y-%m-%d %H:%M} UTC; `serve` renews it")
     else:
-        yield Step(IMAGES, "enrolment", f"the certificate ended at {end:%Y-%m-%d %H:%M} UTC", _INVITED)
+        words = _INVITED if way_back(home.keys, now) is None else "lazaret-agent enrol, or let `serve` run"
+        yield Step(IMAGES, "enrolment", f"the certificate ended at {end:%Y-%m-%d %H:%M} UTC", words)
 
 
 def _roads(home: SiteDirectory) -> Iterator[Step]:

@@ -30,10 +30,12 @@ from policies.audit.auditor import open_envelope
 from policies.governance import decisions
 from policies.ledger.approvals import APPROVING
 from policies.review.rules import Finding
-from policies.statements import Approval, parse
+from policies.statements import PAYLOAD_TYPE, Approval, Return, parse
+from protos.common.dsse import open_sealed
 from protos.common.errors import PeerError
 from protos.identity.certificates import (
     LEAF_LIFE,
+    RETURN_LIFE,
     SITE_NAME,
     agent_name,
     certify,
@@ -44,6 +46,7 @@ from protos.identity.certificates import (
     number_of,
     request,
     requested_key,
+    returning_name,
     root_fingerprint,
 )
 from protos.identity.join_token import new_token, read_token, token_key
@@ -76,6 +79,7 @@ class JoinState:
     certificate: bytes = b""  # enrolled: the chain
     policy: str = ""  # enrolled: the federation's
     ledger_key: bytes = b""  # enrolled: Ed25519, raw
+    returning_certificate: bytes = b""  # enrolled: a chain for the same key, see :meth:`Authority.come_back`
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +217,8 @@ class Authority:
             if self._spoiled(record.site, asked.key):  # a new invitation says why
                 return JoinState("declined", said)
             chain, policy = self._picked_up(record, asked), self._home.policy_text()
-            return JoinState("enrolled", said, certificate=chain, policy=policy, ledger_key=self._store.public)
+            back = self._returning(record.site, self._own_key(record.site, asked))
+            return JoinState("enrolled", said, b"", chain, policy, self._store.public, back)
         left = asked.ends - self._clock()
         if asked.state == "declined" or not left > dt.timedelta(0):
             return JoinState("declined", said)
@@ -259,6 +264,10 @@ class Authority:
         self._kept.remember(site, number_of(leaf), _hash(public))
         self._intake.register.issue(site, number_of(leaf), digest, end)
         return chain
+
+    def _returning(self, site: str, public: ec.EllipticCurvePublicKey) -> bytes:
+        """A chain for the key of a site's certificate that outlives it, and may do nothing but come back."""
+        return certify(public, returning_name(site), self._home.ca(), self._clock(), life=self._life + RETURN_LIFE)
 
     def enrolments(self) -> list[Pending]:
         """Every invitation and request, by site; what ended without one is forgotten."""
@@ -319,7 +328,7 @@ class Authority:
                 raise JoinError(f"approvals are kept, and more are needed: one person in the role of {missing}")
             self._intake.enrol(asked.envelope, serial)
 
-    def renew(self, site: str, current_leaf: x509.Certificate, csr_pem: bytes) -> bytes:
+    def renew(self, site: str, current_leaf: x509.Certificate, csr_pem: bytes) -> tuple[bytes, bytes]:
         """A fresh certificate for a fresh key, before the one in use ends.
 
         Args:
@@ -327,7 +336,7 @@ class Authority:
             current_leaf: that certificate.
             csr_pem: signed by the fresh key, for the same name.
         Returns:
-            The chain, PEM; its entry is in the ledger.
+            The chain, PEM, whose entry is in the ledger; and the one to come back with, see :meth:`come_back`.
         Raises:
             JoinError: the site or the certificate is not admitted now, the key is the old one or one whose
                 certificate was revoked, or too many are valid.
@@ -340,10 +349,50 @@ class Authority:
             public = requested_key(csr_pem, agent_name(site))
             if public == current_leaf.public_key():
                 raise JoinError("a renewal is for a fresh key")
-            valid = [c for c in state.issued.values() if c.site == site and now.timestamp() < c.not_after]
-            if not len([c for c in valid if c.number not in state.revoked]) < MOST_VALID:
-                raise JoinError("too many certificates of this site are valid at once: wait until some have ended")
-            return self._issue(site, public)
+            return self._another(site, public)
+
+    def come_back(self, site: str, leaf: x509.Certificate, envelope: bytes) -> tuple[bytes, bytes]:
+        """A fresh certificate for a fresh key, after the one in use has ended: the site's signing key asks for it.
+
+        Args:
+            site: the name in the peer's returning certificate, which is valid now.
+            leaf: that certificate.
+            envelope: the sealed statement ``return/v1``.
+        Returns:
+            As :meth:`renew`.
+        Raises:
+            JoinError: the site takes no part any more, a certificate for this key was revoked or is unknown, the
+                statement is another one, its key is not fresh, or too many are valid.
+            EnvelopeError, StatementError, CertificateError: the statement is not the site's, or cannot be used.
+        """
+        with self._turn:
+            state, known = self._store.state, self._kept.keys(site)
+            enrolled, key = state.sites.get(site), _hash(leaf.public_key())
+            if enrolled is None or site in state.revoked_sites:
+                raise JoinError("this site takes no part any more: ask for a new invitation")
+            if self._spoiled(site, key):
+                raise JoinError(_SPOILED)
+            if key not in known.values():  # after a restore of the coordinator: whether it was revoked is unknown
+                raise JoinError("the coordinator does not know this certificate's key: ask for a new invitation")
+            statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {site: enrolled.sign_key}).payload)
+            if not isinstance(statement, Return) or statement.site != site:
+                raise JoinError("this is not the site's request for a certificate")
+            public = requested_key(statement.csr.encode(), agent_name(site))
+            if _hash(public) in known.values():  # also of an old statement that somebody sends again
+                raise JoinError("a return is for a fresh key")
+            return self._another(site, public)
+
+    def _another(self, site: str, public: ec.EllipticCurvePublicKey) -> tuple[bytes, bytes]:
+        """A further certificate of an enrolled site, and the one to come back with.
+
+        Raises:
+            JoinError: too many are valid, or a certificate for this key was revoked.
+        """
+        state, now = self._store.state, self._clock()
+        valid = [c for c in state.issued.values() if c.site == site and now.timestamp() < c.not_after]
+        if not len([c for c in valid if c.number not in state.revoked]) < MOST_VALID:
+            raise JoinError("too many certificates of this site are valid at once: wait until some have ended")
+        return self._issue(site, public), self._returning(site, public)
 
     def revoke(self, site: str, number: str, why: str) -> None:
         """End one certificate, or with the number "" all of a site's and the site's part in the federation.

@@ -10,10 +10,11 @@ import grpc
 from cryptography import x509
 
 from protos.common.errors import PeerError
-from protos.identity.certificates import OPERATOR, joining_site_of, site_of
+from protos.identity.certificates import OPERATOR, joining_site_of, returning_site_of, site_of
 
 AGENT: Final = "agent"  # the roles of peers
 JOINING: Final = "joining"
+RETURNING: Final = "returning"
 OPERATING: Final = "operator"
 
 
@@ -65,7 +66,8 @@ def peer_of(auth: Mapping[str, list[bytes]]) -> Peer:
             grpc.StatusCode.UNAUTHENTICATED, "the certificate must bear exactly one URI name", "several_names"
         )
     number = f"{leaf.serial_number:x}"
-    for role, site in ((AGENT, site_of(uris[0])), (JOINING, joining_site_of(uris[0]))):
+    for role, of in ((AGENT, site_of), (JOINING, joining_site_of), (RETURNING, returning_site_of)):
+        site = of(uris[0])
         if site is not None:
             return Peer(role, site, number, leaf)
     if uris[0] == OPERATOR:

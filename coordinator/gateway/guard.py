@@ -33,6 +33,7 @@ from coordinator.gateway.calls import (
     AGENT,
     JOINING,
     OPERATING,
+    RETURNING,
     Call,
     CallRejectedError,
     Peer,
@@ -48,6 +49,7 @@ ROLES: Final[Mapping[str, str]] = {  # the role that each method is for; a metho
     ),
     **dict.fromkeys(("Session", "Fleet", "Renew"), AGENT),
     "Join": JOINING,
+    "Return": RETURNING,
     **dict.fromkeys(("Launch", "Plan", "Watch", "Resume", "Stop"), OPERATING),
     **dict.fromkeys(("Invite", "Enrolments", "Approve", "Revoke"), OPERATING),
 }

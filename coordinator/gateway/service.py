@@ -383,16 +383,27 @@ class Service(GatewayServicer):
             certificate=state.certificate,
             policy=state.policy,
             ledger_key=state.ledger_key,
+            returning_certificate=state.returning_certificate,
         )
 
     def Renew(self, request: Any, call: Call) -> Any:
         """A fresh certificate for a fresh key."""
+        return self._certified(
+            call, "renew", lambda: self.at.authority.renew(call.peer.site, call.peer.leaf, request.csr)
+        )
+
+    def Return(self, request: Any, call: Call) -> Any:
+        """The same, after the certificate has ended: the site's signing key asks for it."""
+        ask = lambda: self.at.authority.come_back(call.peer.site, call.peer.leaf, request.envelope)  # noqa: E731
+        return self._certified(call, "return", ask)
+
+    def _certified(self, call: Call, rule: str, ask: Callable[[], tuple[bytes, bytes]]) -> Any:
         try:
-            chain = self.at.authority.renew(call.peer.site, call.peer.leaf, request.csr)
+            chain, returning = ask()
         except _IN_WORDS as refusal:
-            raise CallRejectedError(grpc.StatusCode.FAILED_PRECONDITION, str(refusal)[:500], "renew") from None
+            raise CallRejectedError(grpc.StatusCode.FAILED_PRECONDITION, str(refusal)[:500], rule) from None
         self.at.log.info("renewed", site=call.peer.site)
-        return gateway_pb2.RenewReply(certificate=chain)
+        return gateway_pb2.RenewReply(certificate=chain, returning_certificate=returning)
 
     def Launch(self, request: Any, call: Call) -> Iterator[Any]:
         """Operators: start, or follow, a federated run and stream what happens."""

@@ -33,9 +33,11 @@ OPERATOR: Final = f"spiffe://{DOMAIN}/person/operator"
 SITE_NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _AGENT: Final = re.compile(rf"spiffe://{DOMAIN}/hospital/({SITE_NAME.pattern})/agent")
 _JOINING: Final = re.compile(rf"spiffe://{DOMAIN}/joining/({SITE_NAME.pattern})")
+_RETURNING: Final = re.compile(rf"spiffe://{DOMAIN}/returning/({SITE_NAME.pattern})")
 ROOT_LIFE: Final = dt.timedelta(days=3650)
 INTERMEDIATE_LIFE: Final = dt.timedelta(days=365)
 LEAF_LIFE: Final = dt.timedelta(hours=24)
+RETURN_LIFE: Final = dt.timedelta(days=30)  # after a site's certificate has ended
 BACKDATE: Final = dt.timedelta(minutes=5)  # for clocks that are a little behind
 _UNREADABLE: Final = (  # what reading a certificate or a request from a stranger can raise
     ValueError,
@@ -75,6 +77,17 @@ def agent_name(site: str) -> str:
 def site_of(name: str) -> str | None:
     """The site whose agent bears this name, or None."""
     match = _AGENT.fullmatch(name)
+    return match.group(1) if match else None
+
+
+def returning_name(site: str) -> str:
+    """The name under which a site whose certificate has ended may ask for another; nothing else."""
+    return f"spiffe://{DOMAIN}/returning/{site}"
+
+
+def returning_site_of(name: str) -> str | None:
+    """The site that returns under this name, or None."""
+    match = _RETURNING.fullmatch(name)
     return match.group(1) if match else None
 
 

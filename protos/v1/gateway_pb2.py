@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/v1/gateway.proto\x12\nlazaret.v1\"`\n\x0cHelloRequest\x12\x0c\n\x04seen\x18\x01 \x01(\x03\x12\x10\n\x08\x63osigned\x18\x02 \x01(\t\x12!\n\x03own\x18\x03 \x01(\x0b\x32\x14.lazaret.v1.SiteHead\x12\r\n\x05looks\x18\x04 \x01(\x08\"{\n\x08SiteHead\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x03\x12\r\n\x05proof\x18\x03 \x03(\x0c\x12\x10\n\x08restored\x18\x04 \x01(\x0c\x12\x13\n\x0brestored_at\x18\x05 \x01(\x03\x12\x16\n\x0erestored_proof\x18\x06 \x03(\x0c\"\xb3\x01\n\nHelloReply\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x12\n\nledger_key\x18\x03 \x01(\x0c\x12\r\n\x05proof\x18\x04 \x03(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x10\n\x08restored\x18\x06 \x01(\x0c\x12\x13\n\x0brestored_at\x18\x07 \x01(\x03\x12\x16\n\x0erestored_proof\x18\x08 \x03(\x0c\x12\x10\n\x08own_seen\x18\t \x01(\x03\"_\n\rSealedRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65nvelope\x18\x02 \x01(\x0c\x12\x0c\n\x04seen\x18\x03 \x01(\x03\x12!\n\x03own\x18\x04 \x01(\x0b\x32\x14.lazaret.v1.SiteHead\"I\n\x0cOfferRequest\x12)\n\x06sealed\x18\x01 \x01(\x0b\x32\x19.lazaret.v1.SealedRequest\x12\x0e\n\x06\x63hunks\x18\x02 \x03(\x0c\"X\n\nOfferReply\x12\x0e\n\x06upload\x18\x01 \x01(\t\x12\x0f\n\x07missing\x18\x02 \x01(\x0c\x12)\n\x07\x64\x65\x63ided\x18\x03 \x01(\x0b\x32\x18.lazaret.v1.VerdictReply\"J\n\nUploadPart\x12\x10\n\x06upload\x18\x01 \x01(\tH\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.lazaret.v1.ChunkH\x00\x42\x06\n\x04part\"$\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x1f\n\x0bUploadReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x03\"!\n\x0eSessionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"#\n\x06Notice\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\"\x9c\x01\n\tFleetPart\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x33\n\x07headers\x18\x02 \x03(\x0b\x32\".lazaret.v1.FleetPart.HeadersEntry\x12\x0e\n\x06status\x18\x03 \x01(\x05\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x1a.\n\x0cHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1f\n\x0bJoinRequest\x12\x10\n\x08\x65nvelope\x18\x01 \x01(\x0c\"\x85\x01\n\tJoinReply\x12\r\n\x05state\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x1b\n\x13waiting_certificate\x18\x03 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x04 \x01(\x0c\x12\x0e\n\x06policy\x18\x05 \x01(\t\x12\x12\n\nledger_key\x18\x06 \x01(\x0c\"\x1b\n\x0cRenewRequest\x12\x0b\n\x03\x63sr\x18\x01 \x01(\x0c\"!\n\nRenewReply\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\"\'\n\x07\x46inding\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\xb7\x01\n\x0cVerdictReply\x12\x10\n\x08\x61\x64mitted\x18\x01 \x01(\x08\x12%\n\x08\x66indings\x18\x02 \x03(\x0b\x32\x13.lazaret.v1.Finding\x12\r\n\x05level\x18\x03 \x01(\t\x12\x0b\n\x03seq\x18\x04 \x01(\x03\x12\x12\n\ncheckpoint\x18\x05 \x01(\t\x12\r\n\x05known\x18\x06 \x01(\x08\x12\r\n\x05proof\x18\x07 \x03(\x0c\x12\r\n\x05\x65ntry\x18\x08 \x01(\x0c\x12\x11\n\tinclusion\x18\t \x03(\x0c\"+\n\x0eOutcomeRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04seen\x18\x02 \x01(\x03\"\xbc\x01\n\rLaunchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tmechanism\x18\x02 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\x0c\x12\x12\n\nparameters\x18\x04 \x01(\x03\x12\r\n\x05sites\x18\x05 \x03(\t\x12\x0e\n\x06rounds\x18\x06 \x01(\x05\x12\x11\n\tmin_sites\x18\x07 \x01(\x05\x12\x10\n\x08strategy\x18\x08 \x01(\t\x12\x13\n\x0b\x61ll_or_none\x18\t \x01(\x08\x12\x0e\n\x06secure\x18\n \x01(\x08\"\x19\n\nRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\x1a\n\tStopReply\x12\r\n\x05state\x18\x01 \x01(\t\"A\n\tPlanReply\x12#\n\x05sites\x18\x01 \x03(\x0b\x32\x14.lazaret.v1.SiteCost\x12\x0f\n\x07refused\x18\x02 \x01(\t\"t\n\x08SiteCost\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x0c\n\x04\x66its\x18\x02 \x01(\x08\x12\x0f\n\x07\x65psilon\x18\x03 \x01(\t\x12\r\n\x05\x64\x65lta\x18\x04 \x01(\t\x12\x0e\n\x06\x61mount\x18\x05 \x01(\x03\x12\x0c\n\x04left\x18\x06 \x01(\x03\x12\x0e\n\x06reason\x18\x07 \x01(\t\"\x1d\n\rInviteRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\"E\n\x0bInviteReply\x12\x12\n\ninvitation\x18\x01 \x01(\x0c\x12\r\n\x05token\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\"\x13\n\x11\x45nrolmentsRequest\"7\n\x0f\x45nrolmentsReply\x12$\n\x07pending\x18\x01 \x03(\x0b\x32\x13.lazaret.v1.Pending\"Z\n\x07Pending\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\r\n\x05until\x18\x05 \x01(\x03\"A\n\x0e\x41pproveRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x0e\n\x06serial\x18\x02 \x01(\t\x12\x11\n\tapprovals\x18\x03 \x03(\x0c\"B\n\rRevokeRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"V\n\nRoundEvent\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05sites\x18\x04 \x03(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t2\xd3\n\n\x07Gateway\x12\x39\n\x05Hello\x12\x18.lazaret.v1.HelloRequest\x1a\x16.lazaret.v1.HelloReply\x12>\n\x07Reserve\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12\x39\n\x05Offer\x12\x18.lazaret.v1.OfferRequest\x1a\x16.lazaret.v1.OfferReply\x12;\n\x06Upload\x12\x16.lazaret.v1.UploadPart\x1a\x17.lazaret.v1.UploadReply(\x01\x12=\n\x06Submit\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12=\n\x06Settle\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12?\n\x07Outcome\x12\x1a.lazaret.v1.OutcomeRequest\x1a\x18.lazaret.v1.VerdictReply\x12<\n\x05\x41mend\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12>\n\x07Present\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12;\n\x07Session\x12\x1a.lazaret.v1.SessionRequest\x1a\x12.lazaret.v1.Notice0\x01\x12\x39\n\x05\x46leet\x12\x15.lazaret.v1.FleetPart\x1a\x15.lazaret.v1.FleetPart(\x01\x30\x01\x12\x36\n\x04Join\x12\x17.lazaret.v1.JoinRequest\x1a\x15.lazaret.v1.JoinReply\x12\x39\n\x05Renew\x12\x18.lazaret.v1.RenewRequest\x1a\x16.lazaret.v1.RenewReply\x12=\n\x06Launch\x12\x19.lazaret.v1.LaunchRequest\x1a\x16.lazaret.v1.RoundEvent0\x01\x12\x38\n\x04Plan\x12\x19.lazaret.v1.LaunchRequest\x1a\x15.lazaret.v1.PlanReply\x12\x39\n\x05Watch\x12\x16.lazaret.v1.RunRequest\x1a\x16.lazaret.v1.RoundEvent0\x01\x12:\n\x06Resume\x12\x16.lazaret.v1.RunRequest\x1a\x16.lazaret.v1.RoundEvent0\x01\x12\x35\n\x04Stop\x12\x16.lazaret.v1.RunRequest\x1a\x15.lazaret.v1.StopReply\x12<\n\x06Invite\x12\x19.lazaret.v1.InviteRequest\x1a\x17.lazaret.v1.InviteReply\x12H\n\nEnrolments\x12\x1d.lazaret.v1.EnrolmentsRequest\x1a\x1b.lazaret.v1.EnrolmentsReply\x12?\n\x07\x41pprove\x12\x1a.lazaret.v1.ApproveRequest\x1a\x18.lazaret.v1.VerdictReply\x12=\n\x06Revoke\x12\x19.lazaret.v1.RevokeRequest\x1a\x18.lazaret.v1.VerdictReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/v1/gateway.proto\x12\nlazaret.v1\"`\n\x0cHelloRequest\x12\x0c\n\x04seen\x18\x01 \x01(\x03\x12\x10\n\x08\x63osigned\x18\x02 \x01(\t\x12!\n\x03own\x18\x03 \x01(\x0b\x32\x14.lazaret.v1.SiteHead\x12\r\n\x05looks\x18\x04 \x01(\x08\"{\n\x08SiteHead\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\x12\r\n\x05since\x18\x02 \x01(\x03\x12\r\n\x05proof\x18\x03 \x03(\x0c\x12\x10\n\x08restored\x18\x04 \x01(\x0c\x12\x13\n\x0brestored_at\x18\x05 \x01(\x03\x12\x16\n\x0erestored_proof\x18\x06 \x03(\x0c\"\xb3\x01\n\nHelloReply\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\x12\n\nledger_key\x18\x03 \x01(\x0c\x12\r\n\x05proof\x18\x04 \x03(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x10\n\x08restored\x18\x06 \x01(\x0c\x12\x13\n\x0brestored_at\x18\x07 \x01(\x03\x12\x16\n\x0erestored_proof\x18\x08 \x03(\x0c\x12\x10\n\x08own_seen\x18\t \x01(\x03\"_\n\rSealedRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65nvelope\x18\x02 \x01(\x0c\x12\x0c\n\x04seen\x18\x03 \x01(\x03\x12!\n\x03own\x18\x04 \x01(\x0b\x32\x14.lazaret.v1.SiteHead\"I\n\x0cOfferRequest\x12)\n\x06sealed\x18\x01 \x01(\x0b\x32\x19.lazaret.v1.SealedRequest\x12\x0e\n\x06\x63hunks\x18\x02 \x03(\x0c\"X\n\nOfferReply\x12\x0e\n\x06upload\x18\x01 \x01(\t\x12\x0f\n\x07missing\x18\x02 \x01(\x0c\x12)\n\x07\x64\x65\x63ided\x18\x03 \x01(\x0b\x32\x18.lazaret.v1.VerdictReply\"J\n\nUploadPart\x12\x10\n\x06upload\x18\x01 \x01(\tH\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.lazaret.v1.ChunkH\x00\x42\x06\n\x04part\"$\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x1f\n\x0bUploadReply\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x03\"!\n\x0eSessionRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"#\n\x06Notice\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\"\x9c\x01\n\tFleetPart\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x33\n\x07headers\x18\x02 \x03(\x0b\x32\".lazaret.v1.FleetPart.HeadersEntry\x12\x0e\n\x06status\x18\x03 \x01(\x05\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x1a.\n\x0cHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1f\n\x0bJoinRequest\x12\x10\n\x08\x65nvelope\x18\x01 \x01(\x0c\"\xa4\x01\n\tJoinReply\x12\r\n\x05state\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x1b\n\x13waiting_certificate\x18\x03 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x04 \x01(\x0c\x12\x0e\n\x06policy\x18\x05 \x01(\t\x12\x12\n\nledger_key\x18\x06 \x01(\x0c\x12\x1d\n\x15returning_certificate\x18\x07 \x01(\x0c\"\x1b\n\x0cRenewRequest\x12\x0b\n\x03\x63sr\x18\x01 \x01(\x0c\"!\n\rReturnRequest\x12\x10\n\x08\x65nvelope\x18\x01 \x01(\x0c\"@\n\nRenewReply\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x1d\n\x15returning_certificate\x18\x02 \x01(\x0c\"\'\n\x07\x46inding\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\xb7\x01\n\x0cVerdictReply\x12\x10\n\x08\x61\x64mitted\x18\x01 \x01(\x08\x12%\n\x08\x66indings\x18\x02 \x03(\x0b\x32\x13.lazaret.v1.Finding\x12\r\n\x05level\x18\x03 \x01(\t\x12\x0b\n\x03seq\x18\x04 \x01(\x03\x12\x12\n\ncheckpoint\x18\x05 \x01(\t\x12\r\n\x05known\x18\x06 \x01(\x08\x12\r\n\x05proof\x18\x07 \x03(\x0c\x12\r\n\x05\x65ntry\x18\x08 \x01(\x0c\x12\x11\n\tinclusion\x18\t \x03(\x0c\"+\n\x0eOutcomeRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0c\n\x04seen\x18\x02 \x01(\x03\"\xbc\x01\n\rLaunchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tmechanism\x18\x02 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x03 \x01(\x0c\x12\x12\n\nparameters\x18\x04 \x01(\x03\x12\r\n\x05sites\x18\x05 \x03(\t\x12\x0e\n\x06rounds\x18\x06 \x01(\x05\x12\x11\n\tmin_sites\x18\x07 \x01(\x05\x12\x10\n\x08strategy\x18\x08 \x01(\t\x12\x13\n\x0b\x61ll_or_none\x18\t \x01(\x08\x12\x0e\n\x06secure\x18\n \x01(\x08\"\x19\n\nRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\x1a\n\tStopReply\x12\r\n\x05state\x18\x01 \x01(\t\"A\n\tPlanReply\x12#\n\x05sites\x18\x01 \x03(\x0b\x32\x14.lazaret.v1.SiteCost\x12\x0f\n\x07refused\x18\x02 \x01(\t\"t\n\x08SiteCost\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x0c\n\x04\x66its\x18\x02 \x01(\x08\x12\x0f\n\x07\x65psilon\x18\x03 \x01(\t\x12\r\n\x05\x64\x65lta\x18\x04 \x01(\t\x12\x0e\n\x06\x61mount\x18\x05 \x01(\x03\x12\x0c\n\x04left\x18\x06 \x01(\x03\x12\x0e\n\x06reason\x18\x07 \x01(\t\"\x1d\n\rInviteRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\"E\n\x0bInviteReply\x12\x12\n\ninvitation\x18\x01 \x01(\x0c\x12\r\n\x05token\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\"\x13\n\x11\x45nrolmentsRequest\"7\n\x0f\x45nrolmentsReply\x12$\n\x07pending\x18\x01 \x03(\x0b\x32\x13.lazaret.v1.Pending\"Z\n\x07Pending\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\r\n\x05until\x18\x05 \x01(\x03\"A\n\x0e\x41pproveRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x0e\n\x06serial\x18\x02 \x01(\t\x12\x11\n\tapprovals\x18\x03 \x03(\x0c\"B\n\rRevokeRequest\x12\x0c\n\x04site\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"V\n\nRoundEvent\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x05\x12\r\n\x05state\x18\x03 \x01(\t\x12\r\n\x05sites\x18\x04 \x03(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t2\x90\x0b\n\x07Gateway\x12\x39\n\x05Hello\x12\x18.lazaret.v1.HelloRequest\x1a\x16.lazaret.v1.HelloReply\x12>\n\x07Reserve\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12\x39\n\x05Offer\x12\x18.lazaret.v1.OfferRequest\x1a\x16.lazaret.v1.OfferReply\x12;\n\x06Upload\x12\x16.lazaret.v1.UploadPart\x1a\x17.lazaret.v1.UploadReply(\x01\x12=\n\x06Submit\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12=\n\x06Settle\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12?\n\x07Outcome\x12\x1a.lazaret.v1.OutcomeRequest\x1a\x18.lazaret.v1.VerdictReply\x12<\n\x05\x41mend\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12>\n\x07Present\x12\x19.lazaret.v1.SealedRequest\x1a\x18.lazaret.v1.VerdictReply\x12;\n\x07Session\x12\x1a.lazaret.v1.SessionRequest\x1a\x12.lazaret.v1.Notice0\x01\x12\x39\n\x05\x46leet\x12\x15.lazaret.v1.FleetPart\x1a\x15.lazaret.v1.FleetPart(\x01\x30\x01\x12\x36\n\x04Join\x12\x17.lazaret.v1.JoinRequest\x1a\x15.lazaret.v1.JoinReply\x12\x39\n\x05Renew\x12\x18.lazaret.v1.RenewRequest\x1a\x16.lazaret.v1.RenewReply\x12;\n\x06Return\x12\x19.lazaret.v1.ReturnRequest\x1a\x16.lazaret.v1.RenewReply\x12=\n\x06Launch\x12\x19.lazaret.v1.LaunchRequest\x1a\x16.lazaret.v1.RoundEvent0\x01\x12\x38\n\x04Plan\x12\x19.lazaret.v1.LaunchRequest\x1a\x15.lazaret.v1.PlanReply\x12\x39\n\x05Watch\x12\x16.lazaret.v1.RunRequest\x1a\x16.lazaret.v1.RoundEvent0\x01\x12:\n\x06Resume\x12\x16.lazaret.v1.RunRequest\x1a\x16.lazaret.v1.RoundEvent0\x01\x12\x35\n\x04Stop\x12\x16.lazaret.v1.RunRequest\x1a\x15.lazaret.v1.StopReply\x12<\n\x06Invite\x12\x19.lazaret.v1.InviteRequest\x1a\x17.lazaret.v1.InviteReply\x12H\n\nEnrolments\x12\x1d.lazaret.v1.EnrolmentsRequest\x1a\x1b.lazaret.v1.EnrolmentsReply\x12?\n\x07\x41pprove\x12\x1a.lazaret.v1.ApproveRequest\x1a\x18.lazaret.v1.VerdictReply\x12=\n\x06Revoke\x12\x19.lazaret.v1.RevokeRequest\x1a\x18.lazaret.v1.VerdictReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -62,43 +62,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREQUEST']._serialized_start=1084
   _globals['_JOINREQUEST']._serialized_end=1115
   _globals['_JOINREPLY']._serialized_start=1118
-  _globals['_JOINREPLY']._serialized_end=1251
-  _globals['_RENEWREQUEST']._serialized_start=1253
-  _globals['_RENEWREQUEST']._serialized_end=1280
-  _globals['_RENEWREPLY']._serialized_start=1282
-  _globals['_RENEWREPLY']._serialized_end=1315
-  _globals['_FINDING']._serialized_start=1317
-  _globals['_FINDING']._serialized_end=1356
-  _globals['_VERDICTREPLY']._serialized_start=1359
-  _globals['_VERDICTREPLY']._serialized_end=1542
-  _globals['_OUTCOMEREQUEST']._serialized_start=1544
-  _globals['_OUTCOMEREQUEST']._serialized_end=1587
-  _globals['_LAUNCHREQUEST']._serialized_start=1590
-  _globals['_LAUNCHREQUEST']._serialized_end=1778
-  _globals['_RUNREQUEST']._serialized_start=1780
-  _globals['_RUNREQUEST']._serialized_end=1805
-  _globals['_STOPREPLY']._serialized_start=1807
-  _globals['_STOPREPLY']._serialized_end=1833
-  _globals['_PLANREPLY']._serialized_start=1835
-  _globals['_PLANREPLY']._serialized_end=1900
-  _globals['_SITECOST']._serialized_start=1902
-  _globals['_SITECOST']._serialized_end=2018
-  _globals['_INVITEREQUEST']._serialized_start=2020
-  _globals['_INVITEREQUEST']._serialized_end=2049
-  _globals['_INVITEREPLY']._serialized_start=2051
-  _globals['_INVITEREPLY']._serialized_end=2120
-  _globals['_ENROLMENTSREQUEST']._serialized_start=2122
-  _globals['_ENROLMENTSREQUEST']._serialized_end=2141
-  _globals['_ENROLMENTSREPLY']._serialized_start=2143
-  _globals['_ENROLMENTSREPLY']._serialized_end=2198
-  _globals['_PENDING']._serialized_start=2200
-  _globals['_PENDING']._serialized_end=2290
-  _globals['_APPROVEREQUEST']._serialized_start=2292
-  _globals['_APPROVEREQUEST']._serialized_end=2357
-  _globals['_REVOKEREQUEST']._serialized_start=2359
-  _globals['_REVOKEREQUEST']._serialized_end=2425
-  _globals['_ROUNDEVENT']._serialized_start=2427
-  _globals['_ROUNDEVENT']._serialized_end=2513
-  _globals['_GATEWAY']._serialized_start=2516
-  _globals['_GATEWAY']._serialized_end=3879
+  _globals['_JOINREPLY']._serialized_end=1282
+  _globals['_RENEWREQUEST']._serialized_start=1284
+  _globals['_RENEWREQUEST']._serialized_end=1311
+  _globals['_RETURNREQUEST']._serialized_start=1313
+  _globals['_RETURNREQUEST']._serialized_end=1346
+  _globals['_RENEWREPLY']._serialized_start=1348
+  _globals['_RENEWREPLY']._serialized_end=1412
+  _globals['_FINDING']._serialized_start=1414
+  _globals['_FINDING']._serialized_end=1453
+  _globals['_VERDICTREPLY']._serialized_start=1456
+  _globals['_VERDICTREPLY']._serialized_end=1639
+  _globals['_OUTCOMEREQUEST']._serialized_start=1641
+  _globals['_OUTCOMEREQUEST']._serialized_end=1684
+  _globals['_LAUNCHREQUEST']._serialized_start=1687
+  _globals['_LAUNCHREQUEST']._serialized_end=1875
+  _globals['_RUNREQUEST']._serialized_start=1877
+  _globals['_RUNREQUEST']._serialized_end=1902
+  _globals['_STOPREPLY']._serialized_start=1904
+  _globals['_STOPREPLY']._serialized_end=1930
+  _globals['_PLANREPLY']._serialized_start=1932
+  _globals['_PLANREPLY']._serialized_end=1997
+  _globals['_SITECOST']._serialized_start=1999
+  _globals['_SITECOST']._serialized_end=2115
+  _globals['_INVITEREQUEST']._serialized_start=2117
+  _globals['_INVITEREQUEST']._serialized_end=2146
+  _globals['_INVITEREPLY']._serialized_start=2148
+  _globals['_INVITEREPLY']._serialized_end=2217
+  _globals['_ENROLMENTSREQUEST']._serialized_start=2219
+  _globals['_ENROLMENTSREQUEST']._serialized_end=2238
+  _globals['_ENROLMENTSREPLY']._serialized_start=2240
+  _globals['_ENROLMENTSREPLY']._serialized_end=2295
+  _globals['_PENDING']._serialized_start=2297
+  _globals['_PENDING']._serialized_end=2387
+  _globals['_APPROVEREQUEST']._serialized_start=2389
+  _globals['_APPROVEREQUEST']._serialized_end=2454
+  _globals['_REVOKEREQUEST']._serialized_start=2456
+  _globals['_REVOKEREQUEST']._serialized_end=2522
+  _globals['_ROUNDEVENT']._serialized_start=2524
+  _globals['_ROUNDEVENT']._serialized_end=2610
+  _globals['_GATEWAY']._serialized_start=2613
+  _globals['_GATEWAY']._serialized_end=4037
 # @@protoc_insertion_point(module_scope)

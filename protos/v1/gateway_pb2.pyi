@@ -148,20 +148,22 @@ class JoinRequest(_message.Message):
     def __init__(self, envelope: _Optional[bytes] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("state", "fingerprint", "waiting_certificate", "certificate", "policy", "ledger_key")
+    __slots__ = ("state", "fingerprint", "waiting_certificate", "certificate", "policy", "ledger_key", "returning_certificate")
     STATE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     WAITING_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     LEDGER_KEY_FIELD_NUMBER: _ClassVar[int]
+    RETURNING_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     state: str
     fingerprint: str
     waiting_certificate: bytes
     certificate: bytes
     policy: str
     ledger_key: bytes
-    def __init__(self, state: _Optional[str] = ..., fingerprint: _Optional[str] = ..., waiting_certificate: _Optional[bytes] = ..., certificate: _Optional[bytes] = ..., policy: _Optional[str] = ..., ledger_key: _Optional[bytes] = ...) -> None: ...
+    returning_certificate: bytes
+    def __init__(self, state: _Optional[str] = ..., fingerprint: _Optional[str] = ..., waiting_certificate: _Optional[bytes] = ..., certificate: _Optional[bytes] = ..., policy: _Optional[str] = ..., ledger_key: _Optional[bytes] = ..., returning_certificate: _Optional[bytes] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("csr",)
@@ -169,11 +171,19 @@ class RenewRequest(_message.Message):
     csr: bytes
     def __init__(self, csr: _Optional[bytes] = ...) -> None: ...
 
+class ReturnRequest(_message.Message):
+    __slots__ = ("envelope",)
+    ENVELOPE_FIELD_NUMBER: _ClassVar[int]
+    envelope: bytes
+    def __init__(self, envelope: _Optional[bytes] = ...) -> None: ...
+
 class RenewReply(_message.Message):
-    __slots__ = ("certificate",)
+    __slots__ = ("certificate", "returning_certificate")
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    RETURNING_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     certificate: bytes
-    def __init__(self, certificate: _Optional[bytes] = ...) -> None: ...
+    returning_certificate: bytes
+    def __init__(self, certificate: _Optional[bytes] = ..., returning_certificate: _Optional[bytes] = ...) -> None: ...
 
 class Finding(_message.Message):
     __slots__ = ("rule", "detail")

@@ -99,6 +99,11 @@ class GatewayStub:
                 request_serializer=protos_dot_v1_dot_gateway__pb2.RenewRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_gateway__pb2.RenewReply.FromString,
                 _registered_method=True)
+        self.Return = channel.unary_unary(
+                '/lazaret.v1.Gateway/Return',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.ReturnRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.RenewReply.FromString,
+                _registered_method=True)
         self.Launch = channel.unary_stream(
                 '/lazaret.v1.Gateway/Launch',
                 request_serializer=protos_dot_v1_dot_gateway__pb2.LaunchRequest.SerializeToString,
@@ -241,6 +246,13 @@ class GatewayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Return(self, request, context):
+        """The same after it has ended: asked under the certificate that is for nothing else, in a statement that the site signs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Launch(self, request, context):
         """Operators only, from here on.
         start a run, and watch it
@@ -368,6 +380,11 @@ def add_GatewayServicer_to_server(servicer, server):
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
                     request_deserializer=protos_dot_v1_dot_gateway__pb2.RenewRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.RenewReply.SerializeToString,
+            ),
+            'Return': grpc.unary_unary_rpc_method_handler(
+                    servicer.Return,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.ReturnRequest.FromString,
                     response_serializer=protos_dot_v1_dot_gateway__pb2.RenewReply.SerializeToString,
             ),
             'Launch': grpc.unary_stream_rpc_method_handler(
@@ -766,6 +783,33 @@ class Gateway:
             target,
             '/lazaret.v1.Gateway/Renew',
             protos_dot_v1_dot_gateway__pb2.RenewRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.RenewReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Return(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Return',
+            protos_dot_v1_dot_gateway__pb2.ReturnRequest.SerializeToString,
             protos_dot_v1_dot_gateway__pb2.RenewReply.FromString,
             options,
             channel_credentials,

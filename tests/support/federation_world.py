@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent.gateway import enrolment
 from agent.gateway.client import GatewayClient
-from agent.gateway.credentials import Credentials, install
+from agent.gateway.credentials import Certified, Credentials, install
 from agent.gateway.witness import LedgerWitness
 from agent.storage import site_directory
 from coordinator.admission import AdmissionService
@@ -266,6 +266,7 @@ class Federation:
                 certificate=found.certificate,
                 policy=found.policy,
                 ledger_key=found.ledger_key,
+                returning_certificate=found.returning_certificate,
             )
 
         return join
@@ -292,7 +293,7 @@ class Federation:
         (home.keys / "federation.toml").write_text(self.home.policy_text())
         (home.keys / "coordinator.pub").write_text(base64.b64encode(self.store.public).decode())
         chain, key = issue(csr, agent_name(site), self.home.ca(), now), ec_key(home.keys / "request.key")
-        install(home.keys, self.home.root_crt(), agent_name(site), key, chain, now)
+        install(home.keys, self.home.root_crt(), agent_name(site), key, Certified(chain, b""), now)
 
     def findings(self) -> list[list[str]]:
         """The rules of every refusal in the ledger, oldest first."""

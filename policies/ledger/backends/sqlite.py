@@ -280,6 +280,9 @@ def open_sqlite(path: Path) -> Sqlite:
         except apsw.Error as error:
             raise LedgerUnsoundError(f"{path.name} cannot be opened ({type(error).__name__})") from None
         flush_directory(path.parent)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(lock.fileno(), 0)
+            os.pwrite(lock.fileno(), b"%d\n" % os.getpid(), 0)
         undo.pop_all()
     return Sqlite(connection, lock, mark_of(path))
 
@@ -324,7 +327,7 @@ def open_read_only(path: Path) -> Sqlite:
 
 
 def lock_file(path: Path) -> IO[str]:
-    """Keep every other writer out until it is closed. The file holds the number of the process that has it.
+    """Keep every other writer out until it is closed. The file may hold the number of the process that has it.
 
     Raises:
         LedgerBusyError: somebody else has it.
@@ -339,9 +342,6 @@ def lock_file(path: Path) -> IO[str]:
         raise LedgerBusyError(
             f"{who} is writing the {path.stem}: wait until it has ended, or stop it first"
         ) from None
-    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-        os.ftruncate(handle.fileno(), 0)
-        os.pwrite(handle.fileno(), b"%d\n" % os.getpid(), 0)
     return handle
 
 

@@ -6,7 +6,8 @@ import base64
 import datetime as dt
 import hashlib
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,8 @@ from agent.cli.main import main
 from agent.errors import CoordinatorUnreachableError, SiteConfigError
 from agent.gateway import enrolment
 from agent.gateway.channel import open_channel
-from agent.gateway.credentials import Credentials
-from agent.gateway.enrolment import Given, Progress, enrol, over_grpc
+from agent.gateway.credentials import Certified, Credentials, way_back
+from agent.gateway.enrolment import Given, Progress, come_back, enrol, over_grpc, return_over_grpc
 from agent.storage import site_directory
 from coordinator.admission import AdmissionService
 from coordinator.enrolment.authority import Authority, Invitation
@@ -65,14 +66,21 @@ class Registration(GatewayServicer):
             certificate=said.certificate,
             policy=said.policy,
             ledger_key=said.ledger_key,
+            returning_certificate=said.returning_certificate,
         )
 
     def Renew(self, request: Any, call: Call) -> Any:
+        return self._certified(lambda: self.authority.renew(call.peer.site, call.peer.leaf, request.csr))
+
+    def Return(self, request: Any, call: Call) -> Any:
+        return self._certified(lambda: self.authority.come_back(call.peer.site, call.peer.leaf, request.envelope))
+
+    def _certified(self, ask: Callable[[], tuple[bytes, bytes]]) -> Any:
         try:
-            chain = self.authority.renew(call.peer.site, call.peer.leaf, request.csr)
+            chain, returning = ask()
         except ValueError as refusal:
             raise CallRejectedError(grpc.StatusCode.FAILED_PRECONDITION, str(refusal), "renew") from None
-        return gateway_pb2.RenewReply(certificate=chain)
+        return gateway_pb2.RenewReply(certificate=chain, returning_certificate=returning)
 
 
 @dataclass
@@ -81,6 +89,7 @@ class Hub:
 
     root: Path
     persons: list[Person] = field(default_factory=lambda: [Person("dpo", "compliance"), Person("chief", "hospital")])
+    life: dt.timedelta = certificates.LEAF_LIFE
 
     def __enter__(self) -> Hub:
         self.home = homes.create(self.root / "hub", 'listen = "127.0.0.1:0"\n', preset("internal"), now())
@@ -88,7 +97,7 @@ class Hub:
         for person in self.persons:
             decisions.appoint(self.store, person.name, person.role, person.public)
         intake = AdmissionService.over(self.store, self.home.policy())
-        self.authority = Authority(self.home, intake, now)
+        self.authority = Authority(self.home, intake, now, life=self.life)
         guard = Guard(
             self._admits,
             intake.report,
@@ -160,9 +169,12 @@ def renewed(hub: Hub, credentials: Credentials, when: dt.datetime | None = None)
     """Renew through the port."""
     with open_channel(f"localhost:{hub.port}", credentials.channel_credentials()) as channel:
         stub = GatewayStub(channel)
-        credentials.renew(
-            lambda csr: stub.Renew(gateway_pb2.RenewRequest(csr=csr), timeout=120).certificate, when or now()
-        )
+
+        def ask(csr: bytes) -> Certified:
+            reply = stub.Renew(gateway_pb2.RenewRequest(csr=csr), timeout=120)
+            return Certified(reply.certificate, reply.returning_certificate)
+
+        credentials.renew(ask, when or now())
 
 
 def test_a_hospital_joins_over_the_wire_and_the_key_it_was_born_with_is_in_use(hub: Hub) -> None:
@@ -393,6 +405,72 @@ def test_it_is_time_to_renew_after_two_thirds_of_the_life(hub: Hub) -> None:
             credentials.due(start, bad)
 
 
+@pytest.fixture
+def brief(tmp_path: Path) -> Iterator[Hub]:
+    """A coordinator whose certificates last for three seconds."""
+    with Hub(tmp_path, life=dt.timedelta(seconds=3)) as made:
+        yield made
+
+
+def ended(site: site_directory.SiteDirectory) -> None:
+    """Wait until its certificate has ended."""
+    while now() < Credentials(site.keys).not_after:
+        time.sleep(0.05)
+
+
+def test_a_site_that_was_away_comes_back_by_its_signing_key_over_the_wire(brief: Hub) -> None:
+    site = brief.site()
+    first = brief.joined(site)
+    assert not come_back(site, return_over_grpc(), now()), "the certificate is good"
+    ended(site)
+    with pytest.raises(grpc.RpcError):
+        renewed(brief, first)
+    assert come_back(site, return_over_grpc(), now())
+    again = Credentials(site.keys)
+    assert again.number != first.number
+    assert brief.store.state.admits("a", again.number)
+    before = files(site)["return.pem"]
+    ended(site)
+    assert come_back(site, return_over_grpc(), now()), "as often as it must"
+    assert files(site)["return.pem"] != before
+
+
+def test_the_certificate_to_come_back_with_makes_no_other_call_and_no_other_makes_its_call(brief: Hub) -> None:
+    site = brief.site()
+    credentials = brief.joined(site)
+    root = credentials.root()
+    with open_channel(f"localhost:{brief.port}", credentials.channel_credentials()) as channel:
+        with pytest.raises(grpc.RpcError) as told:
+            GatewayStub(channel).Return(gateway_pb2.ReturnRequest(), timeout=60)
+        assert told.value.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+    ended(site)
+    way = way_back(site.keys, now())
+    assert way is not None
+    with open_channel(f"localhost:{brief.port}", grpc.ssl_channel_credentials(root, *way)) as channel:
+        stub = GatewayStub(channel)
+        for call in (
+            lambda: stub.Join(gateway_pb2.JoinRequest(), timeout=60),
+            lambda: stub.Renew(gateway_pb2.RenewRequest(), timeout=60),
+            lambda: stub.Hello(gateway_pb2.HelloRequest(), timeout=60),
+            lambda: stub.Revoke(gateway_pb2.RevokeRequest(), timeout=60),
+        ):
+            with pytest.raises(grpc.RpcError) as told:
+                call()
+            assert told.value.code() == grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_there_is_no_way_back_for_who_was_revoked_or_away_too_long(brief: Hub) -> None:
+    site = brief.site()
+    credentials = brief.joined(site)
+    ended(site)
+    before = files(site)
+    assert not come_back(site, return_over_grpc(), now() + dt.timedelta(days=31)), "it has ended, too"
+    brief.authority.revoke("a", credentials.number, "stolen")
+    with pytest.raises(SiteConfigError, match="revoked"):
+        come_back(site, return_over_grpc(), now())
+    assert files(site) == before
+
+
 def bad_chains(hub: Hub, tmp_path: Path) -> list[Any]:
     """Answers to a renewal that must not be taken."""
     root = certificates.make_root(now())
@@ -419,7 +497,7 @@ def test_an_answer_to_a_renewal_that_is_not_right_leaves_the_old_credentials_at_
     before, number = files(site), credentials.number
     for ask in bad_chains(hub, tmp_path):
         with pytest.raises(SiteConfigError, match="cannot be used"):
-            credentials.renew(ask, now())
+            credentials.renew(lambda csr, ask=ask: Certified(ask(csr), b""), now())  # type: ignore[misc]
         assert files(site) == before
         assert credentials.number == number
     renewed(hub, credentials)

@@ -74,7 +74,7 @@ def test_an_enrolled_site_is_green_straight_and_through_the_hospitals_proxy(
         settings.write_text(f'{settings.read_text()}proxy = "{proxy.address}"\n')
         assert wrong(site.home) == {}
         assert len(proxy.tunnels) >= 4
-        arguments = argparse.Namespace(home=site.home.root, json=False)
+        arguments = argparse.Namespace(command="doctor", home=site.home.root, json=False)
         assert doctor_command.run(arguments) == 0
         text = capsys.readouterr().out
         assert f"CONNECT through {proxy.address}" in text

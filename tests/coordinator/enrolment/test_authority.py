@@ -27,7 +27,7 @@ from policies.governance import decisions
 from policies.ledger.entries import Approved, Enrolled, InvalidEntryError, Issued, Refused
 from policies.ledger.store import LedgerStoppedError
 from policies.review.policy import preset
-from policies.statements import PAYLOAD_TYPE, Enrolment, encode
+from policies.statements import PAYLOAD_TYPE, Enrolment, Return, encode
 from protos.common.dsse import MAX_BYTES, EnvelopeError, seal
 from protos.identity import certificates, key_files
 from protos.identity.join_token import read_token, token_key
@@ -544,7 +544,7 @@ def test_a_renewal_is_for_a_fresh_key_and_both_certificates_are_good_until_they_
     _, own = context.joined(site)
     context.now += 16 * HOUR
     key = ec.generate_private_key(ec.SECP256R1())
-    chain = context.authority.renew("a", own, csr(key))
+    chain, _ = context.authority.renew("a", own, csr(key))
     root, name = context.home.root_crt(), certificates.agent_name("a")
     leaf = certificates.checked_chain(chain, root, name, key.public_key(), context.now)
     assert leaf.not_valid_after_utc == context.now + DAY
@@ -574,10 +574,92 @@ def test_who_is_not_admitted_now_renews_nothing(context: Desk) -> None:
     assert len(context.entries(Issued)) == 1
 
 
+def returning(context: Desk, site: site_directory.SiteDirectory) -> x509.Certificate:
+    """A site that takes part: the certificate that it comes back with."""
+    waiting = context.waiting(site)
+    context.approve(site, "s1")
+    said = context.authority.join(site.settings().site, waiting, b"")
+    return certificates.leaf_of(said.returning_certificate)
+
+
+def asking(site: site_directory.SiteDirectory, request: bytes | None = None, name: str = "a") -> bytes:
+    """The statement by which a site comes back, for a fresh key unless one is given."""
+    return seal(encode(Return(name, (request or csr()).decode())), PAYLOAD_TYPE, site.sign_key())
+
+
+def test_a_site_that_was_away_for_less_than_thirty_days_comes_back_by_its_signing_key(context: Desk) -> None:
+    site = context.site()
+    back = returning(context, site)
+    assert back.not_valid_after_utc == context.now + 31 * DAY
+    assert certificates.uri_of(back) == "spiffe://lazaret/returning/a"
+    context.now += 20 * DAY
+    assert context.authority.enrolments() == [], "nothing is remembered of its request"
+    key = ec.generate_private_key(ec.SECP256R1())
+    chain, again = context.authority.come_back("a", back, asking(site, csr(key)))
+    root = context.home.root_crt()
+    leaf = certificates.checked_chain(chain, root, certificates.agent_name("a"), key.public_key(), context.now)
+    assert (leaf.not_valid_after_utc, len(context.entries(Issued))) == (context.now + DAY, 2)
+    assert context.store.state.admits("a", certificates.number_of(leaf))
+    last = certificates.checked_chain(again, root, certificates.returning_name("a"), key.public_key(), context.now)
+    assert last.not_valid_after_utc == context.now + 31 * DAY
+
+
+def test_only_the_sites_own_word_for_a_fresh_key_brings_it_back(context: Desk) -> None:
+    site, other = context.site(), context.site("b")
+    back = returning(context, site)
+    sent = asking(site)
+    for wrong in (
+        seal(encode(Return("a", csr().decode())), PAYLOAD_TYPE, other.sign_key()),
+        request(site),  # its own, and about something else
+        asking(site, name="b"),
+        asking(site, csr(site="b")),
+        asking(site, certificates.request(key_files.ec_key(site.keys / "request.key"), certificates.agent_name("a"))),
+        sent[:-3],
+        b"",
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            context.authority.come_back("a", back, wrong)
+    assert len(context.entries(Issued)) == 1
+    context.authority.come_back("a", back, sent)
+    with pytest.raises(JoinError, match="fresh key"):  # whoever sends it again gets nothing
+        context.authority.come_back("a", back, sent)
+    assert len(context.entries(Issued)) == 2
+
+
+def test_who_was_revoked_does_not_come_back(context: Desk) -> None:
+    site = context.site()
+    back = returning(context, site)
+    (issued,) = context.entries(Issued)
+    context.authority.revoke("a", issued.number, "stolen")
+    with pytest.raises(JoinError, match="revoked"):
+        context.authority.come_back("a", back, asking(site))
+    context.authority.revoke("a", "", "left")
+    with pytest.raises(JoinError, match="takes no part"):
+        context.authority.come_back("a", back, asking(site))
+    assert len(context.entries(Issued)) == 1
+
+
+def test_a_key_that_the_coordinator_forgot_brings_nobody_back(context: Desk) -> None:
+    site = context.site()
+    back = returning(context, site)
+    (context.home.enrolments / "a.keys").unlink()  # whether its certificate was revoked cannot be told
+    with pytest.raises(JoinError, match="does not know"):
+        context.authority.come_back("a", back, asking(site))
+
+
+def test_coming_back_floods_no_ledger(context: Desk) -> None:
+    site = context.site()
+    back = returning(context, site)
+    for _ in range(MOST_VALID - 1):
+        context.authority.come_back("a", back, asking(site))
+    with pytest.raises(JoinError, match="too many"):
+        context.authority.come_back("a", back, asking(site))
+
+
 def test_a_site_cannot_flood_the_ledger_with_certificates(context: Desk) -> None:
     _, own = context.joined(context.site())
     for _ in range(MOST_VALID - 1):
-        own = certificates.leaf_of(context.authority.renew("a", own, csr()))
+        own = certificates.leaf_of(context.authority.renew("a", own, csr())[0])
     with pytest.raises(JoinError, match="too many"):
         context.authority.renew("a", own, csr())
     context.now += 23 * HOUR
@@ -612,7 +694,7 @@ def test_a_revoked_certificate_is_not_renewed_and_not_handed_out_again(context: 
 def test_the_key_of_a_revoked_certificate_is_not_renewed_to_and_any_other_is(context: Desk) -> None:
     _, own = context.joined(context.site())
     stolen = ec.generate_private_key(ec.SECP256R1())
-    second = certificates.leaf_of(context.authority.renew("a", own, csr(stolen)))
+    second = certificates.leaf_of(context.authority.renew("a", own, csr(stolen))[0])
     context.authority.revoke("a", certificates.number_of(second), "stolen")
     context.now += 40 * DAY  # longer than a request is kept
     context.authority.enrolments()
@@ -621,9 +703,8 @@ def test_the_key_of_a_revoked_certificate_is_not_renewed_to_and_any_other_is(con
     with pytest.raises(JoinError, match="make a new key"):
         context.authority.renew("a", own, csr(stolen))
     assert len(context.entries(Issued)) == 2
-    assert context.store.state.admits(
-        "a", certificates.number_of(certificates.leaf_of(context.authority.renew("a", own, csr())))
-    )
+    fresh, _ = context.authority.renew("a", own, csr())
+    assert context.store.state.admits("a", certificates.number_of(certificates.leaf_of(fresh)))
 
 
 def test_a_lost_memory_of_keys_is_not_taken_for_an_empty_one(context: Desk) -> None:
