@@ -138,8 +138,7 @@ class AdmissionService:
         Raises:
             EnvelopeError, CertificateError, StatementError, PolicyError: see :meth:`read_enrolment`.
             InvalidEntryError: the site is enrolled already, or was with this request; its signing key is another's,
-            or
-                approvals are missing.
+                or approvals are missing.
         """
         statement = self.read_enrolment(envelope)
         own = parse_policy(statement.policy, f"policy of {statement.site}")

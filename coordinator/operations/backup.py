@@ -181,8 +181,7 @@ def restore(
         :mod:`policies.audit.restore_losses`.
     Raises:
         CoordinatorConfigError, BackupError, KeyFileError: it cannot be used, the keys are others, or the export is of
-        no ledger
-            that begins with the backup's entries; nothing was written.
+            no ledger that begins with the backup's entries; nothing was written.
         LedgerUnsoundError, SchemaVersionError: the ledger in it cannot be used.
     """
     if root.exists() and (not root.is_dir() or any(root.iterdir())):

@@ -199,8 +199,7 @@ def export_pool(
         out: a directory that does not exist yet.
     Raises:
         PoolRefusedError: nothing to pool, a tampered release, modalities or shapes that differ and were not asked
-        for, a
-            directory in the way, a full disk. Nothing is left behind at ``out``.
+            for, a directory in the way, a full disk. Nothing is left behind at ``out``.
     """
     options = options or Options()
     if out.exists():  # before an hour of reading; looked at again when it is made

@@ -90,8 +90,7 @@ def average_runs(
         weights: one for each name, positive; equal ones if not given. They are printed in the certificate.
     Raises:
         PoolRefusedError: a model that the ledger does not know, or not with these bytes; weights out of bounds;
-        models of
-            different architectures; a full disk. Nothing is left behind at ``out``.
+            models of different architectures; a full disk. Nothing is left behind at ``out``.
     """
     shares = shares_of(names, weights)
     paid: list[AdmittedRelease] = []

@@ -13,10 +13,9 @@ from policies.accounting.rdp import epsilon_of
 _WHOLE = (
     "A budget is for the whole life of a hospital's data, whatever the project. It is held before an image is read, "
     "and a crash never gives it back. Shares are of what the Rényi filter lets through, which adds up; epsilon "
-    "itself "
-    "does not. What is used is rounded up. The promise to rely on, whatever comes next, is the whole budget. Where "
-    "hospitals shared their noise (level A*), every epsilon of the account that paid stands on what the release's "
-    "certificate assumes of them."
+    "itself does not. What is used is rounded up. The promise to rely on, whatever comes next, is the whole budget. "
+    "Where hospitals shared their noise (level A*), every epsilon of the account that paid stands on what the "
+    "release's certificate assumes of them."
 )
 
 

@@ -18,10 +18,9 @@ CELL: Final = 11  # distinct patients: EMA/90915/2016 v1.3, and Health Canada; n
 
 _SCOPE: Final = (
     "This annex states what the ledger can show for each release. It does not find that a release is no personal "
-    "data, "
-    "nor that anybody cannot be identified; that assessment is the controller's. The threshold of 0.09 is about "
-    "cells "
-    "of patients: it says nothing about a release with an epsilon, and nothing about one that was only tested."
+    "data, nor that anybody cannot be identified; that assessment is the controller's. The threshold of 0.09 is "
+    "about cells of patients: it says nothing about a release with an epsilon, and nothing about one that was only "
+    "tested."
 )
 _METHODS: Final = {  # level -> how
     "A": "Differential privacy: noise is added while something is learned from the patients; what is released "
@@ -88,8 +87,7 @@ def annex(inputs: ReportInputs) -> Document:
                 Facts((("Assessment", p.residual_risk or OPEN),)),
                 Text(
                     "k-anonymity limits what one set says. It does not compose: who knows that a patient is in two "
-                    "sets "
-                    "may find them by comparing the sets, whatever k is. The same patient may have been in two "
+                    "sets may find them by comparing the sets, whatever k is. The same patient may have been in two "
                     "hospitals, and nobody can tell from the ledger.",
                     "note",
                 ),

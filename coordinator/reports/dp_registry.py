@@ -21,14 +21,12 @@ _TYPES: Final[Mapping[str, str]] = {"model": "Machine learning model", "image-se
 _COMPOSITION: Final = (
     "Sequential, by a Rényi filter at one integer order that was fixed when the account was opened. Every release is "
     "charged to one account for the lifetime of the hospital's data before an image is read; later requests may "
-    "depend "
-    "on earlier results."
+    "depend on earlier results."
 )
 _MECHANISMS: Final = (
     "Gaussian mechanism; noise from the operating system's generator, on a lattice; contributions are bounded for "
-    "each "
-    "patient. Prices are computed in decimals and rounded up. The export of the ledger can be recomputed offline by "
-    "anybody."
+    "each patient. Prices are computed in decimals and rounded up. The export of the ledger can be recomputed "
+    "offline by anybody."
 )
 _FIXED: Final = "The configuration is public, and fixed before an image is read."
 _POST: Final = "What is made from the noisy result without another look at patients is post-processing."
@@ -125,9 +123,8 @@ def _model(item: Item) -> dict[str, Any]:
     return {
         "model_name": "Federated" if federated else "Central",
         "actors": (
-            "The hospitals hold the images and add the noise. The coordinator sees what they release. Recipients "
-            "of the "
-            "data product see that alone, and may know anything else."
+            "The hospitals hold the images and add the noise. The coordinator sees what they release. Recipients of "
+            "the data product see that alone, and may know anything else."
         ),
         "release_type": "One release",
         "release_type_details": "The hospital's lifetime budget bounds this and every other release together.",

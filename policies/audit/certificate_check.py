@@ -113,8 +113,7 @@ def check_against_export(found: Certificate, export: Export) -> list[Mapping[str
         :func:`revoked_of`. It changes nothing of what the certificate says, and whoever reads it has to know.
     Raises:
         ExportError: another key, other entries or a head that the ledger never had; a stronger level than all of a
-        run's
-            updates have.
+            run's updates have.
     """
     if export.public != found.public:
         raise ExportError("the certificate is signed by another key than the ledger's")

@@ -239,9 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdict = "SOUND" if anchors else "CONSISTENT"
     document = {"verdict": verdict, "sound": bool(anchors), "anchors": anchors, **document}
     unknown = (
-        f"consistent with itself; signed by {document['key']}, which you have not named: anybody can make one "
-        "with a key of their own. Give --key with the whole fingerprint of the ledger's key, as its owner publishes "
-        "it"
+        f"consistent with itself; signed by {document['key']}, which you have not named: anybody can make one with a "
+        "key of their own. Give --key with the whole fingerprint of the ledger's key, as its owner publishes it"
     )
     head, *rest = lines
     text = "\n".join([f"{verdict}: {head}", *([] if anchors else [f"  {unknown}"]), *rest])

@@ -81,8 +81,7 @@ def pack_shard(samples: Sequence[NDArray[Any]], labels: Sequence[str], form: For
 
     Raises:
         ArtifactFormatError: no sample, too many, a label too long or not plain, different shapes, a sample that its
-        form
-            cannot hold, or more than 256 MiB in all, without compression.
+            form cannot hold, or more than 256 MiB in all, without compression.
     """
     if not len(samples) or len(samples) > MAX_SAMPLES or len(labels) != len(samples):
         raise ArtifactFormatError("a set has 1 to 100000 samples, with one label each")
