@@ -24,6 +24,7 @@ from coordinator.cli.output import ERR, OUT
 from coordinator.storage import directory as homes
 from policies.accounting.rounding import epsilon_text
 from protos.common import durable_files
+from protos.common.text import MINUTE, utc
 from protos.protocol_version import USER_AGENT
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
@@ -69,7 +70,7 @@ def _enrolments(arguments: argparse.Namespace) -> int:
     digest = Column("digest: what persons approve", overflow="fold")  # all of it, on a narrow terminal too
     table = Table("site", "state", "fingerprint of its request", "until (UTC)", digest)
     for p in pending:
-        until = dt.datetime.fromtimestamp(p.until, dt.UTC).strftime("%Y-%m-%d %H:%M") if p.until else ""
+        until = utc(p.until, MINUTE) if p.until else ""
         table.add_row(p.site, p.state, p.fingerprint, until, p.digest)
     OUT.print(table)
     OUT.print("each approver compares the fingerprint with the hospital by phone, and signs:")

@@ -20,6 +20,7 @@ from policies.audit.inclusion_proof import Proof, check
 from policies.index.search import COUNTED, EntryPage, Query, QueryTooWideError, RuleRefusals
 from policies.ledger.entries import decode, kind_of
 from policies.ledger.store import LedgerUnsoundError
+from protos.common.text import DATE, utc
 from protos.web.router import PageError, RequestContext, Router
 
 DAY: Final = 86_400
@@ -265,7 +266,7 @@ def refused(context: CoordinatorConsoleContext, days: int, site: str) -> dict[st
     with context.store.exclusive() as state:
         rows = [entry_text.row(seq, context.store.line(seq).record, state) for seq in newest.seqs]
         sites = sorted(state.sites)
-    first = dt.datetime.fromtimestamp(since, dt.UTC).date().isoformat()
+    first = utc(since, DATE)
     return {
         "days": days,
         "periods": [(n, f"{n} days") for n in PERIODS],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import shutil
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +19,7 @@ from policies.index.search import Query
 from policies.ledger.merkle import cosigners
 from policies.ledger.state import State
 from policies.ledger.store import LedgerUnsoundError
+from protos.common.text import DATE, utc
 from protos.web.router import RequestContext, Router
 
 RECENT_DAYS: Final = 7
@@ -74,7 +74,7 @@ def facts(context: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, 
             ),
         ]
         barred, size = set(state.revoked_sites), state.size
-    first = dt.datetime.fromtimestamp(since, dt.UTC).date().isoformat()
+    first = utc(since, DATE)
     disk = shutil.disk_usage(context.home.root)
     found += [
         *alerts.of_refusals(refusals, first),

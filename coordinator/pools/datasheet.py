@@ -22,6 +22,7 @@ from coordinator.pools.selection import AdmittedRelease, Budget, Cost, LeftOut, 
 from policies.accounting.claims import RELATION, UNIT
 from policies.accounting.rounding import epsilon_text, format_rounded_up
 from policies.statements import claim_json
+from protos.common.text import printable
 
 CONFORMS_TO: Final = "http://mlcommons.org/croissant/1.0"
 CONTEXT: Final[Mapping[str, Any]] = MappingProxyType(
@@ -385,7 +386,7 @@ def _use(report: PoolReport, card: Card) -> list[str]:
 
 def _plain(text: str) -> str:
     """A text that is no markup and no control character."""
-    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", "".join(c if c.isprintable() else "?" for c in text))
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", printable(text))
 
 
 def _code(text: str) -> str:

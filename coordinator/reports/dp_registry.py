@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from coordinator.explanations import epsilon_text
 from coordinator.reports.document import ReportError, plain
-from coordinator.reports.html_renderer import day
 from coordinator.reports.report_inputs import Item, ReportInputs, together
+from protos.common.text import DATE, utc
 
 _OPEN: Final = "TO BE FILLED IN"
 _TYPES: Final[Mapping[str, str]] = {"model": "Machine learning model", "image-set": "Synthetic data"}
@@ -93,7 +93,7 @@ def _basic(inputs: ReportInputs, item: Item) -> dict[str, Any]:
         "data_product_type": _TYPES.get(kind, "Dataset"),
         "data_product_region": p.region or _OPEN,
         "data_product_sector": "Healthcare",
-        "publication_date": p.published or day(int(item.parts[-1]["admitted_at"])),
+        "publication_date": p.published or utc(item.parts[-1]["admitted_at"], DATE),
     }
 
 

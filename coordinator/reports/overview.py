@@ -26,7 +26,6 @@ from coordinator.explanations import (
     LEVELS,
     QUARANTINE,
     count,
-    describe_entry,
     epsilon_text,
     format_rounded_up,
     utc,
@@ -48,7 +47,8 @@ from coordinator.reports.document import (
 from coordinator.reports.refusals import denied
 from coordinator.reports.report_inputs import Item, ReportInputs
 from policies.accounting.claims import UNIT
-from policies.audit.display import as_json
+from policies.audit.display import as_json, whose, words
+from policies.ledger.entries import kind_of
 from policies.ledger.merkle import CompactRange, leaf_hash
 from protos.artifacts.arrays import ArtifactFormatError, unpack_images
 
@@ -304,24 +304,15 @@ def _steps(measured: object) -> Section:
     return Section("How long it took", (table,) if rows else (_missing("Times were"),))
 
 
-def _lines(ledger: _JsonMap) -> Section:
-    grants = {g["grant"]: g for g in ledger["grants"]}
-    accounts = {a["account"]: a for a in ledger["accounts"]}
-    marks = {"admitted": "✓ ", "refused": "✕ "}
-    rows = tuple(
-        (
-            str(e["seq"]),
-            utc(e["at"]),
-            marks.get(e["type"], "") + KINDS.get(e["type"], e["type"]),
-            *describe_entry(e, grants, accounts),
-        )
-        for e in ledger["entries"]
-    )
+def _lines(inputs: ReportInputs) -> Section:
+    marks, state = {"admitted": "✓ ", "refused": "✕ "}, inputs.state
+    said = [(utc(r.at), kind_of(r.entry), whose(r.entry, state), words(r.entry, state)) for r in inputs.records]
+    rows = tuple((str(n), at, marks.get(kind, "") + KINDS[kind], *rest) for n, (at, kind, *rest) in enumerate(said))
     head = ("No.", "Time (UTC)", "What", "Hospital", "It says")
     table = Table("All entries, oldest first", head, rows, frozenset({0}))
-    size = count(ledger["size"], "entry", "entries")
-    words = f"{size}. None can be changed or removed without a change of the root below."
-    return Section("The ledger, line by line", (Text(words), table))
+    size = count(state.size, "entry", "entries")
+    intro = f"{size}. None can be changed or removed without a change of the root below."
+    return Section("The ledger, line by line", (Text(intro), table))
 
 
 def _under(title: str, document: Document) -> Iterator[Section]:
@@ -403,7 +394,7 @@ def overview(inputs: ReportInputs, releases: Sequence[ReleaseView], measured: Ma
         _accuracy(measured),
         _ingest(measured),
         _steps(measured),
-        _lines(ledger),
+        _lines(inputs),
         Section("Verify it yourself", tuple(map(Text, _CHECK))),
     )
     sentence = f"{count(head['admitted'], 'release')} admitted, {head['refused']} refused, "

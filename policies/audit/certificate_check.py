@@ -41,6 +41,7 @@ from policies.ledger.merkle import (
 from policies.review.rules import level_of
 from policies.statements import Release, StatementError, claim_from, claim_json, menu_of, parse
 from protos.common.canonical_json import canonical
+from protos.common.text import printable
 
 # What each level promises, as every certificate prints it, and nothing stronger.
 MEANINGS: Final[Mapping[str, str]] = MappingProxyType(
@@ -162,7 +163,7 @@ def revoked_words(one: Mapping[str, Any]) -> str:
         when = f"{dt.datetime.fromtimestamp(one['at'], dt.UTC):%Y-%m-%d %H:%M} UTC"
     except (ValueError, OverflowError, OSError):
         when = f"second {one['at']}"
-    why = "".join(c if c.isprintable() else "?" for c in str(one["why"]))
+    why = printable(one["why"])
     return f"{what} was revoked on {when}: {why} (entry {one['entry']})"
 
 

@@ -37,6 +37,7 @@ from policies.ledger.ed25519 import is_owned
 from policies.ledger.export import Export, ExportError
 from policies.ledger.merkle import Checkpoint, LedgerCheckpointError, cosigners, open_checkpoint
 from policies.statements import HEX, ID
+from protos.common.text import printable
 
 MAX_EXPORT: Final = 1 << 33
 ANCHORED: Final = 0  # exit codes; 2 is a usage error
@@ -232,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         document, lines, anchors = check(parser, arguments, raw)
     except ExportError as error:
-        reason = "".join(c if c.isprintable() else "?" for c in str(error))  # it may quote what was signed
+        reason = printable(error)  # it may quote what was signed
         said = {"verdict": "NOT SOUND", "sound": False, "reason": reason}
         _say(json.dumps(said) if arguments.json else f"NOT SOUND: {reason}")
         return UNSOUND

@@ -6,13 +6,14 @@ curve. All texts are escaped here; callers hand in plain ones.
 
 from __future__ import annotations
 
-import datetime as dt
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from markupsafe import Markup, escape
+
+from protos.common.text import DATE, MINUTE, utc
 
 _KINDS: Final = ("spent", "held", "left", "yes", "no", "warn")
 _WIDTH: Final = 560.0
@@ -173,7 +174,9 @@ def steps(series: Sequence[Series], frame: Frame) -> Markup:
 
 def _told(series: Sequence[Series], frame: Frame) -> str:
     last = "; ".join(f"{s.label} ends at {s.points[-1][1]:g}" for s in series if s.points)
-    return f"Steps from {_day(frame.begin)} to {_day(frame.end)}, {frame.unit}. {last or 'Nothing happened'}."
+    return (
+        f"Steps from {utc(frame.begin, DATE)} to {utc(frame.end, DATE)}, {frame.unit}. {last or 'Nothing happened'}."
+    )
 
 
 def _x(at: float, frame: Frame) -> float:
@@ -207,7 +210,7 @@ def _grid(high: float, step: float, frame: Frame) -> Markup:
     for at, anchor in ((frame.begin, "start"), (frame.end, "end")):
         out.append(
             Markup('<text x="{:.1f}" y="{}" text-anchor="{}">{}</text>').format(
-                _x(at, frame), _HEIGHT - 8, anchor, _day(at)
+                _x(at, frame), _HEIGHT - 8, anchor, utc(at, DATE)
             )
         )
     return Markup("").join(out)
@@ -228,7 +231,7 @@ def _curve(series: Series, number: int, high: float, frame: Frame) -> Markup:
 def _table(series: Sequence[Series], frame: Frame) -> Markup:
     row = Markup('<tr><th scope="row">{}</th><td>{}</td><td class="number">{:g}</td></tr>')
     points = [(s.label, at, value) for s in series for at, value in s.points][-200:]
-    rows = Markup("").join(row.format(label, _moment(at), value) for label, at, value in points)
+    rows = Markup("").join(row.format(label, utc(at, MINUTE), value) for label, at, value in points)
     return Markup(
         "<details><summary>As a table</summary><table><thead><tr><th scope='col'>Curve</th><th scope='col'>From</th>"
         "<th scope='col' class='number'>{}</th></tr></thead><tbody>{}</tbody></table></details>"
@@ -256,11 +259,3 @@ def interval(value: float, low: float, high: float, chance: float | None = None)
         '<circle class="dot" cx="{4:.1f}" cy="11" r="5"/>'
         "</svg> {0}</span>"
     ).format(words, tick, 5 + 150 * low, 5 + 150 * high, 5 + 150 * value)
-
-
-def _day(at: float) -> str:
-    return dt.datetime.fromtimestamp(at, dt.UTC).strftime("%Y-%m-%d")
-
-
-def _moment(at: float) -> str:
-    return dt.datetime.fromtimestamp(at, dt.UTC).strftime("%Y-%m-%d %H:%M")
