@@ -18,10 +18,9 @@ from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.pools.datasheet import Card, File
+from coordinator.pools.datasheet import Card, File, croissant_of_set
 from coordinator.pools.selection import PoolRefusedError
 from coordinator.reports import budgets, certificates, disclosure, dp_registry, gdpr, model_cards, refusals, sp800_226
-from coordinator.reports.croissant import croissant_of_set
 from coordinator.reports.document import Document, ReportError, as_json, as_markdown
 from coordinator.reports.html_renderer import as_html
 from coordinator.reports.overview import overview, views

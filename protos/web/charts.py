@@ -236,26 +236,3 @@ def _table(series: Sequence[Series], frame: Frame) -> Markup:
         "<details><summary>As a table</summary><table><thead><tr><th scope='col'>Curve</th><th scope='col'>From</th>"
         "<th scope='col' class='number'>{}</th></tr></thead><tbody>{}</tbody></table></details>"
     ).format(frame.unit, rows)
-
-
-def interval(value: float, low: float, high: float, chance: float | None = None) -> Markup:
-    """A measured rate with its interval on the scale from 0 to 1, and where pure guessing would lie; with the words.
-
-    Raises:
-        ValueError: not 0 <= low <= value <= high <= 1.
-    """
-    if not 0 <= low <= value <= high <= 1 or not (chance is None or 0 <= chance <= 1):
-        raise ValueError("a rate lies within its interval, and that within 0 to 1")
-    words = f"{value:.3g} (95 % interval {low:.3g} to {high:.3g}" + (
-        f"; guessing: {chance:.3g})" if chance is not None else ")"
-    )
-    tick = Markup("")
-    if chance is not None:
-        tick = Markup('<line class="chance" x1="{0:.1f}" x2="{0:.1f}" y1="2" y2="20"/>').format(5 + 150 * chance)
-    return Markup(
-        '<span class="rate"><svg class="interval" viewBox="0 0 160 22" role="img" aria-label="{0}"><title>{0}</title>'
-        '<line class="axis" x1="5" x2="155" y1="11" y2="11"/>{1}'
-        '<line class="whisker" x1="{2:.1f}" x2="{3:.1f}" y1="11" y2="11"/>'
-        '<circle class="dot" cx="{4:.1f}" cy="11" r="5"/>'
-        "</svg> {0}</span>"
-    ).format(words, tick, 5 + 150 * low, 5 + 150 * high, 5 + 150 * value)
