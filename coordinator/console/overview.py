@@ -12,13 +12,12 @@ from coordinator.console import alerts, budgets
 from coordinator.console.alerts import DAY, CosignedHead
 from coordinator.console.context import INFORMED, READERS, CoordinatorConsoleContext
 from coordinator.console.keys import keys_of
-from coordinator.console.ledger import NEW, rules_of, searching
+from coordinator.console.ledger import follow, rules_of, searching
 from coordinator.console.proposals import proposals_of
 from coordinator.storage.witness_store import Witnesses
 from policies.index.search import Query
 from policies.ledger.merkle import cosigners
 from policies.ledger.state import State
-from policies.ledger.store import LedgerUnsoundError
 from protos.common.text import DATE, utc
 from protos.web.router import RequestContext, Router
 
@@ -60,7 +59,7 @@ def facts(context: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, 
         told: whether that person sees what was refused.
     """
     now = int(context.now().timestamp())
-    level = _level(context)
+    level = not follow(context)
     since = (now // DAY - RECENT_DAYS + 1) * DAY
     refusals = context.index.refusals(since, now + DAY) if told else []
     with context.store.exclusive() as state:
@@ -86,7 +85,8 @@ def facts(context: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, 
         todo = "Wait: it is built in the background. If this message stays, see the coordinator's log."
         found.append(alerts.Alarm(alerts.MILD, "The search index is behind the ledger.", todo, "/ledger"))
     return {
-        **alerts.as_context(alerts.in_order(found)),
+        "alarms": alerts.in_order(found),
+        "grave": sum(alarm.kind == alerts.GRAVE for alarm in found),
         **_money(context, accounts, now, level),
         "sites": sites,
         "online": sum(row.state == "online" for row in sites),
@@ -94,24 +94,12 @@ def facts(context: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, 
         "waiting": open_ones.waiting,
         "open": len(open_ones.waiting) + open_ones.more,
         "rules": rules_of(refusals, first)[:LISTED],
-        "refused": _refused(context, since) if told else 0,
+        "refused": context.index.tally(since, 1 << 52).get("refused", 0) if told else 0,
         "told": told,
         "recent_days": RECENT_DAYS,
         "size": size,
         "at": now,
     }
-
-
-def _level(context: CoordinatorConsoleContext) -> bool:
-    try:
-        return context.index.follow(NEW)
-    except (LedgerUnsoundError, OSError):
-        return False
-
-
-def _refused(context: CoordinatorConsoleContext, since: int) -> int:
-    """How many entries refuse something, on these days; an entry may have several reasons."""
-    return context.index.tally(since, 1 << 52).get("refused", 0)
 
 
 def _money(
