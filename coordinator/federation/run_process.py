@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Final, Self
 
 import httpx
@@ -68,9 +67,7 @@ class RunProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.end()
 
     def end(self) -> None:

@@ -28,7 +28,6 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Final, Self
 
 import httpx
@@ -113,16 +112,14 @@ class FlowerHost:
         until = time.monotonic() + _START_S
         while not self._server.started:
             if not self._thread.is_alive() or not time.monotonic() < until:
-                self.__exit__(None, None, None)
+                self.__exit__()
                 raise FlowerHostError("the SuperLink did not start")
             time.sleep(0.05)
         self._control = direct(ControlHttpClient.from_server_address(*self._way().args("flwr CLI")))
         self._end_open_runs()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         """Stop listening. A run that is being conducted ends with `RoundFailedError`."""
         self.stopping.set()
         if self._server is not None:

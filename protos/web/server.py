@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import h11
@@ -122,7 +121,7 @@ class _Door(H11Protocol):
 
 
 class _Thread:
-    """A uvicorn server in a thread."""
+    """A uvicorn server in a thread, from entering the context until leaving it."""
 
     def __init__(self, app: App, address: str, tls: ssl.SSLContext | None, name: str) -> None:
         for logger in ("uvicorn", "uvicorn.error", "uvicorn.access"):
@@ -172,8 +171,8 @@ class _Thread:
         with contextlib.suppress(Exception):
             asyncio.run(serve())
 
-    def start(self) -> None:
-        """Return when it answers."""
+    def __enter__(self) -> Self:
+        """Start; it answers when this returns."""
         self._thread.start()
         done = threading.Event()
         for _ in range(int(_START_S * 100)):
@@ -181,9 +180,10 @@ class _Thread:
                 break
         if not self._server.started:
             raise ConsoleConfigError("the console does not start")
+        return self
 
-    def stop(self) -> None:
-        """Let requests under way end, for a moment; harmless when it does not run."""
+    def __exit__(self, *_exc: object) -> None:
+        """Let requests under way end, for five seconds at most; harmless when it does not run."""
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(_END_S)
@@ -191,7 +191,7 @@ class _Thread:
         self._listener.close()
 
 
-class ConsoleServer:
+class ConsoleServer(_Thread):
     """A console that is reached over TLS, from entering the context until leaving it."""
 
     def __init__(self, app: Guard, settings: ConsoleSettings, logins: PinnedCertificates, home: Path) -> None:
@@ -215,19 +215,7 @@ class ConsoleServer:
             ) from None
         self.fingerprint = own.fingerprint  # SHA-256 in hexadecimal, of what browsers are shown
         self.ends = own.ends
-        self._thread = _Thread(app, settings.listen, tls, "console")
-        self.port = self._thread.port
-
-    def __enter__(self) -> Self:
-        """Start; it answers when this returns."""
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop, within five seconds."""
-        self._thread.stop()
+        super().__init__(app, settings.listen, tls, "console")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +227,7 @@ class Answer:
     media_type: str = "text/plain; charset=utf-8"
 
 
-class PlainServing:
+class PlainServing(_Thread):
     """Metrics and health over plain HTTP, for the machines that watch this one: sums and yes or no, no pages."""
 
     def __init__(self, address: str, answers: Mapping[str, Callable[[], Answer]], names: Iterable[str] = ()) -> None:
@@ -252,19 +240,7 @@ class PlainServing:
         Raises:
             ConsoleConfigError: the port cannot be used.
         """
-        self._thread = _Thread(_Plain(answers, frozenset(names)), address, None, "metrics")
-        self.port = self._thread.port
-
-    def __enter__(self) -> Self:
-        """Start; it answers when this returns."""
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop, within five seconds."""
-        self._thread.stop()
+        super().__init__(_Plain(answers, frozenset(names)), address, None, "metrics")
 
 
 class _Plain:
