@@ -96,10 +96,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "The file is encrypted to a recipient whom the hospital's policy does not name.",
             "Put the recipient's fingerprint into both policies, or make the release again without one.",
         ),
-        "not_sealed": (
-            "The file was declared as encrypted to a recipient, but does not have that form.",
-            _AGENT,
-        ),
+        "not_sealed": ("The file was declared as encrypted to a recipient, but does not have that form.", _AGENT),
         "one_step": (
             "Noise that hospitals share protects one step in each round, and more steps were claimed.",
             "Plan one step a round, or let every hospital add the whole noise (honest = 1).",
@@ -142,10 +139,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "The kept files of this release are not the ones that its statement is about.",
             "Withdraw it at the site, which spends its grant, and find out what changed the files.",
         ),
-        "approval": (
-            "A person has not given the approval that the policy needs.",
-            "Ask that person to review it.",
-        ),
+        "approval": ("A person has not given the approval that the policy needs.", "Ask that person to review it."),
         "opted_out": (
             "A patient behind this release has opted out since it was made.",
             "Withdraw it; a new one is made without that patient.",
@@ -162,10 +156,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "bad_statement": ("The signed statement is not in its one permitted form.", _AGENT),
         "another_site": ("A hospital spoke for another hospital.", _INQUIRE),
         "key_reused": ("One request number was used for two different requests.", _AGENT),
-        "not_uploaded": (
-            "The file was not complete when its review was requested.",
-            "Let the agent send it again.",
-        ),
+        "not_uploaded": ("The file was not complete when its review was requested.", "Let the agent send it again."),
         "upload_refused": ("The file was not accepted: not what was offered, or more than the quota.", _INQUIRE),
         "busy": (
             "The coordinator could not take another call or file at that moment.",

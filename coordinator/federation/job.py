@@ -41,14 +41,7 @@ _SHARED: Final[Mapping[str, type]] = {
 KEYS: Final[Mapping[str, Mapping[str, type]]] = MappingProxyType(
     {
         PLAIN: {**_SHARED, "steps_per_round": int, "proximal": float},
-        MASKED: {
-            **_SHARED,
-            "sites": int,
-            "honest": int,
-            "value_bound": float,
-            "scale": int,
-            "ring_bits": int,
-        },
+        MASKED: {**_SHARED, "sites": int, "honest": int, "value_bound": float, "scale": int, "ring_bits": int},
     }
 )
 

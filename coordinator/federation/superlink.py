@@ -291,8 +291,7 @@ class FlowerHost:
     def _claim(self, run_id: int) -> str:
         """The token of the run's ServerApp task. Tasks of other runs, if any, are ended unexecuted."""
         signer = SuperExecAuthHttpInterceptor(
-            master_secret=self._secret,
-            protected_methods=frozenset({"/flwr.proto.Runtime/AcquireTask"}),
+            master_secret=self._secret, protected_methods=frozenset({"/flwr.proto.Runtime/AcquireTask"})
         )
         args = self._way().args("SuperExec", signer)
         with direct(RuntimeHttpClient.from_server_address(*args)) as runtime:

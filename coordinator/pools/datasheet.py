@@ -350,12 +350,12 @@ def _words(report: PoolReport) -> list[str]:
     if "k" in kinds:
         lines += [
             "- **k**: every image stands for at least so many different patients of one hospital, none of whom is "
-            "told apart from the others by it. It limits what one set says, not what two sets say together.",
+            "told apart from the others by it. It limits what one set says, not what two sets say together."
         ]
     if "rdp" in kinds:
         lines += [
             "- **epsilon, delta**: whatever is learned from the release is at most e^epsilon times as likely with a "
-            "patient as without, but for a chance of delta. Smaller is stronger; releases add up.",
+            "patient as without, but for a chance of delta. Smaller is stronger; releases add up."
         ]
     if nothing:
         lines += ["- Some releases promise nothing: what was tested stands with each of them, and there is no bound."]

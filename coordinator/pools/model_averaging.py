@@ -174,10 +174,7 @@ class Averaged:
 
 
 def average_models(
-    paths: Sequence[Path],
-    shares: Sequence[float],
-    out: Path,
-    progress: Progress = lambda _what, _done, _of: None,
+    paths: Sequence[Path], shares: Sequence[float], out: Path, progress: Progress = lambda _what, _done, _of: None
 ) -> Averaged:
     """The weighted average of strict safetensors files, tensor by tensor.
 

@@ -68,10 +68,7 @@ def annex(inputs: ReportInputs) -> Document:
                         ("Controller", p.controller or OPEN),
                         ("Data", f"medical images: {_modalities(items)}"),
                         ("Direct identifiers", "not kept: what the agent cannot clear of them stays in quarantine"),
-                        (
-                            "Quasi-identifiers",
-                            _quasi(items),
-                        ),
+                        ("Quasi-identifiers", _quasi(items)),
                         ("Recipients", p.recipients or OPEN),
                     )
                 ),

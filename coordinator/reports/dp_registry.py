@@ -107,10 +107,7 @@ def _loss(item: Item, epsilon: Mapping[str, Any]) -> dict[str, Any]:
             f"One {epsilon['unit']} at a hospital, with all of their images. Neighbouring data sets differ by one "
             f"{epsilon['unit']} added or removed."
         ),
-        "privacy_parameters": {
-            "epsilon": float(epsilon_text(epsilon["value"])),
-            "delta": float(epsilon["delta"]),
-        },
+        "privacy_parameters": {"epsilon": float(epsilon_text(epsilon["value"])), "delta": float(epsilon["delta"])},
         "privacy_parameters_details": (
             f"By hospital, at Rényi order {epsilon['order']}: {'; '.join(each)}.{extra} "
             + (f"Assumption: {item.facts['assumption']}." if item.facts["assumption"] else "")

@@ -21,15 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from coordinator.claim_descriptions import figures, is_kanonymous, release_in, without_epsilon
-from coordinator.explanations import (
-    KINDS,
-    LEVELS,
-    QUARANTINE,
-    count,
-    epsilon_text,
-    format_rounded_up,
-    utc,
-)
+from coordinator.explanations import KINDS, LEVELS, QUARANTINE, count, epsilon_text, format_rounded_up, utc
 from coordinator.reports.budgets import burn_down
 from coordinator.reports.certificates import as_document
 from coordinator.reports.document import (

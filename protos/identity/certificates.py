@@ -168,12 +168,7 @@ def make_intermediate(root: CA, now: dt.datetime) -> CA:
 
 
 def issue(
-    csr_pem: bytes,
-    name: str,
-    ca: CA,
-    now: dt.datetime,
-    hosts: tuple[str, ...] = (),
-    life: dt.timedelta = LEAF_LIFE,
+    csr_pem: bytes, name: str, ca: CA, now: dt.datetime, hosts: tuple[str, ...] = (), life: dt.timedelta = LEAF_LIFE
 ) -> bytes:
     """The chain for the key of a signing request: leaf and intermediate, PEM; see :func:`certify`.
 
