@@ -106,7 +106,7 @@ def _revoke(arguments: argparse.Namespace) -> int:
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """A job file's content; what it means is the mechanism's business.
+    """A job file's content, its two objects as JSON; what it means is the mechanism's business.
 
     Raises:
         CoordinatorConfigError: not JSON, or without exactly its keys.
@@ -120,24 +120,14 @@ def read_job(path: Path) -> dict[str, Any]:
         wanted = ", ".join(f"{k} ({t.__name__})" for k, t in _KINDS.items())
         more = ", ".join(f"{k} ({t.__name__})" for k, t in _MORE.items())
         raise coordinator_errors.CoordinatorConfigError(f"{path.name}: the keys are {wanted}; and if need be {more}")
-    return {"strategy": {"name": "fedavg"}, "all_or_none": False, "secure": False, **job}
+    whole = {"strategy": {"name": "fedavg"}, "all_or_none": False, "secure": False, **job}
+    return {**whole, "config": json.dumps(whole["config"]), "strategy": json.dumps(whole["strategy"])}
 
 
 def _request(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     job = read_job(arguments.job)
-    request = gateway_pb2.LaunchRequest(
-        run=getattr(arguments, "run", "") or "forecast",
-        mechanism=job["mechanism"],
-        config=json.dumps(job["config"]).encode(),
-        parameters=job["parameters"],
-        sites=job["sites"],
-        rounds=job["rounds"],
-        min_sites=job["min_sites"],
-        strategy=json.dumps(job["strategy"]),
-        all_or_none=job["all_or_none"],
-        secure=job["secure"],
-    )
-    return request, job
+    run, config = getattr(arguments, "run", "") or "forecast", job["config"].encode()
+    return gateway_pb2.LaunchRequest(**{**job, "run": run, "config": config}), job
 
 
 def _plan(arguments: argparse.Namespace) -> int:

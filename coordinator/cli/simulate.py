@@ -25,19 +25,9 @@ if TYPE_CHECKING:
 
 def _job(path: Path, rounds: int) -> Job:
     given = read_job(path)
+    fewer = min(given["rounds"], rounds or given["rounds"])
     try:
-        return Job(
-            run="simulated",
-            mechanism=given["mechanism"],
-            config=json.dumps(given["config"]),
-            parameters=given["parameters"],
-            sites=tuple(given["sites"]),
-            rounds=min(given["rounds"], rounds or given["rounds"]),
-            min_sites=given["min_sites"],
-            strategy=json.dumps(given["strategy"]),
-            all_or_none=given["all_or_none"],
-            secure=given["secure"],
-        )
+        return Job(**{**given, "run": "simulated", "sites": tuple(given["sites"]), "rounds": fewer})
     except JobError as fault:
         raise CoordinatorConfigError(str(fault)) from None
 

@@ -16,9 +16,8 @@ from typing import Any, Final
 
 from coordinator.explanations import epsilon_at_least, epsilon_text, format_rounded_up, rounded_up
 from coordinator.federation.job import FEDAVG, KEYS, MASKED, PLAIN, Decision, Job, JobError, SiteCost
-from coordinator.strict_json import json_object
 from policies.accounting.claims import RELATION, UNIT
-from protos.common.canonical_json import canonical
+from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 
 MOST_JOB: Final = 1 << 20  # bytes of a job file

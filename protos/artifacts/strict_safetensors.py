@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protos.artifacts.byte_source import ArtifactFormatError, BytesSource, Source, blocks
-from protos.common.errors import ArtifactError
+from protos.common.canonical_json import KeyTwiceError, distinct
 
 # In the order of the format's own type list, which its writer uses for alignment; bytes for each element.
 WIDTHS: Final = {
@@ -169,7 +169,7 @@ class Architecture:
         """
         head = _head(source)[8:]
         try:
-            listed = json.loads(head, object_pairs_hook=_once)
+            listed = json.loads(head, object_pairs_hook=distinct)
             metadata = listed.pop("__metadata__", None)
             shaped = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in listed.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -367,22 +367,11 @@ def _check_values(block: bytes, dtype: str) -> None:
         raise ArtifactFormatError("a value is not finite" if dtype != "BOOL" else "a truth value is neither 0 nor 1")
 
 
-class _TwiceError(ArtifactError, ValueError):
-    """A JSON object has one key twice."""
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise _TwiceError
-    return found
-
-
 def _difference(text: bytes, architecture: Architecture) -> str:
     """Why a header is not this architecture's. Names come from the architecture, never from the file."""
     try:
-        found = json.loads(text, object_pairs_hook=_once)
-    except _TwiceError:
+        found = json.loads(text, object_pairs_hook=distinct)
+    except KeyTwiceError:
         return "the header has a key twice"
     except (ValueError, RecursionError):
         return "the header is not JSON"
