@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
@@ -281,7 +281,9 @@ class AdmissionService:
 
     def admit(self, peer: str, key: str, envelope: bytes, release: Release, artifact: Artifact) -> Verdict:
         """Review a release with its artifact at hand; only what has a grant is worth looking into."""
-        facts = tuple(_changed(release, artifact))
+        same = (artifact.sha256, artifact.size) == (release.artifact_sha256, release.artifact_bytes)
+        changed = Finding("artifact_changed", "the artifact is not the one in the statement")
+        facts: tuple[Finding, ...] = () if same else (changed,)
         early = () if facts else self.register.dry_run_review(release, envelope).findings
         if not facts and not early:
             facts = tuple(artifact.look())
@@ -373,9 +375,3 @@ def _unverified(envelope: bytes) -> Enrolment:
     if not isinstance(statement, Enrolment):
         raise EnvelopeError("not an enrolment")
     return statement
-
-
-def _changed(release: Release, artifact: Artifact) -> Iterator[Finding]:
-    """Are these the bytes of the statement?"""
-    if artifact.sha256 != release.artifact_sha256 or artifact.size != release.artifact_bytes:
-        yield Finding("artifact_changed", "the artifact is not the one in the statement")

@@ -20,7 +20,6 @@ from protos.federation import flower_environment
 
 if TYPE_CHECKING:
     from coordinator.federation.simulation import SimulationResult
-    from coordinator.federation.strategy import Progress
 
 
 def _job(path: Path, rounds: int) -> Job:
@@ -72,11 +71,8 @@ def _words(seen: Any) -> None:
         line = f"round {seen.round}: {seen.used} sites in {seen.seconds:.1f} s, accuracy {seen.accuracy:.1%}"
         OUT.print(line + _counted("; without ", seen.refused), markup=False)
     elif seen.stage == "priced":
-        _priced(seen)
-
-
-def _priced(seen: Progress) -> None:
-    OUT.print(f"price: {len(seen.sites)} sites grant it{_counted('; declined by ', seen.refused)}", markup=False)
+        declined = _counted("; declined by ", seen.refused)
+        OUT.print(f"price: {len(seen.sites)} sites grant it{declined}", markup=False)
 
 
 def _counted(before: str, refused: Any) -> str:

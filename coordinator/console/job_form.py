@@ -126,7 +126,7 @@ def from_file(raw: bytes, run: str = "") -> dict[str, str]:
     lacking = sorted(_NEEDED - values.keys())
     unknown = sorted(values.keys() - _NEEDED - _MORE)
     wrong = [f"the job file lacks {', '.join(lacking)}"] if lacking else []
-    wrong += [f"the job file has the unknown keys {', '.join(map(_short, unknown))}"] if unknown else []
+    wrong += [f"the job file has the unknown keys {', '.join(key[:40] for key in unknown)}"] if unknown else []
     if wrong:
         raise JobFormError(wrong)
     mechanism, config, sites = values["mechanism"], values["config"], values["sites"]
@@ -213,10 +213,6 @@ _READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType({int: _whol
 def _typed(value: object) -> str:
     """A value as a person would type it."""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _short(text: str) -> str:
-    return text[:40]
 
 
 @dataclass(frozen=True, slots=True)

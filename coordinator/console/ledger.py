@@ -135,6 +135,7 @@ def listing(
         if jump is not None and _REFUSED not in kinds and kind_of(context.store.line(jump).record.entry) == _REFUSED:
             jump = None  # as if there were none
     given = {name: value for name, value in chosen.items() if value}
+    many = f"more than {COUNTED:,} entries".replace(",", " ")
     return {
         "rows": rows,
         "chosen": chosen,
@@ -142,7 +143,7 @@ def listing(
         "kinds": [("", "everything"), *sorted(((k, KINDS[k]) for k in kinds), key=lambda pair: pair[1])],
         "sites": [("", "all"), *((name, name) for name in sites)],
         "size": size,
-        "total": _total(total),
+        "total": many if total > COUNTED else count(total, "entry", "entries"),
         "problem": problem,
         "behind": behind,
         "jump": jump,
@@ -150,10 +151,6 @@ def listing(
         "older": _link(given, before=found.seqs[-1]) if found.older and found.seqs else "",
         "newest": _link(given) if before is not None or after is not None else "",
     }
-
-
-def _total(total: int) -> str:
-    return f"more than {COUNTED:,} entries".replace(",", " ") if total > COUNTED else count(total, "entry", "entries")
 
 
 def _link(given: Mapping[str, str], **place: int) -> str:

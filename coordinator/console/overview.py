@@ -112,14 +112,10 @@ def _money(
         begin = now - CURVE_DAYS * DAY
         if own:
             curve = budgets.over_time(context.index, own, begin, now + 1) if level and kind == "rdp" else None
-            kinds.append({"kind": kind, "bars": budgets.drawn(own, title), "says": _says(own), "curve": curve})
+            said = {b.says for b in own}
+            says = said.pop() if len(said) == 1 else "Each hospital's own, see its page."
+            kinds.append({"kind": kind, "bars": budgets.drawn(own, title), "says": says, "curve": curve})
     return {"kinds": kinds, "curve_days": CURVE_DAYS}
-
-
-def _says(own: list[budgets.Budget]) -> str:
-    """What the limits are: in one sentence where they are the same for all."""
-    said = {b.says for b in own}
-    return said.pop() if len(said) == 1 else "Each hospital's own, see its page."
 
 
 def _sites(context: CoordinatorConsoleContext, state: State) -> tuple[list[SiteRow], list[CosignedHead]]:

@@ -56,8 +56,11 @@ def _look(pages: Router, context: CoordinatorConsoleContext) -> None:
 
     @pages.get("/people", READERS)
     def people(asked: RequestContext) -> Response:
+        pinned = frozenset(
+            path.stem for path in (context.home.root / "logins").glob("*.crt")
+        )  # who may log in by one
         with context.store.exclusive() as state:
-            persons = persons_of(state, _pinned(context))
+            persons = persons_of(state, pinned)
             proposals = proposals_of(state, context.store.envelope, asked.person.name, (MOST_OPEN, MOST_DONE))
             office = sorted(state.office())
         return asked.page(
@@ -210,11 +213,6 @@ def _pending(context: CoordinatorConsoleContext, p: Proposal) -> str:
         return ""
     found = [e for e in context.authority.enrolments() if (e.site, e.digest) == (p.subject, p.value)]
     return found[0].fingerprint if found else ""
-
-
-def _pinned(context: CoordinatorConsoleContext) -> frozenset[str]:
-    """Names with a certificate to log in with."""
-    return frozenset(path.stem for path in (context.home.root / "logins").glob("*.crt"))
 
 
 def _raw(key: str) -> bytes:

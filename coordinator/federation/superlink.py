@@ -199,7 +199,8 @@ class FlowerHost:
         for run_id, run in self._control.ListRuns(asked).run_dict.items():
             if run.status.status != "finished":
                 self._control.StopRun(StopRunRequest(run_id=run_id))
-                self._purge(run_id)
+                with contextlib.suppress(httpx.HTTPError, ValueError):  # listed, what is left of it is dropped
+                    self._control.ListRuns(ListRunsRequest(run_id=run_id))
 
     def _way(self) -> LoopbackEndpoint:
         host, port = self.private
@@ -282,11 +283,6 @@ class FlowerHost:
         """A run is over, also when its process did not say so; nothing that was sent in it stays."""
         with contextlib.suppress(httpx.HTTPError, ValueError):
             self._end_open_runs(run_id)
-
-    def _purge(self, run_id: int) -> None:
-        """Make Flower drop what is left of a finished run, unread messages too: listing it does that."""
-        with contextlib.suppress(httpx.HTTPError, ValueError):
-            self._control.ListRuns(ListRunsRequest(run_id=run_id))
 
     def _claim(self, run_id: int) -> str:
         """The token of the run's ServerApp task. Tasks of other runs, if any, are ended unexecuted."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -208,15 +208,11 @@ def average_models(
                 block = _mean(parts, shares, tensor)
                 made.update(block)
                 target.write(block)
-        _finish(target)
+        target.flush()
+        os.fsync(target.fileno())
     size = len(header) + architecture.nbytes
     digests = tuple(hasher.hexdigest() for hasher in read)
     return Averaged(made.hexdigest(), size, len(architecture.tensors), architecture.digest(), digests)
-
-
-def _finish(target: BinaryIO) -> None:
-    target.flush()
-    os.fsync(target.fileno())
 
 
 @contextmanager

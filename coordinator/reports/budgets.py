@@ -27,14 +27,11 @@ def burn_down(inputs: ReportInputs) -> Document:
     sections += [_account(inputs, account, history[account["account"]]) for account in accounts]
     if not accounts:
         sections.append(Section("Accounts", (Text("No hospital has a budget yet."),)))
-    told = [{**a, "history": [_moment(*m) for m in history[a["account"]]]} for a in accounts]
+    keys = ("at", "spent", "held", "limit")
+    told = [{**a, "history": [dict(zip(keys, m, strict=True)) for m in history[a["account"]]]} for a in accounts]
     data = {**UNIT_OF, "accounts": told}
     summary = f"{count(len(accounts), 'account')} of {count(count_of, 'hospital')}."
     return Document("burn-down", "How the privacy budgets were used", summary, tuple(sections), inputs.source, data)
-
-
-def _moment(at: int, spent: int, held: int, limit: int) -> dict[str, int]:
-    return {"at": at, "spent": spent, "held": held, "limit": limit}
 
 
 def _share(part: int, limit: int) -> float:

@@ -58,6 +58,7 @@ def annex(inputs: ReportInputs) -> Document:
         f"{len(crowds) - len(short)} with at least {CELL} patients in each, {len(short)} with fewer."
     )
     p = inputs.particulars
+    shown = ", ".join(sorted({part["modality"] for i in items for part in i.parts})) or "none released yet"
     sections = (
         Section("What this annex says, and what it does not", (Text(_SCOPE, "warn"),)),
         Section(
@@ -66,7 +67,7 @@ def annex(inputs: ReportInputs) -> Document:
                 Facts(
                     (
                         ("Controller", p.controller or OPEN),
-                        ("Data", f"medical images: {_modalities(items)}"),
+                        ("Data", f"medical images: {shown}"),
                         ("Direct identifiers", "not kept: what the agent cannot clear of them stays in quarantine"),
                         ("Quasi-identifiers", _quasi(items)),
                         ("Recipients", p.recipients or OPEN),
@@ -108,10 +109,6 @@ def _quasi(items: list[Item]) -> str:
     heads = f"; of the heads with another face, the patient's own brain: {BRAIN}"
     own = heads if any(i.remodelled for i in items) else ""
     return f"the image itself, and its label; no dates, ages or places are released{own}"
-
-
-def _modalities(items: list[Item]) -> str:
-    return ", ".join(sorted({part["modality"] for i in items for part in i.parts})) or "none released yet"
 
 
 def _cells(items: list[Item]) -> Table:
