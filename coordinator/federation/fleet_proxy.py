@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -44,9 +44,6 @@ from protos.common.errors import PeerError
 from protos.federation.messages import FLEET_BODY, FLEET_CALLS, FLEET_HEADERS, FLEET_PART, MAX_OBJECTS
 from protos.v1 import gateway_pb2
 
-if TYPE_CHECKING:
-    from coordinator.federation.superlink import FlowerHost
-
 _CALL_S: Final = 25.0  # below an agent's 30 s
 _AT_ONCE: Final = 4  # calls of one site: its work, its heartbeat, and one each that it has given up
 _MAIL: Final = 8  # messages of a site that are remembered; it handles one at a time
@@ -65,6 +62,16 @@ _REQUESTS: Final[Mapping[str, type[Any]]] = {
     "/v1/fleet/confirm-message-received": ConfirmMessageReceivedRequest,
 }
 assert _REQUESTS.keys() == FLEET_CALLS
+
+
+class SuperLink(Protocol):
+    """What is needed of `coordinator.federation.superlink.FlowerHost`."""
+
+    def fleet(self, path: str, headers: Mapping[str, str], body: bytes, seconds: float) -> tuple[int, bytes]:
+        """One call, to its end."""
+
+    def node_id(self, public_key: bytes) -> int | None:
+        """The node of a key."""
 
 
 class _TurnedError(PeerError):
@@ -91,7 +98,7 @@ class Fleet:
 
     def __init__(
         self,
-        host: FlowerHost,
+        host: SuperLink,
         node_keys: Mapping[str, str],
         report: Callable[[str, str], object],
         seconds: float = _CALL_S,

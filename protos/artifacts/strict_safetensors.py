@@ -30,34 +30,12 @@ from protos.common.canonical_json import KeyTwiceError, distinct
 
 # In the order of the format's own type list, which its writer uses for alignment; bytes for each element.
 WIDTHS: Final = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-}
+    "BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
+}  # fmt: skip
 _RANK: Final = {name: i for i, name in enumerate(WIDTHS)}
-_NUMPY: Final = {
-    "BOOL": "?",
-    "U8": "<u1",
-    "I8": "<i1",
-    "I16": "<i2",
-    "U16": "<u2",
-    "F16": "<f2",
-    "I32": "<i4",
-    "U32": "<u4",
-    "F32": "<f4",
-    "F64": "<f8",
-    "I64": "<i8",
-    "U64": "<u8",
+_NUMPY: Final = {"BOOL": "?"} | {
+    name: f"<{name[0].lower()}{size}" for name, size in WIDTHS.items() if name not in ("BOOL", "BF16")
 }
 _DTYPES: Final = {np.dtype(code): name for name, code in _NUMPY.items()}
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,200}")
@@ -65,8 +43,6 @@ MAX_HEADER: Final = 1 << 22  # bytes
 MAX_BYTES: Final = 1 << 40  # of all tensors
 MAX_RANK: Final = 8
 MAX_TENSORS: Final = 20_000
-
-
 KEY: Final = "lazaret"  # of the one text, in the header's ``__metadata__``
 MOST: Final = 16_384  # characters: a person is to read it
 _KIND: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")

@@ -6,23 +6,63 @@ session, and another site's page cannot use the certificate without the person's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from protos.web.client_certificates import PinnedCertificates
 from protos.web.forms import read_form
 from protos.web.oidc import LoginError, Provider
-from protos.web.request import Form, PageError, is_local
-from protos.web.sessions import COOKIE
-
-if TYPE_CHECKING:
-    from protos.web.router import Router
+from protos.web.request import Form, LoggedInPerson, PageError, RequestContext, is_local
+from protos.web.security import RateLimit
+from protos.web.sessions import COOKIE, Session, Sessions
+from protos.web.settings import ConsoleSettings
+from protos.web.templates import Templates
 
 _BINDING: Final = "__Host-lazaret-oidc"
 _YEAR: Final = "public, max-age=31536000, immutable"  # the name holds the digest of what is in it
+
+
+class LoginHost(Protocol):
+    """What the pages of a login need of the console that they belong to (:class:`protos.web.router.Router`)."""
+
+    settings: ConsoleSettings
+    log: Any
+    logins: PinnedCertificates
+    sessions: Sessions
+    rate: RateLimit
+    kit: Templates
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds that never go back."""
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """Seconds since 1970."""
+
+    @property
+    def who(self) -> Callable[[str], LoggedInPerson | None]:
+        """The ledger's person of this name; None if there is none, or no longer one with a role."""
+
+    def public(self, method: str, path: str, endpoint: Callable[..., Any]) -> None:
+        """Add a page before the login."""
+
+    def logged_in(self, request: Request, *, touch: bool = False) -> tuple[Session, LoggedInPerson] | None:
+        """The session and the person of a request; None when there is none."""
+
+    def asked(
+        self,
+        request: Request,
+        session: Session | None,
+        person: LoggedInPerson | None,
+        form: Form,
+        uploads: Mapping[str, bytes],
+    ) -> RequestContext:
+        """What a page is given."""
 
 
 def peer(request: Request) -> bytes:
@@ -48,7 +88,7 @@ def set_cookie(
     response.set_cookie(name, value, max_age=seconds, path="/", secure=True, httponly=True, samesite=samesite)
 
 
-def start_session(pages: Router, request: Request, name: str, certificate: bytes, response: Response) -> Response:
+def start_session(pages: LoginHost, request: Request, name: str, certificate: bytes, response: Response) -> Response:
     """Log a person in: the session before ends, a new one begins under a new id."""
     pages.sessions.end(request.cookies.get(COOKIE, ""))
     set_cookie(response, COOKIE, pages.sessions.begin(name, certificate))
@@ -56,7 +96,7 @@ def start_session(pages: Router, request: Request, name: str, certificate: bytes
     return response
 
 
-def may_try(pages: Router, request: Request, what: str = "login") -> None:
+def may_try(pages: LoginHost, request: Request, what: str = "login") -> None:
     """Count a login, or a logout, from that address: before anything that was sent is looked at.
 
     Raises:
@@ -67,12 +107,12 @@ def may_try(pages: Router, request: Request, what: str = "login") -> None:
         raise PageError(429, f"Too many {what}s from your address: wait a minute.")
 
 
-def _page(pages: Router, request: Request, template: str, context: Mapping[str, Any]) -> Response:
+def _page(pages: LoginHost, request: Request, template: str, context: Mapping[str, Any]) -> Response:
     asked = pages.asked(request, None, None, Form(()), {})
     return Response(pages.kit.render(asked, template, context), media_type="text/html")
 
 
-def add(pages: Router) -> None:
+def add(pages: LoginHost) -> None:
     """The login, the logout and the files."""
     has_oidc = pages.settings.oidc is not None
 
@@ -110,7 +150,7 @@ def add(pages: Router) -> None:
         _add_oidc(pages, Provider(pages.settings.oidc, pages.clock, pages.now))
 
 
-def _add_oidc(pages: Router, provider: Provider) -> None:
+def _add_oidc(pages: LoginHost, provider: Provider) -> None:
     """The way to the institution's own login, and back."""
 
     def way_back(request: Request) -> str:
@@ -147,7 +187,7 @@ def _add_oidc(pages: Router, provider: Provider) -> None:
     pages.public("GET", "/oidc/back", back)
 
 
-def _shown(pages: Router, request: Request) -> dict[str, str]:
+def _shown(pages: LoginHost, request: Request) -> dict[str, str]:
     """What the connection's certificate says: whose it is, and as what that person would be logged in."""
     certificate = peer(request)
     name = pages.logins.name_of(certificate) if certificate else None
@@ -156,7 +196,7 @@ def _shown(pages: Router, request: Request) -> dict[str, str]:
     return {"state": state, "name": name or "", "role": who.role if who else ""}
 
 
-def _enter(pages: Router, request: Request, to: str) -> Response:
+def _enter(pages: LoginHost, request: Request, to: str) -> Response:
     shown = _shown(pages, request)
     if shown["state"] != "known":
         pages.log.warning("console_refused", rule="login", state=shown["state"], person=shown["name"])
@@ -164,7 +204,7 @@ def _enter(pages: Router, request: Request, to: str) -> Response:
     return start_session(pages, request, shown["name"], peer(request), RedirectResponse(to, 303))
 
 
-def _leave(pages: Router, request: Request, csrf: str) -> Response:
+def _leave(pages: LoginHost, request: Request, csrf: str) -> Response:
     found = pages.logged_in(request)
     if found is not None and csrf != found[0].csrf:
         raise PageError(403, "That form belongs to another login: open the page again.")
