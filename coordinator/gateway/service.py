@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -370,14 +370,7 @@ class Service(GatewayServicer):
             self.at.log.warning("join_refused", site=call.peer.site, fault=type(refusal).__name__)
             raise CallRejectedError(StatusCode.FAILED_PRECONDITION, str(refusal)[:500], "join") from None
         self.at.log.info("join", site=call.peer.site, state=state.state)
-        return gateway_pb2.JoinReply(
-            state=state.state,
-            fingerprint=state.fingerprint,
-            waiting_certificate=state.waiting_certificate,
-            certificate=state.certificate,
-            policy=state.policy,
-            ledger_key=state.ledger_key,
-        )
+        return gateway_pb2.JoinReply(**asdict(state))
 
     def Renew(self, request: Any, call: Call) -> Any:
         """A fresh certificate for a fresh key."""
@@ -417,14 +410,7 @@ class Service(GatewayServicer):
     def Enrolments(self, request: Any, call: Call) -> Any:
         """Operators: list invitations and pending approvals."""
         found = self._managed(self.at.authority.enrolments)
-        return gateway_pb2.EnrolmentsReply(
-            pending=[
-                gateway_pb2.Pending(
-                    site=p.site, state=p.state, fingerprint=p.fingerprint, digest=p.digest, until=p.until
-                )
-                for p in found
-            ]
-        )
+        return gateway_pb2.EnrolmentsReply(pending=[gateway_pb2.Pending(**asdict(p)) for p in found])
 
     def Approve(self, request: Any, call: Call) -> Any:
         """Operators: hand in persons' sealed approvals; when two roles agree, the site is enrolled."""

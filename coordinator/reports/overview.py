@@ -7,7 +7,6 @@ own reports.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from collections import Counter
@@ -22,6 +21,7 @@ from PIL import Image
 
 from coordinator.claim_descriptions import figures, is_kanonymous, release_in, without_epsilon
 from coordinator.explanations import KINDS, LEVELS, QUARANTINE, count, epsilon_text, format_rounded_up, utc
+from coordinator.pools.atomic_directory import digest_of
 from coordinator.reports.budgets import burn_down
 from coordinator.reports.certificates import as_document
 from coordinator.reports.document import (
@@ -90,11 +90,6 @@ ARTIFACTS: Final = (
 )  # what a release's folder holds
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as raw:
-        return hashlib.file_digest(raw, "sha256").hexdigest()
-
-
 def _pictures(archive: Path) -> tuple[NDArray[np.uint8] | None, tuple[str, ...]]:
     """The images of a set of PNG; of another form, or too many to show at once: none."""
     try:
@@ -108,7 +103,7 @@ def _as_stated(sealed: Path, facts: _JsonMap) -> bool:
     names = ("reid_rate", "vetting_power")
     if not any(name in facts for name in names):
         return True
-    if not sealed.exists() or _sha256(sealed) != facts.get("statement_sha256"):
+    if not sealed.exists() or digest_of(sealed) != facts.get("statement_sha256"):
         return False
     said = figures(release_in(sealed.read_bytes()))
     return all(facts.get(name) == said.get(name) for name in names)
@@ -125,7 +120,7 @@ def views(shelf: Path) -> list[ReleaseView]:
     for path in sorted(shelf.glob("[!.]*/certificate.json")):
         facts = json.loads(path.read_bytes())
         there = [path.with_name(name) for name in ARTIFACTS if path.with_name(name).exists()]
-        if len(there) != 1 or _sha256(there[0]) != facts.get("artifact_sha256"):
+        if len(there) != 1 or digest_of(there[0]) != facts.get("artifact_sha256"):
             raise UnsoundReportError(f"release {path.parent.name}: the artifact is not the one in its certificate")
         if not _as_stated(path.with_name("envelope.json"), facts):
             raise UnsoundReportError(
