@@ -9,9 +9,9 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -44,6 +44,7 @@ from protos.common.dsse import MAX_BYTES, EnvelopeError, open_sealed
 from protos.common.errors import LedgerIntegrityError, PeerError
 from protos.identity.certificates import SITE_NAME, agent_name, requested_key
 
+_Said = TypeVar("_Said", Reservation, Amendment, Release)
 KEY: Final = re.compile(r"[a-z0-9_-]{1,200}")
 _REUSED: Final = Finding("key_reused", "this idempotency key was used for something else")
 COORDINATOR: Final = "coordinator"  # the idempotency keys of the coordinator's own doing; no site may bear that name
@@ -138,8 +139,7 @@ class AdmissionService:
         Raises:
             EnvelopeError, CertificateError, StatementError, PolicyError: see :meth:`read_enrolment`.
             InvalidEntryError: the site is enrolled already, or was with this request; its signing key is another's,
-            or
-                approvals are missing.
+                or approvals are missing.
         """
         statement = self.read_enrolment(envelope)
         own = parse_policy(statement.policy, f"policy of {statement.site}")
@@ -172,6 +172,13 @@ class AdmissionService:
             raise self.unwelcome(peer, key, Finding("another_site", "the statement speaks for another site"))
         return statement
 
+    def _of_kind(self, kind: type[_Said], peer: str, key: str, envelope: bytes) -> _Said:
+        """The same, of one kind; any other is refused."""
+        statement = self.opened(peer, key, envelope)
+        if not isinstance(statement, kind):
+            raise self.unwelcome(peer, key, Finding("bad_statement", f"not of the kind {kind.__name__.lower()}"))
+        return statement
+
     def unwelcome(self, peer: str, key: str, finding: Finding) -> RequestRejectedError:
         """Write down why a peer's call is refused before any review, and give the exception that says so."""
         self._write_refusal(peer, key, finding.rule)
@@ -185,9 +192,7 @@ class AdmissionService:
 
     def reserve(self, peer: str, key: str, envelope: bytes) -> Verdict:
         """Price first: hold the claim's cost, or say why not."""
-        statement = self.opened(peer, key, envelope)
-        if not isinstance(statement, Reservation):
-            raise self.unwelcome(peer, key, Finding("bad_statement", "not a reservation"))
+        statement = self._of_kind(Reservation, peer, key, envelope)
         return self._once(peer, key, lambda k: self.register.reserve(k, statement, envelope))
 
     def settle(self, peer: str, key: str, envelope: bytes) -> Verdict:
@@ -199,9 +204,7 @@ class AdmissionService:
 
     def amend(self, peer: str, key: str, envelope: bytes) -> Verdict:
         """A site's new policy: in the ledger, and in force from here on."""
-        statement = self.opened(peer, key, envelope)
-        if not isinstance(statement, Amendment):
-            raise self.unwelcome(peer, key, Finding("bad_statement", "not an amendment"))
+        statement = self._of_kind(Amendment, peer, key, envelope)
         try:
             parse_policy(statement.policy, f"policy of {peer}")
             return self._once(peer, key, lambda k: self.register.amend(k, statement, envelope))
@@ -254,10 +257,7 @@ class AdmissionService:
 
     def release(self, peer: str, key: str, envelope: bytes) -> Release:
         """The statement of a release, before its artifact is accepted: its size is the quota."""
-        statement = self.opened(peer, key, envelope)
-        if not isinstance(statement, Release):
-            raise self.unwelcome(peer, key, Finding("bad_statement", "not a release"))
-        return statement
+        return self._of_kind(Release, peer, key, envelope)
 
     def report(self, peer: str, rule: str) -> None:
         """Write down that a call of an enrolled site was turned away before it was read."""
@@ -276,19 +276,19 @@ class AdmissionService:
         verdict = self.register.dry_run_review(release, envelope)
         if verdict.admitted:
             return verdict
-        return self._once(
-            peer, key, lambda k: self.register.admit(k, release, envelope, ArtifactFindings((), verdict.findings))
-        )
+        facts = ArtifactFindings((), verdict.findings)
+        return self._once(peer, key, lambda k: self.register.admit(k, release, envelope, facts))
 
     def admit(self, peer: str, key: str, envelope: bytes, release: Release, artifact: Artifact) -> Verdict:
         """Review a release with its artifact at hand; only what has a grant is worth looking into."""
-        facts = tuple(_changed(release, artifact))
+        same = (artifact.sha256, artifact.size) == (release.artifact_sha256, release.artifact_bytes)
+        changed = Finding("artifact_changed", "the artifact is not the one in the statement")
+        facts: tuple[Finding, ...] = () if same else (changed,)
         early = () if facts else self.register.dry_run_review(release, envelope).findings
         if not facts and not early:
             facts = tuple(artifact.look())
-        return self._once(
-            peer, key, lambda k: self.register.admit(k, release, envelope, ArtifactFindings(facts, early))
-        )
+        found = ArtifactFindings(facts, early)
+        return self._once(peer, key, lambda k: self.register.admit(k, release, envelope, found))
 
     def reserve_run(self, run: str, sealed: Mapping[str, bytes], least: int) -> dict[str, Verdict]:
         """The budgets of a run's sites, in one append: of those that can be granted, if ``least`` are; or of none.
@@ -306,9 +306,8 @@ class AdmissionService:
             try:
                 statement = self.opened(site, f"run-{run}", envelope)
                 if not isinstance(statement, Reservation) or statement.run != run:
-                    raise self.unwelcome(
-                        site, f"run-{run}", Finding("bad_statement", "not a reservation for this run")
-                    )
+                    found = Finding("bad_statement", "not a reservation for this run")
+                    raise self.unwelcome(site, f"run-{run}", found)
                 asked.append((statement, envelope))
             except RequestRejectedError as refusal:
                 verdicts[site] = Verdict((refusal.finding,))
@@ -376,9 +375,3 @@ def _unverified(envelope: bytes) -> Enrolment:
     if not isinstance(statement, Enrolment):
         raise EnvelopeError("not an enrolment")
     return statement
-
-
-def _changed(release: Release, artifact: Artifact) -> Iterator[Finding]:
-    """Are these the bytes of the statement?"""
-    if artifact.sha256 != release.artifact_sha256 or artifact.size != release.artifact_bytes:
-        yield Finding("artifact_changed", "the artifact is not the one in the statement")

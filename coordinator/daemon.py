@@ -69,7 +69,6 @@ class CoordinatorRuntime:
     shelf: ReleaseStore
     sessions: Sessions
     authority: Authority
-    uploads: Uploads
     close_calls: Callable[[str], object]  # end a site's open calls
     log: Any
 
@@ -117,9 +116,8 @@ def serve(home: CoordinatorDirectory, say: Callable[[str], None], beside: ExtraS
             log=log,
         )
         service = Service(counter, sessions)
-        parts = CoordinatorRuntime(
-            home, store, intake, runs, shelf, sessions, authority, uploads, service.guard.close_calls, log
-        )
+        end_calls = service.guard.close_calls
+        parts = CoordinatorRuntime(home, store, intake, runs, shelf, sessions, authority, end_calls, log)
         server, bound = start(home, service, (ServerTimeInterceptor(),))
         try:
             runs.resume_all()

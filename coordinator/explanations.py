@@ -7,16 +7,17 @@ here.
 
 from __future__ import annotations
 
-import datetime as dt
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 from policies.accounting import rounding
 from policies.review.mechanism_terms import TEXTS
+from protos.common import text
 
 rounded_up, rounded_down, format_rounded_up = rounding.rounded_up, rounding.rounded_down, rounding.format_rounded_up
 epsilon_text, epsilon_at_least = rounding.epsilon_text, rounding.epsilon_at_least
+count, utc = text.count, text.utc
 
 # What to do, by who has to do it.
 _POLICY: Final = "Change the job to what the policy admits. Changing the policy needs the site and the federation."
@@ -95,10 +96,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "The file is encrypted to a recipient whom the hospital's policy does not name.",
             "Put the recipient's fingerprint into both policies, or make the release again without one.",
         ),
-        "not_sealed": (
-            "The file was declared as encrypted to a recipient, but does not have that form.",
-            _AGENT,
-        ),
+        "not_sealed": ("The file was declared as encrypted to a recipient, but does not have that form.", _AGENT),
         "one_step": (
             "Noise that hospitals share protects one step in each round, and more steps were claimed.",
             "Plan one step a round, or let every hospital add the whole noise (honest = 1).",
@@ -141,10 +139,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "The kept files of this release are not the ones that its statement is about.",
             "Withdraw it at the site, which spends its grant, and find out what changed the files.",
         ),
-        "approval": (
-            "A person has not given the approval that the policy needs.",
-            "Ask that person to review it.",
-        ),
+        "approval": ("A person has not given the approval that the policy needs.", "Ask that person to review it."),
         "opted_out": (
             "A patient behind this release has opted out since it was made.",
             "Withdraw it; a new one is made without that patient.",
@@ -161,10 +156,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "bad_statement": ("The signed statement is not in its one permitted form.", _AGENT),
         "another_site": ("A hospital spoke for another hospital.", _INQUIRE),
         "key_reused": ("One request number was used for two different requests.", _AGENT),
-        "not_uploaded": (
-            "The file was not complete when its review was requested.",
-            "Let the agent send it again.",
-        ),
+        "not_uploaded": ("The file was not complete when its review was requested.", "Let the agent send it again."),
         "upload_refused": ("The file was not accepted: not what was offered, or more than the quota.", _INQUIRE),
         "busy": (
             "The coordinator could not take another call or file at that moment.",
@@ -355,78 +347,8 @@ def explain(rule: str) -> tuple[str, str]:
     return RULES.get(rule, (f"The reason is recorded as “{rule}”.", "Ask the coordinator's operator what it means."))
 
 
-def count(number: int, one: str, many: str = "") -> str:
-    """A number with its noun."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}".replace(",", " ")
-
-
-def describe_entry(e: Mapping[str, Any], grants: Mapping[str, Any], accounts: Mapping[str, Any]) -> tuple[str, str]:
-    """An entry's site, and its content; grants and accounts by their names, as policies.audit.display gives them."""
-    kind, hold = e["type"], grants.get(e.get("grant", ""), {})
-    site = e.get("site") or hold.get("site") or e.get("account", "").rpartition("/")[0]
-    account = accounts.get(hold.get("account", ""))
-    price = ""
-    amount = e.get("used", 0) or hold.get("amount", 0)  # of what was held, a part may be spent
-    if account is not None and account["kind"] == "rdp":
-        price = f"{rounded_up(100 * amount / account['limit'], 1)} % of the epsilon budget"
-    elif account is not None:
-        price = f"{count(amount, 'release')} per patient"
-    if kind == "enrolled":
-        by = f", approved as {e['serial']}" if e["serial"] else ""
-        return site, f"signing key {e['sign_key'][:12]}…, own policy {e['policy'][:12]}…{by}"
-    if kind == "opened" and e["order"]:
-        return (
-            site,
-            f"epsilon {epsilon_text(e['epsilon'])} at delta {format_rounded_up(e['delta'])} per patient, "
-            f"order {e['order']}",
-        )
-    if kind == "opened":
-        return site, f"{count(e['limit'], 'release')} without an epsilon per patient, ever"
-    if kind == "refused":
-        return site, f"{' '.join((e['mechanism'] or 'call', e['stage']))}: {', '.join(e['findings'])}"
-    if kind in _TOLD:
-        return site or e.get("person") or ", ".join(e.get("sites", ())), _TOLD[kind](e)
-    if kind == "admitted":
-        which = f"{e['mechanism']}, round {e['round']}" if e["run"] else e["mechanism"]
-        read = f", declared as encrypted to the reader {e['reader'][:12]}…, content unseen" if e["reader"] else ""
-        return site, f"{which}: level {e['level']}, artifact {e['artifact'][:12]}…{read}"
-    return site, f"{hold['mechanism']}: {price}" + (f", {e['why']}" if "why" in e else "")
-
-
-def _limit(e: Mapping[str, Any]) -> str:
-    return f"epsilon {epsilon_text(e['epsilon'])}" if e["epsilon"] else str(e["limit"])
-
-
-_TOLD: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = MappingProxyType(
-    {
-        "amended": lambda e: f"own policy {e['policy'][:12]}…",
-        "appointed": lambda e: f"role {e['role']}, key {e['public'][:12]}…",
-        "approved": lambda e: f"{e['person']} approves {e['serial']}",
-        "dismissed": lambda e: f"{e['person']} is no longer active",
-        "requested": lambda e: f"{e['person']} asks for {e['serial']}",
-        "limit-set": lambda e: f"{e['account']}: {_limit(e)}, approved as {e['serial']}",
-        "restored": lambda e: f"epoch {e['epoch']}, from a backup of {count(e['size'], 'entry', 'entries')}",
-        "issued": lambda e: f"certificate {e['number'][:12]}… until {utc(e['not_after'])}",
-        "revoked": lambda e: (
-            f"certificate {e['number'][:12]}…: {e['why']}" if e["number"] else f"the hospital itself: {e['why']}"
-        ),
-        "presented": lambda e: f"{count(e['grants'], 'lost grant')} shown",
-        "round-closed": lambda e: f"{e['run']}, round {e['round']}: model {e['model'][:12]}…",
-        "waived": lambda e: f"approved as {e['serial']}; its budgets are spent",
-    }
-)
-
-
 def format_epsilon(epsilon: float, account: Mapping[str, Any], ledger: Mapping[str, Any]) -> str:
     """An epsilon with all that it means nothing without (P1)."""
     relation = RELATIONS.get(ledger["relation"], ledger["relation"])
     where = f"delta {format_rounded_up(account['delta'])} per {ledger['unit']}, {relation}"
     return f"epsilon {epsilon_text(epsilon)} at {where}; Rényi filter of order {account['order']}"
-
-
-def utc(at: int) -> str:
-    """Seconds since 1970 as people write them, in UTC."""
-    try:
-        return dt.datetime.fromtimestamp(at, dt.UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (OverflowError, ValueError, OSError):
-        return "not a time"

@@ -242,8 +242,7 @@ class LedgerService:
             key: idempotency key.
             release: the statement inside ``envelope``, whose signature the caller verified.
             envelope: the sealed bytes.
-            facts: what the caller found. With something wrong, an earlier yes is no answer: that was to other
-                bytes.
+            facts: what the caller found. With something wrong, an earlier yes is no answer: that was to other bytes.
         """
         wrong = facts.wrong
         with self.store.exclusive() as state:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from policies.accounting.claims import KINDS, Claim, Composed, UnsupportedClaimError
-from protos.common.canonical_json import JsonValue, canonical
+from protos.common.canonical_json import JsonValue, canonical, distinct
 from protos.common.errors import ArtifactError
 
 PAYLOAD_TYPE: Final = "application/vnd.in-toto+json"
@@ -280,13 +280,6 @@ def encode(statement: Statement) -> bytes:
     return canonical(document)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise StatementError("a key appears twice")
-    return out
-
-
 def _no_float(_text: str) -> float:
     raise StatementError("numbers are whole, or decimal texts")
 
@@ -300,7 +293,7 @@ def load_json(raw: bytes, most: int = MAX_BYTES) -> Any:
     if len(raw) > most:
         raise StatementError("too large")
     try:
-        return json.loads(raw, object_pairs_hook=_unique, parse_float=_no_float, parse_constant=_no_float)
+        return json.loads(raw, object_pairs_hook=distinct, parse_float=_no_float, parse_constant=_no_float)
     except (ValueError, RecursionError):
         raise StatementError("not strict JSON") from None
 

@@ -24,6 +24,7 @@ from coordinator.cli.output import ERR, OUT
 from coordinator.storage import directory as homes
 from policies.accounting.rounding import epsilon_text
 from protos.common import durable_files
+from protos.common.text import MINUTE, utc
 from protos.protocol_version import USER_AGENT
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
@@ -69,7 +70,7 @@ def _enrolments(arguments: argparse.Namespace) -> int:
     digest = Column("digest: what persons approve", overflow="fold")  # all of it, on a narrow terminal too
     table = Table("site", "state", "fingerprint of its request", "until (UTC)", digest)
     for p in pending:
-        until = dt.datetime.fromtimestamp(p.until, dt.UTC).strftime("%Y-%m-%d %H:%M") if p.until else ""
+        until = utc(p.until, MINUTE) if p.until else ""
         table.add_row(p.site, p.state, p.fingerprint, until, p.digest)
     OUT.print(table)
     OUT.print("each approver compares the fingerprint with the hospital by phone, and signs:")
@@ -105,7 +106,7 @@ def _revoke(arguments: argparse.Namespace) -> int:
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """A job file's content; what it means is the mechanism's business.
+    """A job file's content, its two objects as JSON; what it means is the mechanism's business.
 
     Raises:
         CoordinatorConfigError: not JSON, or without exactly its keys.
@@ -119,24 +120,14 @@ def read_job(path: Path) -> dict[str, Any]:
         wanted = ", ".join(f"{k} ({t.__name__})" for k, t in _KINDS.items())
         more = ", ".join(f"{k} ({t.__name__})" for k, t in _MORE.items())
         raise coordinator_errors.CoordinatorConfigError(f"{path.name}: the keys are {wanted}; and if need be {more}")
-    return {"strategy": {"name": "fedavg"}, "all_or_none": False, "secure": False, **job}
+    whole = {"strategy": {"name": "fedavg"}, "all_or_none": False, "secure": False, **job}
+    return {**whole, "config": json.dumps(whole["config"]), "strategy": json.dumps(whole["strategy"])}
 
 
 def _request(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     job = read_job(arguments.job)
-    request = gateway_pb2.LaunchRequest(
-        run=getattr(arguments, "run", "") or "forecast",
-        mechanism=job["mechanism"],
-        config=json.dumps(job["config"]).encode(),
-        parameters=job["parameters"],
-        sites=job["sites"],
-        rounds=job["rounds"],
-        min_sites=job["min_sites"],
-        strategy=json.dumps(job["strategy"]),
-        all_or_none=job["all_or_none"],
-        secure=job["secure"],
-    )
-    return request, job
+    run, config = getattr(arguments, "run", "") or "forecast", job["config"].encode()
+    return gateway_pb2.LaunchRequest(**{**job, "run": run, "config": config}), job
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -121,12 +121,7 @@ def _tell(report: dict[str, Any], as_lines: bool, out: Path) -> None:
 
 
 _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = MappingProxyType(
-    {
-        "pool list": _list,
-        "pool export": _export,
-        "pool average": _average,
-        "pool architecture": _architecture,
-    }
+    {"pool list": _list, "pool export": _export, "pool average": _average, "pool architecture": _architecture}
 )
 
 

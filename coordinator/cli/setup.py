@@ -13,17 +13,14 @@ from policies.review.policy import preset
 from protos.federation import flower_environment
 
 
-def _policy(name: str) -> str:
-    path = Path(name)
-    return path.read_text() if path.suffix == ".toml" else preset(name)
-
-
 def init(arguments: argparse.Namespace) -> int:
     """Make the directory, keys, CA and an empty ledger."""
     settings = f"listen = {json.dumps(arguments.listen)}\n"
     settings += f"address = {json.dumps(arguments.address)}\n" if arguments.address else ""
     settings += f"ledger = {json.dumps(arguments.ledger)}\n" if arguments.ledger else ""
-    home = homes.create(arguments.home, settings, _policy(arguments.policy), dt.datetime.now(dt.UTC))
+    path = Path(arguments.policy)
+    policy = path.read_text() if path.suffix == ".toml" else preset(arguments.policy)
+    home = homes.create(arguments.home, settings, policy, dt.datetime.now(dt.UTC))
     with homes.open_ledger(home):
         pass
     OUT.print(f"made the directory {home.root.name}: keys, an intermediate CA, an empty ledger")

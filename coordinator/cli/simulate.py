@@ -20,24 +20,13 @@ from protos.federation import flower_environment
 
 if TYPE_CHECKING:
     from coordinator.federation.simulation import SimulationResult
-    from coordinator.federation.strategy import Progress
 
 
 def _job(path: Path, rounds: int) -> Job:
     given = read_job(path)
+    fewer = min(given["rounds"], rounds or given["rounds"])
     try:
-        return Job(
-            run="simulated",
-            mechanism=given["mechanism"],
-            config=json.dumps(given["config"]),
-            parameters=given["parameters"],
-            sites=tuple(given["sites"]),
-            rounds=min(given["rounds"], rounds or given["rounds"]),
-            min_sites=given["min_sites"],
-            strategy=json.dumps(given["strategy"]),
-            all_or_none=given["all_or_none"],
-            secure=given["secure"],
-        )
+        return Job(**{**given, "run": "simulated", "sites": tuple(given["sites"]), "rounds": fewer})
     except JobError as fault:
         raise CoordinatorConfigError(str(fault)) from None
 
@@ -82,11 +71,8 @@ def _words(seen: Any) -> None:
         line = f"round {seen.round}: {seen.used} sites in {seen.seconds:.1f} s, accuracy {seen.accuracy:.1%}"
         OUT.print(line + _counted("; without ", seen.refused), markup=False)
     elif seen.stage == "priced":
-        _priced(seen)
-
-
-def _priced(seen: Progress) -> None:
-    OUT.print(f"price: {len(seen.sites)} sites grant it{_counted('; declined by ', seen.refused)}", markup=False)
+        declined = _counted("; declined by ", seen.refused)
+        OUT.print(f"price: {len(seen.sites)} sites grant it{declined}", markup=False)
 
 
 def _counted(before: str, refused: Any) -> str:

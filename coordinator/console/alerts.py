@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from coordinator.console.budgets import Budget
 from coordinator.console.entry_text import visible_text
@@ -171,8 +171,3 @@ def newest_certificates(state: State) -> dict[str, int | None]:
         if number not in state.revoked:
             found[issued.site] = max(found.get(issued.site) or 0, issued.not_after)
     return found
-
-
-def as_context(alarms: Sequence[Alarm]) -> dict[str, Any]:
-    """For the page: the alarms and how many are grave."""
-    return {"alarms": alarms, "grave": sum(alarm.kind == GRAVE for alarm in alarms)}

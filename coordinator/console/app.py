@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 from coordinator.console import exports, ledger, overview, people, policies, releases, rounds
@@ -71,19 +72,8 @@ def _console(parts: CoordinatorRuntime, settings: ConsoleSettings) -> Iterator[s
         index = stack.enter_context(Index(home.root / "search.db", lambda: homes.look_at_ledger(home)))
         stack.enter_context(IndexFollower(index))
         logins = PinnedCertificates(home.root / FOLDER)
-        context = CoordinatorConsoleContext(
-            home=home,
-            store=parts.store,
-            intake=parts.intake,
-            runs=parts.runs,
-            shelf=parts.shelf,
-            sessions=parts.sessions,
-            authority=parts.authority,
-            index=index,
-            close_calls=parts.close_calls,
-            log=parts.log,
-            now=lambda: dt.datetime.now(dt.UTC),
-        )
+        given = {f.name: getattr(parts, f.name) for f in fields(parts)}
+        context = CoordinatorConsoleContext(**given, index=index, now=lambda: dt.datetime.now(dt.UTC))
         app = pages(context, settings, logins).guarded()
         serving = stack.enter_context(ConsoleServer(app, settings, logins, home.root))
         host = settings.listen.rpartition(":")[0]

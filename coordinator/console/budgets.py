@@ -13,10 +13,11 @@ from typing import Any, Final
 from starlette.responses import Response
 
 from coordinator.console.context import READERS, CoordinatorConsoleContext
-from coordinator.console.entry_text import percent_down, percent_up
+from coordinator.console.entry_text import percent_down
 from coordinator.explanations import RELATIONS, count, epsilon_text, format_epsilon, format_rounded_up
 from policies.accounting.claims import RELATION, UNIT
 from policies.accounting.rdp import epsilon_of
+from policies.audit.display import percent_up
 from policies.index.projection import DAY
 from policies.index.search import Balance, Index, ProjectShare
 from policies.ledger.state import Account, State

@@ -12,11 +12,14 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from coordinator.claim_descriptions import describe_claim
-from coordinator.explanations import KINDS, LEVELS, MECHANISMS, STAGES, count, describe_entry, explain, utc
+from coordinator.explanations import KINDS, LEVELS, MECHANISMS, STAGES, count, explain, utc
 from policies.accounting.claims import UNIT
-from policies.ledger.entries import Admitted, Entry, Expired, Freed, Record, Refused, Spent, kind_of
+from policies.audit import display
+from policies.audit.display import price, whose
+from policies.ledger.entries import Entry, Record, Refused, kind_of
 from policies.ledger.state import State
 from policies.statements import load_json
+from protos.common.text import printable
 
 NOBODY: Final = "–"
 BADGES: Final[Mapping[str, str]] = MappingProxyType(
@@ -104,8 +107,8 @@ class Field:
 
 
 def visible_text(text: str) -> str:
-    """A foreign text without invisible characters, so that it cannot move or reorder the text around it."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    """A foreign text without invisible characters, which are shown as replaced."""
+    return printable(text, "\N{REPLACEMENT CHARACTER}")
 
 
 def row(seq: int, record: Record, state: State) -> Row:
@@ -120,21 +123,7 @@ def row(seq: int, record: Record, state: State) -> Row:
 def sentence(record: Record, state: State) -> tuple[str, str]:
     """An entry's site, and its content in words."""
     entry = record.entry
-    grant = getattr(entry, "grant", "")
-    known = state.grants.get(grant)
-    if known is not None and isinstance(entry, Spent | Expired | Freed):
-        return known.reserved.site, _end(entry, state)
-    if isinstance(entry, Refused):
-        return entry.site, _no(entry)
-    plain = {f.name: _plain(getattr(entry, f.name)) for f in fields(entry)} | {"type": kind_of(entry)}
-    held = {grant: _as_json(known.reserved)} if known is not None else {}
-    name = known.reserved.account if known is not None else getattr(entry, "account", "")
-    account = state.accounts.get(name)
-    accounts = {name: {"kind": "rdp" if account.opened.order else "k", "limit": account.limit}} if account else {}
-    site, words = describe_entry(plain, held, accounts)
-    if getattr(entry, "run", "") and "," not in words and isinstance(entry, Admitted):
-        words = f"{words}, run {entry.run}"
-    return site, words
+    return whose(entry, state), _no(entry) if isinstance(entry, Refused) else display.words(entry, state)
 
 
 def _no(entry: Refused) -> str:
@@ -143,38 +132,6 @@ def _no(entry: Refused) -> str:
     said = [explain(rule)[0].rstrip(".") for rule in entry.findings]
     more = f"; and {count(len(said) - 2, 'other reason')}" if len(said) > 2 else ""
     return f"{entry.mechanism or 'a call'}, {when}: {'; '.join(said[:2])}{more}"
-
-
-def _as_json(entry: Entry) -> dict[str, Any]:
-    return {f.name: _plain(getattr(entry, f.name)) for f in fields(entry)}
-
-
-def _plain(value: Any) -> Any:
-    return value.hex() if isinstance(value, bytes) else value
-
-
-def _end(entry: Spent | Expired | Freed, state: State) -> str:
-    """How a grant ended: what of it is gone, and what came back."""
-    held = state.grants[entry.grant].reserved
-    used = entry.used if isinstance(entry, Spent) else held.amount if isinstance(entry, Expired) else 0
-    back = "" if used == held.amount else f"; {price(held.amount - used, held.account, state)} came back"
-    gone = f"{price(used, held.account, state)} is spent" if used else "nothing is spent"
-    return f"{held.mechanism}: {gone}{back}, {entry.why}"
-
-
-def price(amount: int, account: str, state: State) -> str:
-    """An amount as people can weigh it: a share of the budget, or releases per patient."""
-    known = state.accounts.get(account)
-    if known is None or not known.limit:
-        return f"{amount} of a budget of nothing"
-    if not known.opened.order:
-        return f"{count(amount, 'release')} per patient"
-    return f"{percent_up(amount, known.limit):g} % of the epsilon budget"
-
-
-def percent_up(part: int, whole: int) -> float:
-    """A share in percent with one digit, rounded up: a little is never nothing. In whole numbers, so exactly."""
-    return -(-1000 * part // whole) / 10
 
 
 def percent_down(part: int, whole: int) -> float:

@@ -17,14 +17,7 @@ from protos.web.router import PageError, RequestContext, Router
 
 _NEWEST: Final = 200  # releases that the page offers; others by their name
 _REFUSALS: Final = frozenset({"denied", "bundle"})  # the bundle holds the whole ledger
-_WORDS: Final = {
-    "html": "page",
-    "pdf": "PDF",
-    "json": "JSON",
-    "md": "Markdown",
-    "yaml": "YAML",
-    "zip": "ZIP",
-}
+_WORDS: Final = {"html": "page", "pdf": "PDF", "json": "JSON", "md": "Markdown", "yaml": "YAML", "zip": "ZIP"}
 
 
 def add(pages: Router, context: CoordinatorConsoleContext) -> None:

@@ -50,7 +50,7 @@ def _invite(pages: Router, context: CoordinatorConsoleContext, bodies: Invitatio
     @pages.post("/hospitals/invite", {OPERATOR})
     def invite(asked: RequestContext) -> Response:
         site = asked.form["site"].strip()
-        made = _managed(lambda: context.authority.invite(site))
+        made = refusing(lambda: context.authority.invite(site))
         bodies.keep(site, made.body)
         context.log.info("invited", site=site)
         return asked.page("invited.html", site=site, token=made.token, fingerprint=made.fingerprint)
@@ -87,21 +87,16 @@ def _revoke(pages: Router, context: CoordinatorConsoleContext) -> None:
             raise PageError(400, "Choose one of the reasons of the list.")
         if not number and asked.form["again"].strip() != site:
             raise PageError(400, "Type the hospital's name to end its part in the federation. Nothing was done.")
-        _managed(lambda: context.authority.revoke(site, number, why))
-        close_calls(context, site)
+        refusing(lambda: context.authority.revoke(site, number, why))
+        context.close_calls(site)  # every new one is refused by itself: the ledger is asked each time
         context.log.warning("revoked", site=site, rule=why)
         what = f"Certificate {number[:12]}… of {site}" if number else site
         return asked.go("/people", f"{what} is revoked. This takes effect now, and is recorded in the ledger.")
 
 
-def close_calls(context: CoordinatorConsoleContext, site: str) -> None:
-    """End the open calls of a revoked site; every new one is refused by itself, as the ledger is asked each time."""
-    context.close_calls(site)
-
-
-def _managed(act: Callable[[], _Made]) -> _Made:
-    """What speaks against it reaches the operator in words."""
+def refusing(act: Callable[[], _Made]) -> _Made:
+    """What the ledger or the registration authority says against it reaches the person in words."""
     try:
         return act()
-    except ValueError as refusal:
+    except ValueError as refusal:  # KeyReusedError too
         raise PageError(409, f"It was refused, and nothing was done: {refusal}.") from None

@@ -16,9 +16,8 @@ from typing import Any, Final
 
 from coordinator.explanations import epsilon_at_least, epsilon_text, format_rounded_up, rounded_up
 from coordinator.federation.job import FEDAVG, KEYS, MASKED, PLAIN, Decision, Job, JobError, SiteCost
-from coordinator.strict_json import json_object
 from policies.accounting.claims import RELATION, UNIT
-from protos.common.canonical_json import canonical
+from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 
 MOST_JOB: Final = 1 << 20  # bytes of a job file
@@ -127,7 +126,7 @@ def from_file(raw: bytes, run: str = "") -> dict[str, str]:
     lacking = sorted(_NEEDED - values.keys())
     unknown = sorted(values.keys() - _NEEDED - _MORE)
     wrong = [f"the job file lacks {', '.join(lacking)}"] if lacking else []
-    wrong += [f"the job file has the unknown keys {', '.join(map(_short, unknown))}"] if unknown else []
+    wrong += [f"the job file has the unknown keys {', '.join(key[:40] for key in unknown)}"] if unknown else []
     if wrong:
         raise JobFormError(wrong)
     mechanism, config, sites = values["mechanism"], values["config"], values["sites"]
@@ -214,10 +213,6 @@ _READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType({int: _whol
 def _typed(value: object) -> str:
     """A value as a person would type it."""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _short(text: str) -> str:
-    return text[:40]
 
 
 @dataclass(frozen=True, slots=True)

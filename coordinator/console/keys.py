@@ -54,9 +54,7 @@ def sites_of(store: Store, now: dt.datetime) -> list[SiteKeys]:
         mine = sorted((c for c in issued if c.site == site), key=lambda c: -c.not_after)
         shown = tuple(
             Certificate(
-                c.number,
-                c.not_after,
-                "revoked" if c.number in revoked else "valid" if at < c.not_after else "ended",
+                c.number, c.not_after, "revoked" if c.number in revoked else "valid" if at < c.not_after else "ended"
             )
             for c in mine
         )

@@ -20,6 +20,7 @@ from policies.audit.inclusion_proof import Proof, check
 from policies.index.search import COUNTED, EntryPage, Query, QueryTooWideError, RuleRefusals
 from policies.ledger.entries import decode, kind_of
 from policies.ledger.store import LedgerUnsoundError
+from protos.common.text import DATE, utc
 from protos.web.router import PageError, RequestContext, Router
 
 DAY: Final = 86_400
@@ -134,6 +135,7 @@ def listing(
         if jump is not None and _REFUSED not in kinds and kind_of(context.store.line(jump).record.entry) == _REFUSED:
             jump = None  # as if there were none
     given = {name: value for name, value in chosen.items() if value}
+    many = f"more than {COUNTED:,} entries".replace(",", " ")
     return {
         "rows": rows,
         "chosen": chosen,
@@ -141,7 +143,7 @@ def listing(
         "kinds": [("", "everything"), *sorted(((k, KINDS[k]) for k in kinds), key=lambda pair: pair[1])],
         "sites": [("", "all"), *((name, name) for name in sites)],
         "size": size,
-        "total": _total(total),
+        "total": many if total > COUNTED else count(total, "entry", "entries"),
         "problem": problem,
         "behind": behind,
         "jump": jump,
@@ -149,10 +151,6 @@ def listing(
         "older": _link(given, before=found.seqs[-1]) if found.older and found.seqs else "",
         "newest": _link(given) if before is not None or after is not None else "",
     }
-
-
-def _total(total: int) -> str:
-    return f"more than {COUNTED:,} entries".replace(",", " ") if total > COUNTED else count(total, "entry", "entries")
 
 
 def _link(given: Mapping[str, str], **place: int) -> str:
@@ -265,7 +263,7 @@ def refused(context: CoordinatorConsoleContext, days: int, site: str) -> dict[st
     with context.store.exclusive() as state:
         rows = [entry_text.row(seq, context.store.line(seq).record, state) for seq in newest.seqs]
         sites = sorted(state.sites)
-    first = dt.datetime.fromtimestamp(since, dt.UTC).date().isoformat()
+    first = utc(since, DATE)
     return {
         "days": days,
         "periods": [(n, f"{n} days") for n in PERIODS],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import shutil
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,13 +12,13 @@ from coordinator.console import alerts, budgets
 from coordinator.console.alerts import DAY, CosignedHead
 from coordinator.console.context import INFORMED, READERS, CoordinatorConsoleContext
 from coordinator.console.keys import keys_of
-from coordinator.console.ledger import NEW, rules_of, searching
+from coordinator.console.ledger import follow, rules_of, searching
 from coordinator.console.proposals import proposals_of
 from coordinator.storage.witness_store import Witnesses
 from policies.index.search import Query
 from policies.ledger.merkle import cosigners
 from policies.ledger.state import State
-from policies.ledger.store import LedgerUnsoundError
+from protos.common.text import DATE, utc
 from protos.web.router import RequestContext, Router
 
 RECENT_DAYS: Final = 7
@@ -60,7 +59,7 @@ def facts(context: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, 
         told: whether that person sees what was refused.
     """
     now = int(context.now().timestamp())
-    level = _level(context)
+    level = not follow(context)
     since = (now // DAY - RECENT_DAYS + 1) * DAY
     refusals = context.index.refusals(since, now + DAY) if told else []
     with context.store.exclusive() as state:
@@ -74,7 +73,7 @@ def facts(context: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, 
             ),
         ]
         barred, size = set(state.revoked_sites), state.size
-    first = dt.datetime.fromtimestamp(since, dt.UTC).date().isoformat()
+    first = utc(since, DATE)
     disk = shutil.disk_usage(context.home.root)
     found += [
         *alerts.of_refusals(refusals, first),
@@ -86,7 +85,8 @@ def facts(context: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, 
         todo = "Wait: it is built in the background. If this message stays, see the coordinator's log."
         found.append(alerts.Alarm(alerts.MILD, "The search index is behind the ledger.", todo, "/ledger"))
     return {
-        **alerts.as_context(alerts.in_order(found)),
+        "alarms": alerts.in_order(found),
+        "grave": sum(alarm.kind == alerts.GRAVE for alarm in found),
         **_money(context, accounts, now, level),
         "sites": sites,
         "online": sum(row.state == "online" for row in sites),
@@ -94,24 +94,12 @@ def facts(context: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, 
         "waiting": open_ones.waiting,
         "open": len(open_ones.waiting) + open_ones.more,
         "rules": rules_of(refusals, first)[:LISTED],
-        "refused": _refused(context, since) if told else 0,
+        "refused": context.index.tally(since, 1 << 52).get("refused", 0) if told else 0,
         "told": told,
         "recent_days": RECENT_DAYS,
         "size": size,
         "at": now,
     }
-
-
-def _level(context: CoordinatorConsoleContext) -> bool:
-    try:
-        return context.index.follow(NEW)
-    except (LedgerUnsoundError, OSError):
-        return False
-
-
-def _refused(context: CoordinatorConsoleContext, since: int) -> int:
-    """How many entries refuse something, on these days; an entry may have several reasons."""
-    return context.index.tally(since, 1 << 52).get("refused", 0)
 
 
 def _money(
@@ -124,14 +112,10 @@ def _money(
         begin = now - CURVE_DAYS * DAY
         if own:
             curve = budgets.over_time(context.index, own, begin, now + 1) if level and kind == "rdp" else None
-            kinds.append({"kind": kind, "bars": budgets.drawn(own, title), "says": _says(own), "curve": curve})
+            said = {b.says for b in own}
+            says = said.pop() if len(said) == 1 else "Each hospital's own, see its page."
+            kinds.append({"kind": kind, "bars": budgets.drawn(own, title), "says": says, "curve": curve})
     return {"kinds": kinds, "curve_days": CURVE_DAYS}
-
-
-def _says(own: list[budgets.Budget]) -> str:
-    """What the limits are: in one sentence where they are the same for all."""
-    said = {b.says for b in own}
-    return said.pop() if len(said) == 1 else "Each hospital's own, see its page."
 
 
 def _sites(context: CoordinatorConsoleContext, state: State) -> tuple[list[SiteRow], list[CosignedHead]]:

@@ -11,12 +11,13 @@ import base64
 import binascii
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Final, TypeVar
+from typing import Final
 
 from starlette.responses import Response
 
 from coordinator.console import invitations
 from coordinator.console.context import COMPLIANCE, HOSPITAL, OPERATOR, READERS, CoordinatorConsoleContext
+from coordinator.console.invitations import refusing
 from coordinator.console.keys import keys_of, sites_of
 from coordinator.console.proposals import (
     ACTIONS,
@@ -31,11 +32,10 @@ from coordinator.console.proposals import (
 from policies.governance import decisions
 from policies.ledger.approvals import APPROVING, ASKING
 from policies.ledger.entries import InvalidEntryError
-from policies.ledger.state import KeyReusedError, waiver
+from policies.ledger.state import waiver
 from policies.statements import ID
 from protos.web.router import PageError, RequestContext, Router
 
-_Out = TypeVar("_Out")
 APPROVERS: Final = frozenset({COMPLIANCE, HOSPITAL})
 DOERS: Final = frozenset({OPERATOR, COMPLIANCE, HOSPITAL})  # what was approved may be carried out by any of these
 MOST_OPEN: Final = 100  # open proposals that are shown
@@ -56,8 +56,11 @@ def _look(pages: Router, context: CoordinatorConsoleContext) -> None:
 
     @pages.get("/people", READERS)
     def people(asked: RequestContext) -> Response:
+        pinned = frozenset(
+            path.stem for path in (context.home.root / "logins").glob("*.crt")
+        )  # who may log in by one
         with context.store.exclusive() as state:
-            persons = persons_of(state, _pinned(context))
+            persons = persons_of(state, pinned)
             proposals = proposals_of(state, context.store.envelope, asked.person.name, (MOST_OPEN, MOST_DONE))
             office = sorted(state.office())
         return asked.page(
@@ -113,9 +116,9 @@ def _ask(pages: Router, context: CoordinatorConsoleContext) -> None:
     @pages.post("/people/requests", ASKING)
     def requests(asked: RequestContext) -> Response:
         envelope = asked.envelope()
-        said = _refusing(lambda: decisions.said_by(envelope))
+        said = refusing(lambda: decisions.said_by(envelope))
         _own(asked, said.person)
-        _refusing(lambda: decisions.request(context.store, envelope))
+        refusing(lambda: decisions.request(context.store, envelope))
         context.log.info("requested", state=asked.person.role, rule=said.action)
         return asked.go(f"/people/proposals/{said.serial}", "The request is in the ledger. Other persons decide now.")
 
@@ -124,10 +127,9 @@ def _ask(pages: Router, context: CoordinatorConsoleContext) -> None:
         name, (role, _, key) = asked.form["subject"], asked.form["value"].partition(" ")
         if not _first(context, role):
             raise PageError(409, "That role is already assigned: make a request, and let others approve.")
-        _refusing(
-            lambda: _appointing(context, name, {"role": role, "key": key})
-        )  # nobody approves a name that is none
-        _refusing(lambda: decisions.appoint(context.store, name, role, _raw(key)))
+        # nobody approves a name that is none
+        refusing(lambda: _appointing(context, name, {"role": role, "key": key}))
+        refusing(lambda: decisions.appoint(context.store, name, role, _raw(key)))
         context.log.warning("appointed_first", state=role)
         return asked.go("/people", f"{name} is the first {role}; this is recorded in the ledger.")
 
@@ -138,11 +140,11 @@ def _decide(pages: Router, context: CoordinatorConsoleContext) -> None:
     @pages.post("/people/proposals/{serial}/approve", APPROVERS)
     def approve(asked: RequestContext, serial: str) -> Response:
         envelope = asked.envelope()
-        said = _refusing(lambda: decisions.said_by(envelope))
+        said = refusing(lambda: decisions.said_by(envelope))
         _own(asked, said.person)
         if said.serial != serial:
             raise PageError(409, "That approval is for another proposal. Nothing was written.")
-        _refusing(lambda: decisions.approve(context.store, envelope))
+        refusing(lambda: decisions.approve(context.store, envelope))
         context.log.info("approved", state=asked.person.role, rule=said.action)
         return asked.go(f"/people/proposals/{serial}", "Your approval is in the ledger.")
 
@@ -150,7 +152,7 @@ def _decide(pages: Router, context: CoordinatorConsoleContext) -> None:
     def hand_in(asked: RequestContext) -> Response:
         """Approvals that persons signed elsewhere, brought by whoever runs the ledger; the signature counts alone."""
         envelope = asked.envelope("approval")
-        said = _refusing(lambda: decisions.approve(context.store, envelope))
+        said = refusing(lambda: decisions.approve(context.store, envelope))
         context.log.info("approved", state="handed in", rule=said.action)
         return asked.go(f"/people/proposals/{said.serial}", f"The approval of {said.person} is in the ledger.")
 
@@ -162,26 +164,14 @@ def _decide(pages: Router, context: CoordinatorConsoleContext) -> None:
         act = _ACTS.get(found.action)
         if act is None:
             raise PageError(409, "This page cannot carry that out.")
-        _refusing(lambda: act(context, found))
+        refusing(lambda: act(context, found))
         context.log.info("carried_out", state=asked.person.role, rule=found.action)
         return asked.go(f"/people/proposals/{serial}", "Done, and recorded in the ledger.")
-
-
-def _do_limit(context: CoordinatorConsoleContext, p: Proposal) -> None:
-    decisions.set_limit(context.store, p.subject, p.value, p.serial)
 
 
 def _do_appoint(context: CoordinatorConsoleContext, p: Proposal) -> None:
     role, _, key = p.value.partition(" ")
     decisions.appoint(context.store, p.subject, role, _raw(key), p.serial)
-
-
-def _do_dismiss(context: CoordinatorConsoleContext, p: Proposal) -> None:
-    decisions.dismiss(context.store, p.subject, p.serial)
-
-
-def _do_waive(context: CoordinatorConsoleContext, p: Proposal) -> None:
-    decisions.waive(context.store, p.subject, p.serial)
 
 
 def _do_enrol(context: CoordinatorConsoleContext, p: Proposal) -> None:
@@ -190,20 +180,12 @@ def _do_enrol(context: CoordinatorConsoleContext, p: Proposal) -> None:
 
 
 _ACTS: Final[Mapping[str, Callable[[CoordinatorConsoleContext, Proposal], None]]] = {
-    "limit": _do_limit,
+    "limit": lambda context, p: decisions.set_limit(context.store, p.subject, p.value, p.serial),
     "appoint": _do_appoint,
-    "dismiss": _do_dismiss,
-    "waive": _do_waive,
+    "dismiss": lambda context, p: decisions.dismiss(context.store, p.subject, p.serial),
+    "waive": lambda context, p: decisions.waive(context.store, p.subject, p.serial),
     "enrol": _do_enrol,
 }
-
-
-def _refusing(act: Callable[[], _Out]) -> _Out:
-    """What the ledger or the registration authority says against it reaches the person in words."""
-    try:
-        return act()
-    except (KeyReusedError, ValueError) as refusal:
-        raise PageError(409, f"It was refused, and nothing was written: {refusal}.") from None
 
 
 def _own(asked: RequestContext, person: str) -> None:
@@ -218,9 +200,8 @@ def _own(asked: RequestContext, person: str) -> None:
 
 def _proposal(context: CoordinatorConsoleContext, asked: RequestContext, serial: str) -> Proposal:
     with context.store.exclusive() as state:
-        found = (
-            proposal_of(state, context.store.envelope, asked.person.name, serial) if ID.fullmatch(serial) else None
-        )
+        named = ID.fullmatch(serial) is not None
+        found = proposal_of(state, context.store.envelope, asked.person.name, serial) if named else None
     if found is None:
         raise PageError(404, "There is no proposal with that ID.")
     return found
@@ -232,11 +213,6 @@ def _pending(context: CoordinatorConsoleContext, p: Proposal) -> str:
         return ""
     found = [e for e in context.authority.enrolments() if (e.site, e.digest) == (p.subject, p.value)]
     return found[0].fingerprint if found else ""
-
-
-def _pinned(context: CoordinatorConsoleContext) -> frozenset[str]:
-    """Names with a certificate to log in with."""
-    return frozenset(path.stem for path in (context.home.root / "logins").glob("*.crt"))
 
 
 def _raw(key: str) -> bytes:

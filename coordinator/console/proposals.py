@@ -7,7 +7,7 @@ counts the roles (:mod:`policies.ledger.approvals`) and refuses whatever a page 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -125,15 +125,9 @@ def proposals_of(state: State, envelope: Callable[[bytes], bytes | None], me: st
     serials = list(dict.fromkeys([*state.asked, *state.proposals]))[::-1]
     closed = {serial for serial, kept in state.proposals.items() if kept.used}
     waiting, done = ([s for s in serials if (s in closed) is over] for over in (False, True))
-    shown = [_readable(state, envelope, me, some) for some in (waiting[: most[0]], done[: most[1]])]
+    read = [[proposal_of(state, envelope, me, s) for s in some] for some in (waiting[: most[0]], done[: most[1]])]
+    shown = [tuple(p for p in some if p is not None) for some in read]  # those whose words can be read
     return Listing(shown[0], max(0, len(waiting) - most[0]), shown[1])
-
-
-def _readable(
-    state: State, envelope: Callable[[bytes], bytes | None], me: str, serials: Sequence[str]
-) -> tuple[Proposal, ...]:
-    """Those whose words can be read."""
-    return tuple(p for s in serials if (p := proposal_of(state, envelope, me, s)) is not None)
 
 
 def proposal_of(state: State, envelope: Callable[[bytes], bytes | None], me: str, serial: str) -> Proposal | None:

@@ -206,10 +206,13 @@ def model_of(state: State, updates: Sequence[Admitted], model: bytes, strategy: 
     last: dict[str, dict[str, Admitted]] = {}  # site -> grant -> last update; of several grants in old ledgers alone
     for a in sorted(mine, key=lambda a: a.round):
         last.setdefault(a.site, {})[a.grant] = a
-    worst = max((list(grants.values()) for grants in last.values()), key=lambda given: _sum(state, given))
+    given = {site: list(grants.values()) for site, grants in sorted(last.items())}  # the last covers all before it
+    worst = max(given.values(), key=lambda own: _sum(state, own))
     facts = facts_of(replace(worst[-1], level=weakest), _opened(state, worst[-1]), None)
     rounds = {site: sum(a.site == site for a in mine) for site in last}
-    parts = [_part(state, list(grants.values()), rounds[site]) for site, grants in sorted(last.items())]
+    parts = [
+        Part(site, rounds[site], _together(state, own), max(a.level for a in own)) for site, own in given.items()
+    ]
     facts = replace(
         facts,
         id=run,
@@ -225,11 +228,6 @@ def model_of(state: State, updates: Sequence[Admitted], model: bytes, strategy: 
         tested=UNTESTED if weakest == "C" else "",
     )
     return Model(facts, tuple(parts), strategy)
-
-
-def _part(state: State, last: Sequence[Admitted], rounds: int) -> Part:
-    """A site's part, by its last update under each grant: that one's claim covers all before it."""
-    return Part(last[0].site, rounds, _together(state, last), max(a.level for a in last))
 
 
 def _together(state: State, last: Sequence[Admitted]) -> str:

@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from coordinator.claim_descriptions import release_in
 from coordinator.console.context import READERS, CoordinatorConsoleContext
 from coordinator.console.policy_comparison import size_of
-from coordinator.console.release_facts import Attack, Facts, Model, facts_of, model_of
+from coordinator.console.release_facts import Facts, Model, facts_of, model_of
 from coordinator.console.release_files import ArchivedImage, DigestMismatchError, ReleaseFiles, rest_in_chunks
 from coordinator.console.release_index import Listed
 from coordinator.federation.job import Job
@@ -86,6 +86,8 @@ def _one(pages: Router, context: CoordinatorConsoleContext, files: ReleaseFiles,
             return asked.page("model.html", model=found, facts=found.facts, there=there, rows=rows)
         facts = found
         there = bool(facts.file) and not facts.run and files.there(release, facts.file)
+        # of each interval one end: up to where it reaches, or from where on
+        ends = [Bar(a.name, (Part(a.kind, a.value),), 100.0, f"{a.says}; {a.wanted}") for a in facts.attacks]
         return asked.page(
             "release.html",
             facts=facts,
@@ -95,9 +97,7 @@ def _one(pages: Router, context: CoordinatorConsoleContext, files: ReleaseFiles,
             seq=_seq(context, release),
             size=size_of(facts.size) if facts.size is not None else "not stated",
             approvals=[(role, f"{digest[:16]}…") for role, digest in facts.approvals],
-            chart=bars([_bar(test) for test in facts.attacks], "What the attacks found, of 100 %")
-            if facts.attacks
-            else "",
+            chart=bars(ends, "What the attacks found, of 100 %") if ends else "",
         )
 
     @pages.get("/releases/{release}/pictures/{index}", READERS)
@@ -138,11 +138,6 @@ def _files(pages: Router, context: CoordinatorConsoleContext, files: ReleaseFile
         return asked.download(f"{release}-envelope.json", body, "application/json")
 
 
-def _bar(test: Attack) -> Bar:
-    """One end of an interval as a bar: up to where it reaches, or from where on."""
-    return Bar(test.name, (Part(test.kind, test.value),), 100.0, f"{test.says}; {test.wanted}")
-
-
 def _find(context: CoordinatorConsoleContext, listed: Listed, name: str) -> Facts | Model:
     """A release, or a finished run's model, of that name.
 
@@ -153,10 +148,10 @@ def _find(context: CoordinatorConsoleContext, listed: Listed, name: str) -> Fact
         entry = state.releases.get(name)
         if entry is not None:
             return _facts(context, state, entry)
-    found = _model_of(context, listed, name) if ID.fullmatch(name) else None
-    if found is None:
+    found = _models(context, listed, name) if ID.fullmatch(name) else []
+    if not found:
         raise PageError(404, _GONE)
-    return found
+    return found[0]
 
 
 def _facts(context: CoordinatorConsoleContext, state: State, entry: Admitted) -> Facts:
@@ -169,16 +164,10 @@ def _facts(context: CoordinatorConsoleContext, state: State, entry: Admitted) ->
     return facts_of(entry, opened, said)
 
 
-def _models(context: CoordinatorConsoleContext, listed: Listed) -> list[Model]:
-    """The models of finished runs, by name."""
-    jobs = [job for job, state in context.runs.known() if state == "finished"]
+def _models(context: CoordinatorConsoleContext, listed: Listed, only: str = "") -> list[Model]:
+    """The models of finished runs, by name; or of the run of that name alone."""
+    jobs = [job for job, state in context.runs.known() if state == "finished" and only in ("", job.run)]
     return [model for job in jobs if (model := _model(context, listed, job)) is not None]
-
-
-def _model_of(context: CoordinatorConsoleContext, listed: Listed, run: str) -> Model | None:
-    """The model of the finished run of that name; None if there is none."""
-    jobs = [job for job, state in context.runs.known() if job.run == run and state == "finished"]
-    return _model(context, listed, jobs[0]) if jobs else None
 
 
 def _model(context: CoordinatorConsoleContext, listed: Listed, job: Job) -> Model | None:

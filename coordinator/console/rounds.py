@@ -13,7 +13,6 @@ from coordinator.console.context import OPERATOR, READERS, RESEARCHER, Coordinat
 from coordinator.console.job_form import JobFormError
 from coordinator.console.run_status import RunStatus, board_of, books_of
 from coordinator.federation.aggregation import STRATEGIES
-from coordinator.federation.events import Event
 from coordinator.federation.job import KEYS, PLAIN, Decision, Job, JobError, SiteCost, job_from
 from policies.statements import ID
 from protos.common.durable_files import replace_file
@@ -39,9 +38,8 @@ def _look(pages: Router, context: CoordinatorConsoleContext) -> None:
 
     @pages.get("/rounds", READERS)
     def rounds(asked: RequestContext, page: int = 1) -> Response:
-        known = sorted(
-            context.runs.known(), key=lambda one: (one[1] != "open", one[0].run)
-        )  # what goes on comes first
+        # what goes on comes first
+        known = sorted(context.runs.known(), key=lambda one: (one[1] != "open", one[0].run))
         last = max(1, -(-len(known) // PER_PAGE))
         page = min(max(1, page), last)
         boards = _boards(context, known[(page - 1) * PER_PAGE : page * PER_PAGE])
@@ -179,14 +177,9 @@ def _boards(context: CoordinatorConsoleContext, known: Sequence[tuple[Job, str]]
         said = books_of(ledger, [job for job, _ in known])
     out = []
     for job, state in known:
-        events, over = _events(context, job.run)
+        events, over = context.runs.so_far(job.run)  # `watch` waits for more, and a page must not
         out.append(board_of(job, state, said[job.run], events, stopping=not over))
     return out
-
-
-def _events(context: CoordinatorConsoleContext, run: str) -> tuple[Sequence[Event], bool]:
-    """What this process has seen of a run so far, without waiting; and whether that is all there will be."""
-    return context.runs.so_far(run)  # `watch` waits for more, and a page must not
 
 
 def _launched(context: CoordinatorConsoleContext, run: str) -> Mapping[str, Any]:
@@ -241,24 +234,17 @@ def _bar(cost: job_form.Cost) -> Bar:
     """What a run takes of what a site has left."""
     if cost.share is None:
         return Bar(cost.site, (), 100.0, "no budget left, or unknown")
-    words = (
-        f"{cost.share:.4g} % of what is left" if cost.fits else f"{cost.share:.4g} % of what is left: {cost.reason}"
-    )
+    words = f"{cost.share:.4g} % of what is left{'' if cost.fits else f': {cost.reason}'}"
     return Bar(cost.site, (Part("held" if cost.fits else "no", cost.share),), 100.0, words)
 
 
 def _indented(text: str) -> str:
     """JSON as people read it; long lists of numbers stay on one line."""
     values = json.loads(text)
-    lines = [
-        f"{key}: {json.dumps(value) if not _long(value) else _cut(value)}" for key, value in sorted(values.items())
-    ]
-    return "\n".join(lines)
+    return "\n".join(f"{key}: {_cut(value)}" for key, value in sorted(values.items()))
 
 
-def _long(value: object) -> bool:
-    return isinstance(value, list) and len(value) > 12
-
-
-def _cut(value: list[Any]) -> str:
-    return f"{json.dumps(value[:4])[:-1]}, … ] ({len(value)} numbers)"
+def _cut(value: object) -> str:
+    if isinstance(value, list) and len(value) > 12:
+        return f"{json.dumps(value[:4])[:-1]}, … ] ({len(value)} numbers)"
+    return json.dumps(value)

@@ -23,20 +23,14 @@ _BESIDE: Final = "See beside each hospital why."
 # codes of a round that are no rules of a review: why, and what to do
 _CODES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
-        "offline": (
-            "The hospital's agent was not connected.",
-            "Nothing, if it comes back. Otherwise call the site.",
-        ),
+        "offline": ("The hospital's agent was not connected.", "Nothing, if it comes back. Otherwise call the site."),
         "no_reply": (
             "The hospital's agent was asked and did not answer in time.",
             "See the agent's log at the site.",
         ),
         "internal": ("Something failed at the hospital, or here.", "See the log of that side."),
         "bundle": ("The agent found another bundle than the one it knows.", _SAME),
-        "message_type": (
-            "The agent received an unknown request.",
-            "Bring both sides to the same version.",
-        ),
+        "message_type": ("The agent received an unknown request.", "Bring both sides to the same version."),
         "policy": ("The hospital's own policy forbids it.", "Change the job, or agree on another policy."),
         "mechanism": (
             "The agent does not know this method or its settings.",
@@ -44,20 +38,11 @@ _CODES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
         "unavailable": ("The hospital cannot take part. It gives no reason, by design.", "Ask the site's IT."),
         "schema": ("The answer was not of the agreed form.", _SAME),
-        "not_finite": (
-            "The update contained a value that is not a number.",
-            "Train with a smaller learning rate.",
-        ),
+        "not_finite": ("The update contained a value that is not a number.", "Train with a smaller learning rate."),
         "size": ("The update had another length than the model.", _SAME),
-        "wrong_source": (
-            "The answer came from another hospital than was asked.",
-            "Treat it as an attack.",
-        ),
+        "wrong_source": ("The answer came from another hospital than was asked.", "Treat it as an attack."),
         "another_round": ("The update was made for another round.", "Nothing: the next round asks again."),
-        "not_selected": (
-            "The strategy left the update out: too far from the others.",
-            "Nothing, if once.",
-        ),
+        "not_selected": ("The strategy left the update out: too far from the others.", "Nothing, if once."),
         "failed": ("The hospital's agent failed in an unknown way.", _SITE),
         "too_few_sites_online": (
             "Too few hospitals were connected.",
@@ -69,10 +54,7 @@ _CODES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "See beside each hospital why.",
         ),
         "no_aggregate": ("The updates could not be combined to a sound model.", "Choose another strategy."),
-        "not_unmasked": (
-            "The masked sum could not be opened: too many hospitals left.",
-            "Launch it again.",
-        ),
+        "not_unmasked": ("The masked sum could not be opened: too many hospitals left.", "Launch it again."),
         "run_process_lost": ("The process of the run ended; another one continues.", "Nothing."),
         "storage": ("The coordinator could not write to its disk.", "Free some space, then resume the run."),
         "by an operator": ("It was stopped by a person.", "Resume it when you are ready."),

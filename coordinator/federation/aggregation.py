@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -43,8 +43,7 @@ from coordinator.federation.vectors import (
     stateless,
     vector_problem,
 )
-from coordinator.strict_json import json_object
-from protos.common.canonical_json import canonical
+from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 
 # defined in coordinator.federation.vectors, and part of this module's interface
@@ -59,29 +58,8 @@ class StrategyError(ConfigError, ValueError):
     """The strategy's configuration is wrong; the text names every key at fault."""
 
 
-class Aggregator(Protocol):
-    """A strategy: pure, and the same answer for the same arguments on the same machine."""
-
-    name: ClassVar[str]
-
-    def step(self, start: Vector, updates: Sequence[Named], state: Moments) -> Step:
-        """One round: from ``start`` (p,) and the sites' new parameters (p,) to the next global parameters.
-
-        Returns:
-            The new parameters (p,) float32, what to remember, and the sites that are in them, sorted.
-        Raises:
-            NoAggregateError: too few or unusable updates, a state of another run, or a result that is not finite.
-        """
-
-    def min_updates(self) -> int:
-        """The smallest number of updates that can be aggregated."""
-
-    def to_json(self) -> str:
-        """The configuration as :func:`strategy_from` reads it."""
-
-
-class _Strategy:
-    """What all strategies share; each is a frozen dataclass."""
+class Aggregator:
+    """What all strategies share; each is a frozen dataclass. Pure: the same answer for the same arguments."""
 
     __slots__ = ()
     name: ClassVar[str]
@@ -92,19 +70,29 @@ class _Strategy:
         if wrong := _out_of_range(values):
             raise StrategyError(f"{self.name}: " + "; ".join(wrong))
 
+    def step(self, start: Vector, updates: Sequence[Named], state: Moments) -> Step:
+        """One round: from ``start`` (p,) and the sites' new parameters (p,) to the next global parameters.
+
+        Returns:
+            The new parameters (p,) float32, what to remember, and the sites that are in them, sorted.
+        Raises:
+            NoAggregateError: too few or unusable updates, a state of another run, or a result that is not finite.
+        """
+        raise NotImplementedError  # abstract
+
     def min_updates(self) -> int:
-        """One update is enough."""
+        """The smallest number of updates that can be aggregated: one, where nothing else is said."""
         return 1
 
     def to_json(self) -> str:
-        """Sorted keys, no spaces, floats that read back exactly; what was left to its default is left out."""
+        """For :func:`strategy_from`: sorted keys, no spaces, exact floats, without what was left to its default."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         values = {key: dict(v) if isinstance(v, Mapping) else v for key, v in given.items() if v is not None}
         return canonical({"name": self.name, **values}).decode()
 
 
 @dataclass(frozen=True, slots=True)
-class FedAvg(_Strategy):
+class FedAvg(Aggregator):
     """The weighted mean: McMahan et al. 2017, Algorithm 1, with the hub's weights instead of the sites' counts.
 
     A mean is moved without bound by one poisoned site: use :class:`TrimmedMean` or :class:`Krum` against that.
@@ -117,7 +105,7 @@ class FedAvg(_Strategy):
 
     def __post_init__(self) -> None:
         """Keep a copy of the weights that nobody changes."""
-        _Strategy.__post_init__(self)
+        Aggregator.__post_init__(self)
         if self.weights is not None:
             object.__setattr__(self, "weights", MappingProxyType(dict(sorted(self.weights.items()))))
 
@@ -162,7 +150,7 @@ class FedAvg(_Strategy):
 
 
 @dataclass(frozen=True, slots=True)
-class FedProx(_Strategy):
+class FedProx(Aggregator):
     """Li et al. 2020 (arXiv 1812.06127), Algorithm 2: the mean of the sites' inexact minimisers.
 
     ``mu`` acts at the sites: it is the mechanism's ``proximal``, and a job in which the two differ is refused.
@@ -178,7 +166,7 @@ class FedProx(_Strategy):
 
 
 @dataclass(frozen=True, slots=True)
-class _Adaptive(_Strategy):
+class _Adaptive(Aggregator):
     """Reddi et al. 2021 (arXiv 2003.00295), Algorithm 2, with the mean change as the server's gradient."""
 
     server_lr: float  # eta
@@ -237,7 +225,7 @@ class FedYogi(_Adaptive):
 
 
 @dataclass(frozen=True, slots=True)
-class TrimmedMean(_Strategy):
+class TrimmedMean(Aggregator):
     """Yin et al. 2018 (arXiv 1803.01498), definition 2: the mean of each coordinate without its extremes.
 
     Bound: with at most ``trim`` poisoned sites, each coordinate lies between the smallest and the largest value of
@@ -271,7 +259,7 @@ class TrimmedMean(_Strategy):
 
 
 @dataclass(frozen=True, slots=True)
-class Krum(_Strategy):
+class Krum(Aggregator):
     """Blanchard et al. 2017 (arXiv 1703.02757), section 4: the mean of the ``multi`` most central updates.
 
     Bound, for n updates of which at most f are poisoned: let D be the largest distance between two honest ones. Some

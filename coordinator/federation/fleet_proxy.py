@@ -189,7 +189,8 @@ class Fleet:
             return None
         named = request.node_id if path == "/v1/fleet/deactivate-node" else request.node.node_id
         if named != self._host.node_id(key):
-            another = any(self._host.node_id(self._key(other)) == named for other in self._others(site))
+            others = [other for other in list(self._node_keys) if other != site]
+            another = any(self._host.node_id(self._key(other)) == named for other in others)
             raise _TurnedError(403, "node") if another else _TurnedError(401)
         return self._about(site, path, request, named)
 
@@ -270,9 +271,6 @@ class Fleet:
             return flower_key(self._node_keys[site].encode())
         except (KeyError, ValueError):
             raise _TurnedError(401) from None
-
-    def _others(self, site: str) -> list[str]:
-        return [other for other in list(self._node_keys) if other != site]
 
 
 def flower_key(node_key: bytes) -> bytes:

@@ -13,13 +13,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from coordinator.federation.aggregation import Advancing, FedAvg, FedProx, Strategy, StrategyError, strategy_from
-from coordinator.strict_json import json_object
 from policies.accounting.claims import Claim, DistributedGaussian, SubsampledGaussian, UnsupportedClaimError
 from policies.accounting.rdp import NANO, cost, epsilon_nano
 from policies.review.policy import Policy
 from policies.review.rules import TERMS, AccountContext, remaining, review_reservation
 from policies.statements import ID, Reservation
-from protos.common.canonical_json import canonical
+from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 
 FEDAVG: Final = '{"name":"fedavg"}'
@@ -41,14 +40,7 @@ _SHARED: Final[Mapping[str, type]] = {
 KEYS: Final[Mapping[str, Mapping[str, type]]] = MappingProxyType(
     {
         PLAIN: {**_SHARED, "steps_per_round": int, "proximal": float},
-        MASKED: {
-            **_SHARED,
-            "sites": int,
-            "honest": int,
-            "value_bound": float,
-            "scale": int,
-            "ring_bits": int,
-        },
+        MASKED: {**_SHARED, "sites": int, "honest": int, "value_bound": float, "scale": int, "ring_bits": int},
     }
 )
 
@@ -65,17 +57,20 @@ def _configuration(mechanism: str, text: str) -> dict[str, Any]:
     """
     if mechanism not in KEYS:
         raise JobError(f"mechanism: one of {', '.join(KEYS)}")
-    kinds = KEYS[mechanism]
     try:
         values = json_object(text)
     except ValueError:
         raise JobError("config: a JSON object of distinct keys and finite numbers") from None
-    wrong = [f"{key}: unknown or missing" for key in sorted(kinds.keys() ^ values.keys())]
-    common = sorted(kinds.keys() & values.keys())
-    wrong += [f"{key}: of the wrong type" for key in common if type(values[key]) is not kinds[key]]
-    if wrong:
+    if wrong := _at_fault(values, KEYS[mechanism]):
         raise JobError("config: " + "; ".join(wrong))
     return values
+
+
+def _at_fault(values: Mapping[str, Any], kinds: Mapping[str, type]) -> list[str]:
+    """What is wrong with the keys, and with the types of their values."""
+    wrong = [f"{key}: unknown or missing" for key in sorted(kinds.keys() ^ values.keys())]
+    common = sorted(kinds.keys() & values.keys())
+    return wrong + [f"{key}: of the wrong type" for key in common if type(values[key]) is not kinds[key]]
 
 
 def _claim(mechanism: str, values: Mapping[str, Any]) -> Claim:
@@ -217,10 +212,7 @@ def job_from(text: str) -> Job:
         values = json_object(text)
     except ValueError:
         raise JobError("the job is not a JSON object of distinct keys and finite numbers") from None
-    kinds = {f.name: _TYPES[str(f.type)] for f in fields(Job)}
-    wrong = [f"{key}: unknown or missing" for key in sorted(kinds.keys() ^ values.keys())]
-    common = sorted(kinds.keys() & values.keys())
-    wrong += [f"{key}: of the wrong type" for key in common if type(values[key]) is not kinds[key]]
+    wrong = _at_fault(values, {f.name: _TYPES[str(f.type)] for f in fields(Job)})
     names = values.get("sites")
     if type(names) is list and not all(type(site) is str for site in names):
         wrong.append("sites: must be names")

@@ -22,8 +22,8 @@ from typing import Any, Final
 
 from coordinator.federation.aggregation import Moments, strategy_from
 from coordinator.federation.strategy import SLUG, Model, RoundPlan
-from coordinator.strict_json import json_object
 from protos.artifacts.arrays import pack_vector, unpack_vector
+from protos.common.canonical_json import json_object
 from protos.common.errors import PeerError
 from protos.federation import messages
 

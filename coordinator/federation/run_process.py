@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Final, Self
 
 import httpx
@@ -68,9 +67,7 @@ class RunProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.end()
 
     def end(self) -> None:
@@ -162,7 +159,9 @@ class RunRequestHandler:
                     raise RunFrameError("over before its last round")
                 return None
             case "failed":
-                raise self._failure(frame)
+                index, reason, refused = frame.values("round", "reason", "refused")
+                index_of(index, -1, self.plan.rounds - 1)
+                raise RoundFailedError(index, code_of(reason), codes_of(refused, self.plan.sites))
             case _:
                 (kind,) = frame.values("kind")
                 raise RunFrameError(code_of(kind))
@@ -248,11 +247,6 @@ class RunRequestHandler:
             Progress(stage, index, sites_of(sites, self.plan.sites), codes_of(refused, self.plan.sites))
         )
         return "answer", {}
-
-    def _failure(self, frame: Frame) -> RoundFailedError:
-        index, reason, refused = frame.values("round", "reason", "refused")
-        index_of(index, -1, self.plan.rounds - 1)
-        return RoundFailedError(index, code_of(reason), codes_of(refused, self.plan.sites))
 
 
 def _slug(verdict: object) -> str:

@@ -2,8 +2,7 @@
 
 The protocol is `protos.secagg.member`'s, five exchanges a round; here it travels as Flower messages, and each masked
 vector goes through the same gate as any release before it counts. A round that fails after the sites have begun it
-ends the
-run: no site takes part twice in one sum (`protos.secagg.member`, last paragraph).
+ends the run: no site takes part twice in one sum (`protos.secagg.member`, last paragraph).
 """
 
 from __future__ import annotations

@@ -214,8 +214,10 @@ class Simulation:
         Raises:
             SimulationUnavailableError: there is no Ray.
         """
-        with Store(open_sqlite(self.folder / "ledger.db"), ORIGIN, Ed25519PrivateKey.generate(), _now) as store:
-            answers = VirtualClientApp(self.job, self.players, (_poor(self.policy), self.policy))
+        lines = (_POOR_EPSILON if s.startswith("epsilon ") else s for s in self.policy.splitlines())
+        poor, disk = "\n".join(lines), open_sqlite(self.folder / "ledger.db")  # the same with next to no budget
+        with Store(disk, ORIGIN, Ed25519PrivateKey.generate(), lambda: int(time.time())) as store:
+            answers = VirtualClientApp(self.job, self.players, (poor, self.policy))
             intake = AdmissionService.over(store, parse_policy(self.policy, "federation"))
             for index in range(self.players.sites):
                 intake.enrol(answers.site(index).enrolment())
@@ -317,15 +319,6 @@ class Simulation:
             price_seconds=round(self._marks.get("priced", rolled) - rolled, 1),
             peak_mb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
         )
-
-
-def _now() -> int:
-    return int(time.time())
-
-
-def _poor(policy: str) -> str:
-    """The same policy with next to no budget."""
-    return "\n".join(_POOR_EPSILON if line.startswith("epsilon ") else line for line in policy.splitlines())
 
 
 @contextmanager

@@ -28,7 +28,6 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Final, Self
 
 import httpx
@@ -113,16 +112,14 @@ class FlowerHost:
         until = time.monotonic() + _START_S
         while not self._server.started:
             if not self._thread.is_alive() or not time.monotonic() < until:
-                self.__exit__(None, None, None)
+                self.__exit__()
                 raise FlowerHostError("the SuperLink did not start")
             time.sleep(0.05)
         self._control = direct(ControlHttpClient.from_server_address(*self._way().args("flwr CLI")))
         self._end_open_runs()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         """Stop listening. A run that is being conducted ends with `RoundFailedError`."""
         self.stopping.set()
         if self._server is not None:
@@ -202,7 +199,8 @@ class FlowerHost:
         for run_id, run in self._control.ListRuns(asked).run_dict.items():
             if run.status.status != "finished":
                 self._control.StopRun(StopRunRequest(run_id=run_id))
-                self._purge(run_id)
+                with contextlib.suppress(httpx.HTTPError, ValueError):  # listed, what is left of it is dropped
+                    self._control.ListRuns(ListRunsRequest(run_id=run_id))
 
     def _way(self) -> LoopbackEndpoint:
         host, port = self.private
@@ -286,16 +284,10 @@ class FlowerHost:
         with contextlib.suppress(httpx.HTTPError, ValueError):
             self._end_open_runs(run_id)
 
-    def _purge(self, run_id: int) -> None:
-        """Make Flower drop what is left of a finished run, unread messages too: listing it does that."""
-        with contextlib.suppress(httpx.HTTPError, ValueError):
-            self._control.ListRuns(ListRunsRequest(run_id=run_id))
-
     def _claim(self, run_id: int) -> str:
         """The token of the run's ServerApp task. Tasks of other runs, if any, are ended unexecuted."""
         signer = SuperExecAuthHttpInterceptor(
-            master_secret=self._secret,
-            protected_methods=frozenset({"/flwr.proto.Runtime/AcquireTask"}),
+            master_secret=self._secret, protected_methods=frozenset({"/flwr.proto.Runtime/AcquireTask"})
         )
         args = self._way().args("SuperExec", signer)
         with direct(RuntimeHttpClient.from_server_address(*args)) as runtime:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import grpc
 from cryptography import x509
+from grpc import StatusCode
 
 from protos.common.errors import PeerError
 from protos.identity.certificates import OPERATOR, joining_site_of, returning_site_of, site_of
@@ -21,7 +21,7 @@ OPERATING: Final = "operator"
 class CallRejectedError(PeerError):
     """The call is over: a status, a text that the peer may read, and the rule by which it was turned away."""
 
-    def __init__(self, code: grpc.StatusCode, text: str, rule: str = "turned_away") -> None:
+    def __init__(self, code: StatusCode, text: str, rule: str = "turned_away") -> None:
         super().__init__(text)
         self.code, self.text, self.rule = code, text, rule
 
@@ -52,18 +52,18 @@ def peer_of(auth: Mapping[str, list[bytes]]) -> Peer:
         CallRejectedError: older TLS, no certificate, no or several names, or a name of no role.
     """
     if auth.get("ssl_tls_version") != [b"TLSv1.3"]:
-        raise CallRejectedError(grpc.StatusCode.UNAUTHENTICATED, "TLS 1.3 is required", "old_tls")
+        raise CallRejectedError(StatusCode.UNAUTHENTICATED, "TLS 1.3 is required", "old_tls")
     try:
         leaf = x509.load_pem_x509_certificate(auth["x509_pem_cert"][0])
         names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (KeyError, IndexError, ValueError, x509.ExtensionNotFound):
         raise CallRejectedError(
-            grpc.StatusCode.UNAUTHENTICATED, "a client certificate with a name is required", "no_name"
+            StatusCode.UNAUTHENTICATED, "a client certificate with a name is required", "no_name"
         ) from None
     uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     if len(uris) != 1:
         raise CallRejectedError(
-            grpc.StatusCode.UNAUTHENTICATED, "the certificate must bear exactly one URI name", "several_names"
+            StatusCode.UNAUTHENTICATED, "the certificate must bear exactly one URI name", "several_names"
         )
     number = f"{leaf.serial_number:x}"
     for role, of in ((AGENT, site_of), (JOINING, joining_site_of), (RETURNING, returning_site_of)):
@@ -72,7 +72,7 @@ def peer_of(auth: Mapping[str, list[bytes]]) -> Peer:
             return Peer(role, site, number, leaf)
     if uris[0] == OPERATOR:
         return Peer(OPERATING, "", number, leaf)
-    raise CallRejectedError(grpc.StatusCode.PERMISSION_DENIED, "this certificate is for nobody here", "no_role")
+    raise CallRejectedError(StatusCode.PERMISSION_DENIED, "this certificate is for nobody here", "no_role")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
+from grpc import StatusCode
 
 from coordinator.gateway.calls import (
     AGENT,
@@ -131,9 +132,9 @@ class _Crowd:
             CallRejectedError: one of them.
         """
         if not self.rates.take(name, now):
-            raise CallRejectedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls: slow down", "rate")
+            raise CallRejectedError(StatusCode.RESOURCE_EXHAUSTED, "too many calls: slow down", "rate")
         if not self.strikes.has(name, now):
-            raise CallRejectedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many refused calls: wait", "rate")
+            raise CallRejectedError(StatusCode.RESOURCE_EXHAUSTED, "too many refused calls: wait", "rate")
 
 
 def _crowd(strikes: float) -> _Crowd:
@@ -151,7 +152,7 @@ def _speaks(context: Any) -> None:
     try:
         agree(announced(context.invocation_metadata()), "agent")
     except NoCommonVersionError as error:
-        raise CallRejectedError(grpc.StatusCode.FAILED_PRECONDITION, str(error), "protocol") from None
+        raise CallRejectedError(StatusCode.FAILED_PRECONDITION, str(error), "protocol") from None
 
 
 def _name(peer: Peer) -> str:
@@ -165,13 +166,11 @@ def _message(raw: bytes, parse: Callable[[bytes], Any]) -> Any:
         CallRejectedError: they are too many, or no message of this method.
     """
     if not len(raw) <= MOST_BYTES + 4096:
-        raise CallRejectedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "the message is too large", "too_large")
+        raise CallRejectedError(StatusCode.RESOURCE_EXHAUSTED, "the message is too large", "too_large")
     try:
         return parse(raw)
     except Exception:  # noqa: BLE001 - whatever the parser says of it, it is not one
-        raise CallRejectedError(
-            grpc.StatusCode.INVALID_ARGUMENT, "the bytes are not a message", "bad_message"
-        ) from None
+        raise CallRejectedError(StatusCode.INVALID_ARGUMENT, "the bytes are not a message", "bad_message") from None
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
@@ -265,19 +264,19 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
 
     def _final_status(
         self, method: str, peer: Peer | None, fault: BaseException, context: Any
-    ) -> tuple[grpc.StatusCode, str]:
+    ) -> tuple[StatusCode, str]:
         """Code and text for the peer of a call that failed, whatever fails on the way."""
         try:
             if isinstance(fault, CallRejectedError):
                 self._turn(method, peer, fault)
                 return fault.code, fault.text.encode("utf-8", "replace").decode()
             if not context.is_active():  # the peer hung up, and gRPC said so by an exception in the middle of things
-                return grpc.StatusCode.CANCELLED, "the stream broke off"
+                return StatusCode.CANCELLED, "the stream broke off"
             incident = secrets.token_hex(4)
             self._log.error("incident", call=method, incident=incident, fault=type(fault).__name__)
         except Exception:  # noqa: BLE001 - the log, or the guard itself: there is nobody left to tell
-            return grpc.StatusCode.INTERNAL, "the call failed, and the coordinator cannot log why"
-        return grpc.StatusCode.INTERNAL, f"incident {incident}: see the coordinator's log"
+            return StatusCode.INTERNAL, "the call failed, and the coordinator cannot log why"
+        return StatusCode.INTERNAL, f"incident {incident}: see the coordinator's log"
 
     def _turn(self, method: str, peer: Peer | None, turned: CallRejectedError) -> None:
         """Count a refusal, and write it down in the log and, within patience, in the ledger."""
@@ -348,10 +347,8 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         """What speaks against this certificate at this moment, for this method if one is named."""
         now = dt.datetime.now(dt.UTC)
         if not peer.leaf.not_valid_before_utc <= now <= peer.leaf.not_valid_after_utc:
-            return PeerCertificateError(
-                grpc.StatusCode.UNAUTHENTICATED, "the certificate is not valid now", "expired"
-            )
-        denied = grpc.StatusCode.PERMISSION_DENIED
+            return PeerCertificateError(StatusCode.UNAUTHENTICATED, "the certificate is not valid now", "expired")
+        denied = StatusCode.PERMISSION_DENIED
         if peer.role == AGENT and not self._admits(peer.site, peer.number):
             return PeerCertificateError(denied, "this certificate was revoked, or was never issued", "revoked")
         if method and ROLES[method] != peer.role:
@@ -368,7 +365,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         with self._mutex:
             mine = self._calls.setdefault(_name(call.peer), set())
             if not len(mine) < AT_ONCE:
-                raise CallRejectedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once", "busy")
+                raise CallRejectedError(StatusCode.RESOURCE_EXHAUSTED, "too many calls at once", "busy")
             mine.add(call)
         return call
 
@@ -393,9 +390,9 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
                     raise
             if self._patience.ended(call):  # a slow line is no offence
                 raise CallRejectedError(
-                    grpc.StatusCode.DEADLINE_EXCEEDED, "the call's message did not come in time", "silent"
+                    StatusCode.DEADLINE_EXCEEDED, "the call's message did not come in time", "silent"
                 )
-        raise CallRejectedError(grpc.StatusCode.INVALID_ARGUMENT, "this call needs one message", "bad_message")
+        raise CallRejectedError(StatusCode.INVALID_ARGUMENT, "this call needs one message", "bad_message")
 
     def _each(self, call: Call, raws: Iterator[bytes], parse: Callable[[bytes], Any]) -> Iterator[Any]:
         """Each message, when it is not too large, is one, and the peer is still welcome."""

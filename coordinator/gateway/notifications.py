@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import grpc
+from grpc import StatusCode
 
 from coordinator.gateway.calls import Call, CallRejectedError
 from protos.v1 import gateway_pb2
@@ -61,9 +61,7 @@ class Sessions:
         line, site = _Line(), call.peer.site
         with self._mutex:
             if site not in self._lines and not len(self._lines) < MOST:
-                raise CallRejectedError(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions: go on without one", "busy"
-                )
+                raise CallRejectedError(StatusCode.RESOURCE_EXHAUSTED, "too many sessions: go on without one", "busy")
             before, self._lines[site] = self._lines.get(site), line
             if before is None:
                 self._seen[site] = Presence(True, self._clock())

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-import grpc
+from grpc import StatusCode
 
 from coordinator.gateway.calls import Call, CallRejectedError
 
@@ -30,7 +30,7 @@ class SiteQuota:
         with self._mutex:
             if not self._taken[site] < self._most:
                 raise CallRejectedError(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED, "too many uploads of this site at once", "busy"
+                    StatusCode.RESOURCE_EXHAUSTED, "too many uploads of this site at once", "busy"
                 )
             self._taken[site] += 1
         try:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
 
 from coordinator.federation.events import Event
-from coordinator.federation.job import Job, JobError
+from coordinator.federation.job import FEDAVG, Job, JobError
 from coordinator.federation.run_manager import RunManager
 from protos.v1 import gateway_pb2
+
+_TOLD: Final = ("site", "fits", "epsilon", "delta", "amount", "left", "reason")  # of a site's cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +30,7 @@ class Operations:
             costs, decision = self.runs.plan(_job(request))
         except JobError as error:
             return gateway_pb2.PlanReply(refused=str(error))
-        sites = [
-            gateway_pb2.SiteCost(
-                site=c.site,
-                fits=c.fits,
-                epsilon=c.epsilon,
-                delta=c.delta,
-                amount=c.amount,
-                left=c.left,
-                reason=c.reason,
-            )
-            for c in costs
-        ]
+        sites = [gateway_pb2.SiteCost(**{name: getattr(c, name) for name in _TOLD}) for c in costs]
         return gateway_pb2.PlanReply(sites=sites, refused="" if decision.go else decision.reason)
 
     def watch(self, run: str) -> Iterator[Any]:
@@ -65,25 +56,14 @@ def _job(request: Any) -> Job:
         config = request.config.decode()
     except UnicodeDecodeError:
         raise JobError("the configuration is not text") from None
-    return Job(
-        run=request.run,
-        mechanism=request.mechanism,
-        config=config,
-        parameters=request.parameters,
-        sites=tuple(request.sites),
-        rounds=request.rounds,
-        min_sites=request.min_sites,
-        strategy=request.strategy or '{"name":"fedavg"}',
-        all_or_none=request.all_or_none,
-        secure=request.secure,
-    )
+    given = {f.name: getattr(request, f.name) for f in fields(Job)}
+    more = {"config": config, "sites": tuple(request.sites), "strategy": request.strategy or FEDAVG}
+    return Job(**{**given, **more})
 
 
 def _events(run: str, act: Callable[[], Iterator[Event]]) -> Iterator[Any]:
     try:
         for e in act():
-            yield gateway_pb2.RoundEvent(
-                run=e.run, round=e.round, state=e.state, sites=list(e.sites), reason=e.reason
-            )
+            yield gateway_pb2.RoundEvent(**asdict(e))
     except JobError as error:
         yield gateway_pb2.RoundEvent(run=run, state="failed", reason=str(error))

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import grpc
+from grpc import StatusCode
 
 from coordinator.admission import LedgerRollbackError, RequestRejectedError
 from coordinator.enrolment.authority import JoinError
@@ -114,7 +114,7 @@ class Service(GatewayServicer):
         seen = self._compared(lambda key: self.at.site_heads.seen(site, key), site)
         if seen and announced(call.context.invocation_metadata()).newest < HEADS:
             raise CallRejectedError(
-                grpc.StatusCode.FAILED_PRECONDITION,
+                StatusCode.FAILED_PRECONDITION,
                 "this site has shown the head of its own ledger, and this agent is too old to show it: "
                 "upgrade this site's agent",
                 "protocol",
@@ -137,7 +137,7 @@ class Service(GatewayServicer):
         try:
             return act(self.store.state.sites[site].sign_key)
         except BadHeadError as error:
-            raise CallRejectedError(grpc.StatusCode.PERMISSION_DENIED, str(error), "bad_head") from None
+            raise CallRejectedError(StatusCode.PERMISSION_DENIED, str(error), "bad_head") from None
         except SiteTurnedBackError as error:
             raise self._behind(site, str(error)) from None
 
@@ -145,7 +145,7 @@ class Service(GatewayServicer):
         self.at.log.error("site_turned_back", site=site)
         key = self.store.state.sites[site].sign_key
         self.at.site_heads.tell(site, key, lambda: self.guard.report(site, "turned_back"))
-        return CallRejectedError(grpc.StatusCode.PERMISSION_DENIED, why, "turned_back")
+        return CallRejectedError(StatusCode.PERMISSION_DENIED, why, "turned_back")
 
     def _judged(self, call: Call, request: Any) -> None:
         """Each call that could release a patient brings the head along, and is judged by it, once one is kept.
@@ -194,7 +194,7 @@ class Service(GatewayServicer):
             self.store.stop()
             self.at.log.error("rolled_back", site=site)
             raise CallRejectedError(
-                grpc.StatusCode.UNAVAILABLE, "the ledger is behind what this site has seen", "rolled_back"
+                StatusCode.UNAVAILABLE, "the ledger is behind what this site has seen", "rolled_back"
             ) from None
 
     def Reserve(self, request: Any, call: Call) -> Any:
@@ -278,23 +278,19 @@ class Service(GatewayServicer):
             if first is None and self._patience.ended(call):
                 return gateway_pb2.UploadReply()  # to nobody: a slow line is no offence
             if first is None or first.WhichOneof("part") != "upload":
-                raise CallRejectedError(
-                    grpc.StatusCode.INVALID_ARGUMENT, "the first part names the upload", "bad_upload"
-                )
+                raise CallRejectedError(StatusCode.INVALID_ARGUMENT, "the first part names the upload", "bad_upload")
             try:
                 for part in parts:
                     go_on()
                     if part.WhichOneof("part") != "chunk":
-                        raise CallRejectedError(
-                            grpc.StatusCode.INVALID_ARGUMENT, "a chunk was expected", "bad_upload"
-                        )
+                        raise CallRejectedError(StatusCode.INVALID_ARGUMENT, "a chunk was expected", "bad_upload")
                     self.at.uploads.put(site, first.upload, part.chunk.index, part.chunk.data)
                     accepted += 1
                 self.at.uploads.sync(site, first.upload)
             except UploadError as refusal:
                 if not refusal.lasting:
                     raise _passing(refusal) from None
-                raise CallRejectedError(grpc.StatusCode.INVALID_ARGUMENT, refusal.detail, refusal.rule) from None
+                raise CallRejectedError(StatusCode.INVALID_ARGUMENT, refusal.detail, refusal.rule) from None
         return gateway_pb2.UploadReply(accepted=accepted)
 
     def Submit(self, request: Any, call: Call) -> Any:
@@ -314,7 +310,7 @@ class Service(GatewayServicer):
         # it was not the processor's time that ran out: no file's fault, and no verdict
         if Finding("sandbox", "wall time") in found:
             raise CallRejectedError(
-                grpc.StatusCode.FAILED_PRECONDITION, "the coordinator is too busy to look into it", "busy"
+                StatusCode.FAILED_PRECONDITION, "the coordinator is too busy to look into it", "busy"
             )
         if not self._admits(call.peer.site, call.peer.number):
             found.append(Finding("revoked", "the certificate was revoked meanwhile"))
@@ -364,9 +360,7 @@ class Service(GatewayServicer):
                 go_on()
             yield part
         if said and self._patience.ended(call):  # a slow line is no offence
-            raise CallRejectedError(
-                grpc.StatusCode.DEADLINE_EXCEEDED, "the call's parts did not come in time", "silent"
-            )
+            raise CallRejectedError(StatusCode.DEADLINE_EXCEEDED, "the call's parts did not come in time", "silent")
 
     def Join(self, request: Any, call: Call) -> Any:
         """A hospital's signed request to take part, or a query for its state."""
@@ -374,17 +368,9 @@ class Service(GatewayServicer):
             state = self.at.authority.join(call.peer.site, call.peer.leaf, request.envelope)
         except _IN_WORDS as refusal:
             self.at.log.warning("join_refused", site=call.peer.site, fault=type(refusal).__name__)
-            raise CallRejectedError(grpc.StatusCode.FAILED_PRECONDITION, str(refusal)[:500], "join") from None
+            raise CallRejectedError(StatusCode.FAILED_PRECONDITION, str(refusal)[:500], "join") from None
         self.at.log.info("join", site=call.peer.site, state=state.state)
-        return gateway_pb2.JoinReply(
-            state=state.state,
-            fingerprint=state.fingerprint,
-            waiting_certificate=state.waiting_certificate,
-            certificate=state.certificate,
-            policy=state.policy,
-            ledger_key=state.ledger_key,
-            returning_certificate=state.returning_certificate,
-        )
+        return gateway_pb2.JoinReply(**asdict(state))
 
     def Renew(self, request: Any, call: Call) -> Any:
         """A fresh certificate for a fresh key."""
@@ -401,7 +387,7 @@ class Service(GatewayServicer):
         try:
             chain, returning = ask()
         except _IN_WORDS as refusal:
-            raise CallRejectedError(grpc.StatusCode.FAILED_PRECONDITION, str(refusal)[:500], rule) from None
+            raise CallRejectedError(StatusCode.FAILED_PRECONDITION, str(refusal)[:500], rule) from None
         self.at.log.info("renewed", site=call.peer.site)
         return gateway_pb2.RenewReply(certificate=chain, returning_certificate=returning)
 
@@ -434,14 +420,7 @@ class Service(GatewayServicer):
     def Enrolments(self, request: Any, call: Call) -> Any:
         """Operators: list invitations and pending approvals."""
         found = self._managed(self.at.authority.enrolments)
-        return gateway_pb2.EnrolmentsReply(
-            pending=[
-                gateway_pb2.Pending(
-                    site=p.site, state=p.state, fingerprint=p.fingerprint, digest=p.digest, until=p.until
-                )
-                for p in found
-            ]
-        )
+        return gateway_pb2.EnrolmentsReply(pending=[gateway_pb2.Pending(**asdict(p)) for p in found])
 
     def Approve(self, request: Any, call: Call) -> Any:
         """Operators: hand in persons' sealed approvals; when two roles agree, the site is enrolled."""
@@ -453,7 +432,7 @@ class Service(GatewayServicer):
     def Revoke(self, request: Any, call: Call) -> Any:
         """Operators: put a certificate, or a whole site, on the deny-list; its open calls end at once."""
         if not ID.fullmatch(request.reason):
-            raise CallRejectedError(grpc.StatusCode.INVALID_ARGUMENT, "a reason is one short word", "bad_reason")
+            raise CallRejectedError(StatusCode.INVALID_ARGUMENT, "a reason is one short word", "bad_reason")
         self._managed(lambda: self.at.authority.revoke(request.site, request.certificate, request.reason))
         ended = self.guard.close_calls(request.site)
         self.at.log.warning("revoked", site=request.site, rule=request.reason, seq=ended)
@@ -464,7 +443,7 @@ class Service(GatewayServicer):
         try:
             return act()
         except (*_IN_WORDS, *_TO_OPERATORS) as refusal:
-            raise CallRejectedError(grpc.StatusCode.FAILED_PRECONDITION, str(refusal)[:500], "managed") from None
+            raise CallRejectedError(StatusCode.FAILED_PRECONDITION, str(refusal)[:500], "managed") from None
 
     def _decide(self, site: str, act: Callable[[], Verdict]) -> Verdict:
         """However it is refused, the peer's refusals are counted: each is an entry, and must not flood the ledger."""
@@ -497,12 +476,12 @@ class Service(GatewayServicer):
 
 def _to_be_shown(why: str) -> CallRejectedError:
     """A greeting says what is kept, and shows it; then the call is made again. The status is this refusal's alone."""
-    return CallRejectedError(grpc.StatusCode.OUT_OF_RANGE, why, "not_shown")
+    return CallRejectedError(StatusCode.OUT_OF_RANGE, why, "not_shown")
 
 
 def _passing(refusal: UploadError) -> CallRejectedError:
     """Offer it again: what was there is gone, not complete, or there is no room now."""
-    return CallRejectedError(grpc.StatusCode.FAILED_PRECONDITION, refusal.detail, "busy")
+    return CallRejectedError(StatusCode.FAILED_PRECONDITION, refusal.detail, "busy")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import datetime as dt
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -92,8 +92,10 @@ def backup(home: CoordinatorDirectory, out: Path, passphrase: str = "") -> Backu
                 head, entries = _head(disk, home)
                 writer.add(EXPORT, export(disk, ORIGIN, key, Witnesses(home.witnesses).notes()))
         else:
-            with _said():
+            try:
                 consistent_snapshot([(home.ledger, writer.path("ledger.db"))])
+            except SnapshotError as error:
+                raise CoordinatorConfigError(f"the backup failed: {error}") from None
             writer.took("ledger.db")
             with contextlib.closing(open_read_only(writer.part / "ledger.db")) as disk:
                 form, (head, entries) = disk.form(), _head(disk, home)
@@ -140,15 +142,6 @@ def _settings(home: CoordinatorDirectory) -> list[Path]:
     return [path for path in paths if path.suffix == ".toml" and path.is_file() and not path.is_symlink()]
 
 
-@contextlib.contextmanager
-def _said() -> Iterator[None]:
-    """Faults of the copying, in words for the operator."""
-    try:
-        yield
-    except SnapshotError as error:
-        raise CoordinatorConfigError(f"the backup failed: {error}") from None
-
-
 def _head(disk: LedgerBackend, home: CoordinatorDirectory) -> tuple[str, int]:
     """The signed head and its size; all entries were read, and are what was committed."""
     head = disk.head()
@@ -181,8 +174,7 @@ def restore(
         :mod:`policies.audit.restore_losses`.
     Raises:
         CoordinatorConfigError, BackupError, KeyFileError: it cannot be used, the keys are others, or the export is of
-        no ledger
-            that begins with the backup's entries; nothing was written.
+            no ledger that begins with the backup's entries; nothing was written.
         LedgerUnsoundError, SchemaVersionError: the ledger in it cannot be used.
     """
     if root.exists() and (not root.is_dir() or any(root.iterdir())):

@@ -22,6 +22,7 @@ from coordinator.pools.selection import AdmittedRelease, Budget, Cost, LeftOut, 
 from policies.accounting.claims import RELATION, UNIT
 from policies.accounting.rounding import epsilon_text, format_rounded_up
 from policies.statements import claim_json
+from protos.common.text import printable
 
 CONFORMS_TO: Final = "http://mlcommons.org/croissant/1.0"
 CONTEXT: Final[Mapping[str, Any]] = MappingProxyType(
@@ -147,10 +148,10 @@ class PoolReport:
     shards: tuple[File, ...]
 
 
-def croissant(report: PoolReport, card: Card, index: File) -> dict[str, Any]:
-    """The pool as a Croissant 1.0 dataset: shards, the images in them, the index, and records of both joined."""
+def _dataset(card: Card, promised: str, distribution: list[Any], records: list[Any]) -> dict[str, Any]:
+    """A Croissant 1.0 dataset: what the operator says of it, what is promised to patients, its files and records."""
     texts = {"license": card.license, "citeAs": card.cite_as, "url": card.url, "datePublished": card.published}
-    document = {
+    return {
         "@context": dict(CONTEXT),
         "@type": "sc:Dataset",
         "conformsTo": CONFORMS_TO,
@@ -159,23 +160,63 @@ def croissant(report: PoolReport, card: Card, index: File) -> dict[str, Any]:
         "version": card.version,
         **{name: text for name, text in texts.items() if text},
         **({"creator": {"@type": "sc:Organization", "name": card.creator}} if card.creator else {}),
-        "rai:personalSensitiveInformation": OVERLAP,
-        "distribution": [
-            *(file_object(shard, "application/x-tar") for shard in report.shards),
-            {
-                "@type": "cr:FileSet",
-                "@id": "images",
-                "name": "images",
-                "description": "The images inside the shards.",
-                "containedIn": [{"@id": shard.name} for shard in report.shards],
-                "encodingFormat": "image/png",
-                "includes": "*.png",
-            },
-            file_object(index, "application/jsonlines"),
-        ],
-        "recordSet": [_records(index)],
+        "rai:personalSensitiveInformation": promised,
+        "distribution": distribution,
+        "recordSet": records,
     }
-    return document
+
+
+def croissant(report: PoolReport, card: Card, index: File) -> dict[str, Any]:
+    """The pool as a Croissant 1.0 dataset: shards, the images in them, the index, and records of both joined."""
+    images = {
+        "@type": "cr:FileSet",
+        "@id": "images",
+        "name": "images",
+        "description": "The images inside the shards.",
+        "containedIn": [{"@id": shard.name} for shard in report.shards],
+        "encodingFormat": "image/png",
+        "includes": "*.png",
+    }
+    shards = [file_object(shard, "application/x-tar") for shard in report.shards]
+    distribution = [*shards, images, file_object(index, "application/jsonlines")]
+    return _dataset(card, OVERLAP, distribution, [_records(index)])
+
+
+def croissant_of_set(card: Card, archive: File, promised: str) -> dict[str, Any]:
+    """One admitted set of images as a Croissant 1.0 dataset: the shard, and in it each image and its label.
+
+    Args:
+        card: what the operator says of it.
+        archive: the artifact itself.
+        promised: what is promised to the patients, in the words of its level.
+    """
+
+    def inside(name: str, includes: str, encoding: str, text: str) -> dict[str, Any]:
+        names = {"@type": "cr:FileSet", "@id": name, "name": name, "description": text}
+        return {**names, "containedIn": {"@id": archive.name}, "encodingFormat": encoding, "includes": includes}
+
+    def records(name: str, what: str, kind: str, text: str) -> dict[str, Any]:
+        def field(part: str, data: str, words: str, source: Mapping[str, Any]) -> dict[str, Any]:
+            names = {"@type": "cr:Field", "@id": f"{name}/{part}", "name": part, "description": words}
+            return {**names, "dataType": data, "source": {"fileSet": {"@id": name}, **source}}
+
+        stem = {"extract": {"fileProperty": "filename"}, "transform": {"regex": STEM}}
+        fields = [
+            field("key", "sc:Text", "The sample's number.", stem),
+            field(what, kind, text, {"extract": {"fileProperty": "content"}}),
+        ]
+        names = {"@type": "cr:RecordSet", "@id": f"{name}-records", "name": f"{name}-records"}
+        return {**names, "key": {"@id": f"{name}/key"}, "field": fields}
+
+    labels = records("labels", "label", "sc:Text", "The label that the hospital gave the image of the same number.")
+    images = records("images", "image", "sc:ImageObject", "A synthetic image, 8 bits a channel.")
+    images["field"][0]["references"] = {"field": {"@id": "labels/key"}}
+    distribution = [
+        file_object(archive, "application/x-tar"),
+        inside("images", "*.png", "image/png", "The images."),
+        inside("labels", "*.txt", "text/plain", "The label of each."),
+    ]
+    return _dataset(card, promised, distribution, [images, labels])
 
 
 def file_object(file: File, encoding: str) -> dict[str, Any]:
@@ -309,12 +350,12 @@ def _words(report: PoolReport) -> list[str]:
     if "k" in kinds:
         lines += [
             "- **k**: every image stands for at least so many different patients of one hospital, none of whom is "
-            "told apart from the others by it. It limits what one set says, not what two sets say together.",
+            "told apart from the others by it. It limits what one set says, not what two sets say together."
         ]
     if "rdp" in kinds:
         lines += [
             "- **epsilon, delta**: whatever is learned from the release is at most e^epsilon times as likely with a "
-            "patient as without, but for a chance of delta. Smaller is stronger; releases add up.",
+            "patient as without, but for a chance of delta. Smaller is stronger; releases add up."
         ]
     if nothing:
         lines += ["- Some releases promise nothing: what was tested stands with each of them, and there is no bound."]
@@ -385,7 +426,7 @@ def _use(report: PoolReport, card: Card) -> list[str]:
 
 def _plain(text: str) -> str:
     """A text that is no markup and no control character."""
-    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", "".join(c if c.isprintable() else "?" for c in text))
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", printable(text))
 
 
 def _code(text: str) -> str:

@@ -99,9 +99,8 @@ def perceptual_hash(image: NDArray[np.uint8]) -> int:
     """A 64-bit perceptual hash of an (h, w) or (h, w, 3) image: signs of its lowest DCT coefficients.
 
     The DCT hash that pHash made common (Zauner 2010, section 3.2.1): 32 x 32 pixels, the lowest 8 x 8 coefficients,
-    each against their median.
-    The constant one is not compared, so brightness has no say. For a report: it finds copies that were scaled or
-    re-encoded, and its silence proves nothing.
+    each against their median. The constant one is not compared, so brightness has no say. For a report: it finds
+    copies that were scaled or re-encoded, and its silence proves nothing.
     """
     small = Image.fromarray(image).convert("L").resize((_SIDE, _SIDE), Image.Resampling.BOX)
     low = _COSINES @ np.asarray(small, np.float64) @ _COSINES.T

@@ -119,16 +119,14 @@ def _row(folder: Path, ledger: PoolLedger) -> ReleaseRow:
     try:
         source = source_of(ledger, name, envelope_of(folder))
     except PoolRefusedError as refusal:
-        return ReleaseRow(name, "", "", "", "", {}, None, None, None, 0, *_absent(folder, str(refusal)))
+        gone = "missing", "the ledger admitted it, but its file is missing"
+        found = ("refused", str(refusal)) if folder.exists() else gone
+        return ReleaseRow(name, "", "", "", "", {}, None, None, None, 0, *found)
     holds, why = _holds(folder, source)
     return ReleaseRow(
         name, source.site, source.mechanism, source.level, source.modality, claim_json(source.claim), source.k,
         source.epsilon, source.delta, source.at, holds, why,
     )  # fmt: skip
-
-
-def _absent(folder: Path, why: str) -> tuple[str, str]:
-    return ("refused", why) if folder.exists() else ("missing", "the ledger admitted it, but its file is missing")
 
 
 def _holds(folder: Path, source: AdmittedRelease) -> tuple[str, str]:
@@ -199,15 +197,15 @@ def export_pool(
         out: a directory that does not exist yet.
     Raises:
         PoolRefusedError: nothing to pool, a tampered release, modalities or shapes that differ and were not asked
-        for, a
-            directory in the way, a full disk. Nothing is left behind at ``out``.
+            for, a directory in the way, a full disk. Nothing is left behind at ``out``.
     """
     options = options or Options()
     if out.exists():  # before an hour of reading; looked at again when it is made
         raise PoolRefusedError(f"{out.name} exists already: name a new directory")
     kept, left = gather(home, ledger, wanted)
     if not kept:
-        raise PoolRefusedError("no admitted release fits: " + (_reasons(left) or "the release store is empty"))
+        reasons = ", ".join(f"{n} x {rule}" for rule, n in sorted(Counter(x.rule for x in left).items()))
+        raise PoolRefusedError(f"no admitted release fits: {reasons or 'the release store is empty'}")
     _same("modality", {s.modality for s in kept}, wanted)
     kept, pictures, odd = _read(home, kept, progress)
     left += odd
@@ -243,10 +241,6 @@ def _read(
             kept.append(source)
             pictures += found
     return kept, pictures, left
-
-
-def _reasons(left: Sequence[LeftOut]) -> str:
-    return ", ".join(f"{n} x {rule}" for rule, n in sorted(Counter(x.rule for x in left).items()))
 
 
 def _same(what: str, values: set[str], wanted: SelectionCriteria) -> None:
@@ -324,10 +318,10 @@ def _report(
 
 def _write_card(part: Path, plan: Plan, report: PoolReport, card: Card) -> None:
     """What stands beside the shards; the sums come last."""
-    index = b"".join(
-        canonical({**_entry(json.loads(plan.text(i))), "cls": plan.classes[s.first.label]}) + b"\n"
-        for i, (_, s) in enumerate(plan.samples)
-    )
+    names = ("key", "label", "site", "release", "mechanism", "level", "modality", "pixels_sha256")
+    samples = ((json.loads(plan.text(i)), s.first.label) for i, (_, s) in enumerate(plan.samples))
+    entries = ({**{name: said[name] for name in names}, "cls": plan.classes[label]} for said, label in samples)
+    index = b"".join(canonical(entry) + b"\n" for entry in entries)
     listed = File("index.jsonl", len(index), hashlib.sha256(index).hexdigest())
     described = croissant(report, card, listed)
     texts = {
@@ -341,8 +335,3 @@ def _write_card(part: Path, plan: Plan, report: PoolReport, card: Card) -> None:
         sums[name] = hashlib.sha256(body).hexdigest()
         replace_file(part / name, body)
     replace_file(part / "SHA256SUMS", "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)).encode())
-
-
-def _entry(sample: dict[str, Any]) -> dict[str, Any]:
-    names = ("key", "label", "site", "release", "mechanism", "level", "modality", "pixels_sha256")
-    return {name: sample[name] for name in names}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,8 +90,7 @@ def average_runs(
         weights: one for each name, positive; equal ones if not given. They are printed in the certificate.
     Raises:
         PoolRefusedError: a model that the ledger does not know, or not with these bytes; weights out of bounds;
-        models of
-            different architectures; a full disk. Nothing is left behind at ``out``.
+            models of different architectures; a full disk. Nothing is left behind at ``out``.
     """
     shares = shares_of(names, weights)
     paid: list[AdmittedRelease] = []
@@ -175,10 +174,7 @@ class Averaged:
 
 
 def average_models(
-    paths: Sequence[Path],
-    shares: Sequence[float],
-    out: Path,
-    progress: Progress = lambda _what, _done, _of: None,
+    paths: Sequence[Path], shares: Sequence[float], out: Path, progress: Progress = lambda _what, _done, _of: None
 ) -> Averaged:
     """The weighted average of strict safetensors files, tensor by tensor.
 
@@ -212,15 +208,11 @@ def average_models(
                 block = _mean(parts, shares, tensor)
                 made.update(block)
                 target.write(block)
-        _finish(target)
+        target.flush()
+        os.fsync(target.fileno())
     size = len(header) + architecture.nbytes
     digests = tuple(hasher.hexdigest() for hasher in read)
     return Averaged(made.hexdigest(), size, len(architecture.tensors), architecture.digest(), digests)
-
-
-def _finish(target: BinaryIO) -> None:
-    target.flush()
-    os.fsync(target.fileno())
 
 
 @contextmanager

@@ -13,10 +13,9 @@ from policies.accounting.rdp import epsilon_of
 _WHOLE = (
     "A budget is for the whole life of a hospital's data, whatever the project. It is held before an image is read, "
     "and a crash never gives it back. Shares are of what the Rényi filter lets through, which adds up; epsilon "
-    "itself "
-    "does not. What is used is rounded up. The promise to rely on, whatever comes next, is the whole budget. Where "
-    "hospitals shared their noise (level A*), every epsilon of the account that paid stands on what the release's "
-    "certificate assumes of them."
+    "itself does not. What is used is rounded up. The promise to rely on, whatever comes next, is the whole budget. "
+    "Where hospitals shared their noise (level A*), every epsilon of the account that paid stands on what the "
+    "release's certificate assumes of them."
 )
 
 
@@ -28,14 +27,11 @@ def burn_down(inputs: ReportInputs) -> Document:
     sections += [_account(inputs, account, history[account["account"]]) for account in accounts]
     if not accounts:
         sections.append(Section("Accounts", (Text("No hospital has a budget yet."),)))
-    told = [{**a, "history": [_moment(*m) for m in history[a["account"]]]} for a in accounts]
+    keys = ("at", "spent", "held", "limit")
+    told = [{**a, "history": [dict(zip(keys, m, strict=True)) for m in history[a["account"]]]} for a in accounts]
     data = {**UNIT_OF, "accounts": told}
     summary = f"{count(len(accounts), 'account')} of {count(count_of, 'hospital')}."
     return Document("burn-down", "How the privacy budgets were used", summary, tuple(sections), inputs.source, data)
-
-
-def _moment(at: int, spent: int, held: int, limit: int) -> dict[str, int]:
-    return {"at": at, "spent": spent, "held": held, "limit": limit}
 
 
 def _share(part: int, limit: int) -> float:

@@ -18,15 +18,14 @@ from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.pools.datasheet import Card, File
+from coordinator.pools.datasheet import Card, File, croissant_of_set
 from coordinator.pools.selection import PoolRefusedError
 from coordinator.reports import budgets, certificates, disclosure, dp_registry, gdpr, model_cards, refusals, sp800_226
-from coordinator.reports.croissant import croissant_of_set
 from coordinator.reports.document import Document, ReportError, as_json, as_markdown
 from coordinator.reports.html_renderer import as_html
 from coordinator.reports.overview import overview, views
 from coordinator.reports.pdf_renderer import as_pdf
-from coordinator.reports.report_inputs import Item, ReportInputs, books_of, particulars_from
+from coordinator.reports.report_inputs import Item, Particulars, ReportInputs, books_of
 from coordinator.storage.directory import ORIGIN, CoordinatorDirectory, look_at_ledger
 from coordinator.storage.witness_store import Witnesses
 from policies.audit.certificate import ATTACHED, PAYLOAD, pdf_signature
@@ -34,6 +33,7 @@ from policies.audit.verifier_archive import archive, zip_bytes
 from policies.ledger.store import export
 from policies.statements import ID
 from protos.common.dsse import pae, seal
+from protos.operations import toml_file
 
 _MEDIA: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -155,15 +155,8 @@ def snapshot(home: CoordinatorDirectory, now: dt.datetime) -> tuple[bytes, Repor
     """
     with contextlib.closing(look_at_ledger(home)) as disk:
         raw = export(disk, ORIGIN, home.ledger_key(), Witnesses(home.witnesses).notes())
-    try:
-        filled = particulars_from((home.root / "particulars.toml").read_text())
-    except FileNotFoundError:
-        filled = None
+    filled = toml_file.read(home.root / "particulars.toml", Particulars, ReportError)
     return raw, books_of(raw, home.policy_text(), now, filled)
-
-
-def _unheard(_what: str) -> None:
-    """Nobody watches."""
 
 
 def make(
@@ -173,7 +166,7 @@ def make(
     release: str,
     now: dt.datetime,
     *,
-    step: Callable[[str], None] = _unheard,
+    step: Callable[[str], None] = lambda _what: None,
 ) -> ReportFile:
     """One report in one form.
 
@@ -209,7 +202,7 @@ def overview_html(
     measured: Mapping[str, Any] | None,
     now: dt.datetime,
     *,
-    step: Callable[[str], None] = _unheard,
+    step: Callable[[str], None] = lambda _what: None,
 ) -> bytes:
     """The overview as HTML: the entire ledger, every stored release, and its evaluations.
 

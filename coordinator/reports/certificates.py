@@ -55,24 +55,26 @@ def revocations(item: Item) -> tuple[Text, ...]:
     return tuple(Text(f"{text[0].upper()}{text[1:]}.", "warn") for text in told)
 
 
+def promise(item: Item) -> tuple[Block, ...]:
+    """What is promised to patients, on what it stands, and what of it was tested or tried."""
+    title, plain = level_words(item.level)
+    given, tried = item.facts["assumption"], ", ".join(str(k) for k in item.parts[0]["k_tried"])
+    rows = [("Level", f"{item.level}: {title}"), ("In words", plain), ("Promise", item.claim)]
+    rows += [("Strength", item.strength.removesuffix(f"; {given}"))]
+    rows += [("Assumption", given)] if given else []
+    rows += [("Tried", f"group sizes tried on the patients before one was chosen: {tried}")] if tried else []
+    rows += [("Tested", f"{item.tested}, as the hospital's statement says")] if item.tested else []
+    return (Text(item.meaning, "claim"), *revocations(item), Facts(tuple(rows)))
+
+
 def as_document(inputs: ReportInputs, item: Item) -> Document:
     """The certificate for people."""
-    title, plain = level_words(item.level)
     what = "Model" if item.facts["kind"] == "model" else "Release"
-    promised: list[tuple[str, str]] = [("Level", f"{item.level}: {title}"), ("In words", plain)]
-    given = item.facts["assumption"]
-    promised += [("Promise", item.claim), ("Strength", item.strength.removesuffix(f"; {given}"))]
-    promised += [("Assumption", given)] if given else []
-    tried = ", ".join(str(k) for k in item.parts[0]["k_tried"])
-    promised += [("Tried", f"group sizes tried on the patients before one was chosen: {tried}")] if tried else []
-    promised += [("Tested", f"{item.tested}, as the hospital's statement says")] if item.tested else []
     sections = (
         Section(
             "What is certified",
             (
-                Text(item.meaning, "claim"),
-                *revocations(item),
-                Facts(tuple(promised)),
+                *promise(item),
                 Text(
                     "Nothing stronger may be said of it, and no finding is made that it is not personal data.", "note"
                 ),
@@ -106,7 +108,7 @@ def _about(item: Item) -> tuple[Block, ...]:
                 p["site"],
                 str(p["entry"]),
                 p["level"],
-                "none" if not p["epsilon"] else _epsilon(p["epsilon"]),
+                _epsilon(p["epsilon"]) if p["epsilon"] else "none",
                 p["statement_sha256"],
             )
             for p in item.parts

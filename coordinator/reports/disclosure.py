@@ -18,10 +18,9 @@ CELL: Final = 11  # distinct patients: EMA/90915/2016 v1.3, and Health Canada; n
 
 _SCOPE: Final = (
     "This annex states what the ledger can show for each release. It does not find that a release is no personal "
-    "data, "
-    "nor that anybody cannot be identified; that assessment is the controller's. The threshold of 0.09 is about "
-    "cells "
-    "of patients: it says nothing about a release with an epsilon, and nothing about one that was only tested."
+    "data, nor that anybody cannot be identified; that assessment is the controller's. The threshold of 0.09 is "
+    "about cells of patients: it says nothing about a release with an epsilon, and nothing about one that was only "
+    "tested."
 )
 _METHODS: Final = {  # level -> how
     "A": "Differential privacy: noise is added while something is learned from the patients; what is released "
@@ -59,6 +58,7 @@ def annex(inputs: ReportInputs) -> Document:
         f"{len(crowds) - len(short)} with at least {CELL} patients in each, {len(short)} with fewer."
     )
     p = inputs.particulars
+    shown = ", ".join(sorted({part["modality"] for i in items for part in i.parts})) or "none released yet"
     sections = (
         Section("What this annex says, and what it does not", (Text(_SCOPE, "warn"),)),
         Section(
@@ -67,12 +67,9 @@ def annex(inputs: ReportInputs) -> Document:
                 Facts(
                     (
                         ("Controller", p.controller or OPEN),
-                        ("Data", f"medical images: {_modalities(items)}"),
+                        ("Data", f"medical images: {shown}"),
                         ("Direct identifiers", "not kept: what the agent cannot clear of them stays in quarantine"),
-                        (
-                            "Quasi-identifiers",
-                            _quasi(items),
-                        ),
+                        ("Quasi-identifiers", _quasi(items)),
                         ("Recipients", p.recipients or OPEN),
                     )
                 ),
@@ -88,8 +85,7 @@ def annex(inputs: ReportInputs) -> Document:
                 Facts((("Assessment", p.residual_risk or OPEN),)),
                 Text(
                     "k-anonymity limits what one set says. It does not compose: who knows that a patient is in two "
-                    "sets "
-                    "may find them by comparing the sets, whatever k is. The same patient may have been in two "
+                    "sets may find them by comparing the sets, whatever k is. The same patient may have been in two "
                     "hospitals, and nobody can tell from the ledger.",
                     "note",
                 ),
@@ -113,10 +109,6 @@ def _quasi(items: list[Item]) -> str:
     heads = f"; of the heads with another face, the patient's own brain: {BRAIN}"
     own = heads if any(i.remodelled for i in items) else ""
     return f"the image itself, and its label; no dates, ages or places are released{own}"
-
-
-def _modalities(items: list[Item]) -> str:
-    return ", ".join(sorted({part["modality"] for i in items for part in i.parts})) or "none released yet"
 
 
 def _cells(items: list[Item]) -> Table:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from protos.common.errors import ArtifactError
+from protos.common.text import printable
 
 OPEN: Final = "☐ to be filled in by the controller"  # what no ledger can know; never a guess in its place
 
@@ -172,7 +173,7 @@ _MARKUP: Final = re.compile(r"([\\`*_\[\]<>|#~])")
 
 def plain(text: str) -> str:
     """A text without control or direction marks, which could make a page read otherwise than it is."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return printable(text, "\N{REPLACEMENT CHARACTER}")
 
 
 def _escaped(text: str) -> str:

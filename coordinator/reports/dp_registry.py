@@ -13,22 +13,20 @@ from typing import Any, Final
 
 from coordinator.explanations import epsilon_text
 from coordinator.reports.document import ReportError, plain
-from coordinator.reports.html_renderer import day
 from coordinator.reports.report_inputs import Item, ReportInputs, together
+from protos.common.text import DATE, utc
 
 _OPEN: Final = "TO BE FILLED IN"
 _TYPES: Final[Mapping[str, str]] = {"model": "Machine learning model", "image-set": "Synthetic data"}
 _COMPOSITION: Final = (
     "Sequential, by a Rényi filter at one integer order that was fixed when the account was opened. Every release is "
     "charged to one account for the lifetime of the hospital's data before an image is read; later requests may "
-    "depend "
-    "on earlier results."
+    "depend on earlier results."
 )
 _MECHANISMS: Final = (
     "Gaussian mechanism; noise from the operating system's generator, on a lattice; contributions are bounded for "
-    "each "
-    "patient. Prices are computed in decimals and rounded up. The export of the ledger can be recomputed offline by "
-    "anybody."
+    "each patient. Prices are computed in decimals and rounded up. The export of the ledger can be recomputed "
+    "offline by anybody."
 )
 _FIXED: Final = "The configuration is public, and fixed before an image is read."
 _POST: Final = "What is made from the noisy result without another look at patients is post-processing."
@@ -95,7 +93,7 @@ def _basic(inputs: ReportInputs, item: Item) -> dict[str, Any]:
         "data_product_type": _TYPES.get(kind, "Dataset"),
         "data_product_region": p.region or _OPEN,
         "data_product_sector": "Healthcare",
-        "publication_date": p.published or day(int(item.parts[-1]["admitted_at"])),
+        "publication_date": p.published or utc(item.parts[-1]["admitted_at"], DATE),
     }
 
 
@@ -109,10 +107,7 @@ def _loss(item: Item, epsilon: Mapping[str, Any]) -> dict[str, Any]:
             f"One {epsilon['unit']} at a hospital, with all of their images. Neighbouring data sets differ by one "
             f"{epsilon['unit']} added or removed."
         ),
-        "privacy_parameters": {
-            "epsilon": float(epsilon_text(epsilon["value"])),
-            "delta": float(epsilon["delta"]),
-        },
+        "privacy_parameters": {"epsilon": float(epsilon_text(epsilon["value"])), "delta": float(epsilon["delta"])},
         "privacy_parameters_details": (
             f"By hospital, at Rényi order {epsilon['order']}: {'; '.join(each)}.{extra} "
             + (f"Assumption: {item.facts['assumption']}." if item.facts["assumption"] else "")
@@ -125,9 +120,8 @@ def _model(item: Item) -> dict[str, Any]:
     return {
         "model_name": "Federated" if federated else "Central",
         "actors": (
-            "The hospitals hold the images and add the noise. The coordinator sees what they release. Recipients "
-            "of the "
-            "data product see that alone, and may know anything else."
+            "The hospitals hold the images and add the noise. The coordinator sees what they release. Recipients of "
+            "the data product see that alone, and may know anything else."
         ),
         "release_type": "One release",
         "release_type_details": "The hospital's lifetime budget bounds this and every other release together.",

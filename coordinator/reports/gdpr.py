@@ -23,16 +23,14 @@ _REVIEW: Final = (
 )
 _MEASURES: Final = (
     "A budget for the lifetime of each hospital's data bounds everything that is released with an epsilon; without "
-    "an "
-    "epsilon, the number of releases that a patient may be in is bounded.",
+    "an epsilon, the number of releases that a patient may be in is bounded.",
     "Direct identifiers are removed on the way in; a file that cannot be understood stays in quarantine.",
     "What is kept at the hospital is encrypted at rest, and what a killed process leaves behind is encrypted too.",
     "Connections are TLS 1.3 with certificates on both sides; keys are readable by the service alone.",
     "Every grant, release and refusal is an entry of an append-only ledger whose head is signed and cosigned by the "
     "hospitals; it holds no patient data and can be checked offline.",
     "A budget is raised by two persons of different roles and by nobody alone; once both roles are in office, the "
-    "same "
-    "holds for hospitals that join and for persons who are appointed.",
+    "same holds for hospitals that join and for persons who are appointed.",
     "A patient's objection removes their images at the hospital and stops what has not left yet.",
 )
 # Article 29 Working Party, WP216 (2014), section 2.2: the three questions, by level of claim
@@ -69,9 +67,8 @@ _OF_HEADS: Final = (
 )
 _FREE: Final = (
     "No finding is made here that a release is, or is not, personal data. EDPB Opinion 28/2024 asks for "
-    "documentation "
-    "of how unlikely it is that personal data be obtained from a model; the tables below are part of that "
-    "documentation."
+    "documentation of how unlikely it is that personal data be obtained from a model; the tables below are part of "
+    "that documentation."
 )
 
 

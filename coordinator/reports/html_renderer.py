@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import datetime as dt
 import operator
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +10,7 @@ from typing import Any, Final
 import jinja2
 
 from coordinator.reports.document import OPEN, Curve, Document, Images, plain
+from protos.common.text import DATE, utc
 
 _FRAME: Final = (52.0, 12.0, 628.0, 176.0)  # left, top, right, bottom of a curve's axes, of 640 x 210
 
@@ -37,7 +37,7 @@ def drawn(curve: Curve) -> dict[str, Any]:
         path += f"L{right} {y(before)}" if line.points else ""
         lines.append({"name": line.name, "path": path, "last": before})
     ticks = [(y(curve.top * i / 4), f"{curve.top * i / 4:g}") for i in range(5)]
-    begin, end = curve.ends or (day(first), day(last))
+    begin, end = curve.ends or (utc(first, DATE), utc(last, DATE))
     ends = [(left, begin, "start"), (right, end, "end")] if times else []
     return {
         "frame": {"left": left, "top": top, "right": right, "bottom": bottom},
@@ -45,14 +45,6 @@ def drawn(curve: Curve) -> dict[str, Any]:
         "y": ticks,
         "x": ends,
     }
-
-
-def day(at: float) -> str:
-    """Seconds since 1970 as a day, UTC."""
-    try:
-        return dt.datetime.fromtimestamp(at, dt.UTC).strftime("%Y-%m-%d")
-    except (OverflowError, ValueError, OSError):
-        return "not a time"
 
 
 def as_html(document: Document) -> str:

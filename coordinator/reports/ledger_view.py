@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
+from policies.audit.display import accounts_json, entry_json
 from policies.ledger import cbor
 from policies.ledger.entries import (
     Admitted,
@@ -24,13 +25,11 @@ from policies.ledger.entries import (
     Opened,
     Record,
     Recovered,
-    Refused,
     Reserved,
     Revoked,
     RoundClosed,
     Waived,
     decode,
-    kind_of,
 )
 from policies.ledger.state import State
 
@@ -108,21 +107,8 @@ class LedgerView:
 
     @cached_property
     def accounts(self) -> list[dict[str, Any]]:
-        """Each account as it is now; the same as :func:`policies.audit.display.as_json` says."""
-        return [
-            {
-                "account": name,
-                "site": name.rpartition("/")[0],
-                "kind": name.rpartition("/")[2],
-                "limit": a.limit,
-                "held": a.held,
-                "spent": a.spent,
-                "order": a.opened.order,
-                "epsilon": a.epsilon or None,
-                "delta": a.opened.delta or None,
-            }
-            for name, a in sorted(self.fold.state.accounts.items())
-        ]
+        """Each account as it is now."""
+        return accounts_json(self.fold.state)
 
     @cached_property
     def grants(self) -> Mapping[str, list[tuple[int, Any]]]:
@@ -135,7 +121,7 @@ class LedgerView:
     @cached_property
     def refused(self) -> list[dict[str, Any]]:
         """Every refusal, oldest first; no other entry is decoded."""
-        return [_plain(seq, record) for seq, record in self._ending(_REFUSED)]
+        return [entry_json(seq, record) for seq, record in self._ending(_REFUSED)]
 
     @cached_property
     def places(self) -> Mapping[str, set[int]]:
@@ -181,12 +167,3 @@ class LedgerView:
     def envelopes(self) -> Mapping[bytes, bytes]:
         """SHA-256 -> sealed statement."""
         return {hashlib.sha256(raw).digest(): raw for raw in self._envelopes}
-
-
-def _plain(seq: int, record: Record) -> dict[str, Any]:
-    """A refusal as people and scripts read it; the same as :func:`policies.audit.display.as_json` says."""
-    entry = record.entry
-    assert isinstance(entry, Refused)
-    told = {f.name: getattr(entry, f.name) for f in fields(entry)}
-    told["envelope"] = entry.envelope.hex()
-    return {"seq": seq, "at": record.at, "key": record.key, "type": kind_of(entry), **told}

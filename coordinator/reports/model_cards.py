@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from coordinator.claim_descriptions import BRAIN
 from coordinator.explanations import epsilon_text, format_rounded_up
-from coordinator.reports.certificates import admitted, revocations
+from coordinator.reports.certificates import admitted, promise
 from coordinator.reports.document import OPEN, Block, Document, Facts, Points, Section, Table, Text
-from coordinator.reports.report_inputs import Item, ReportInputs, bound, level_words, together
+from coordinator.reports.report_inputs import Item, ReportInputs, bound, together
 
 _NOT_FOR: Final = (
     "Diagnosis or treatment of a patient: it was not tested for that.",
@@ -56,16 +56,6 @@ def _caveats(item: Item) -> Points:
         return Points(_NOISE)
     heads = (f"The heads are patients' own: {BRAIN}.",) if item.remodelled else ()
     return Points((*heads, *(_TESTED if item.k is None else _CROWD), *_OTHERS))
-
-
-def _promise(item: Item) -> tuple[Block, ...]:
-    title, words = level_words(item.level)
-    rows = [("Level", f"{item.level}: {title}"), ("In words", words), ("Promise", item.claim)]
-    given = item.facts["assumption"]
-    rows.append(("Strength", item.strength.removesuffix(f"; {given}")))
-    rows += [("Assumption", given)] if given else []
-    rows += [("Tested", item.tested)] if item.tested else []
-    return (Text(item.meaning, "claim"), *revocations(item), Facts(tuple(rows)))
 
 
 def _details(inputs: ReportInputs, item: Item) -> Facts:
@@ -113,7 +103,7 @@ def _use(inputs: ReportInputs) -> tuple[Block, ...]:
 def _model_card(inputs: ReportInputs, item: Item) -> Document:
     sections = (
         Section("Model details", (_details(inputs, item),)),
-        Section("What is promised to patients", _promise(item)),
+        Section("What is promised to patients", promise(item)),
         Section("Intended use", _use(inputs)),
         Section("Factors", (Text("The ledger holds no results by group, device or hospital: " + OPEN),)),
         Section(
@@ -128,15 +118,10 @@ def _model_card(inputs: ReportInputs, item: Item) -> Document:
 
 
 def _datasheet(inputs: ReportInputs, item: Item) -> Document:
-    part = item.parts[0]
-    tried = ", ".join(str(k) for k in part["k_tried"])
-    made: list[Block] = [_parts(item)]
-    if tried:
-        made.append(Text(f"Group sizes that were tried on the patients before one was chosen: {tried}."))
     sections = (
         Section("What it is", (_details(inputs, item),)),
-        Section("What is promised to patients", _promise(item)),
-        Section("How it was made", tuple(made)),
+        Section("What is promised to patients", promise(item)),
+        Section("How it was made", (_parts(item),)),
         Section("Uses", _use(inputs)),
         Section("Caveats", (_caveats(item),)),
     )

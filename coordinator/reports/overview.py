@@ -7,7 +7,6 @@ own reports.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from collections import Counter
@@ -21,16 +20,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from coordinator.claim_descriptions import figures, is_kanonymous, release_in, without_epsilon
-from coordinator.explanations import (
-    KINDS,
-    LEVELS,
-    QUARANTINE,
-    count,
-    describe_entry,
-    epsilon_text,
-    format_rounded_up,
-    utc,
-)
+from coordinator.explanations import KINDS, LEVELS, QUARANTINE, count, epsilon_text, format_rounded_up, utc
+from coordinator.pools.atomic_directory import digest_of
 from coordinator.reports.budgets import burn_down
 from coordinator.reports.certificates import as_document
 from coordinator.reports.document import (
@@ -48,7 +39,8 @@ from coordinator.reports.document import (
 from coordinator.reports.refusals import denied
 from coordinator.reports.report_inputs import Item, ReportInputs
 from policies.accounting.claims import UNIT
-from policies.audit.display import as_json
+from policies.audit.display import as_json, whose, words
+from policies.ledger.entries import kind_of
 from policies.ledger.merkle import CompactRange, leaf_hash
 from protos.artifacts.arrays import ArtifactFormatError, unpack_images
 
@@ -98,11 +90,6 @@ ARTIFACTS: Final = (
 )  # what a release's folder holds
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as raw:
-        return hashlib.file_digest(raw, "sha256").hexdigest()
-
-
 def _pictures(archive: Path) -> tuple[NDArray[np.uint8] | None, tuple[str, ...]]:
     """The images of a set of PNG; of another form, or too many to show at once: none."""
     try:
@@ -116,7 +103,7 @@ def _as_stated(sealed: Path, facts: _JsonMap) -> bool:
     names = ("reid_rate", "vetting_power")
     if not any(name in facts for name in names):
         return True
-    if not sealed.exists() or _sha256(sealed) != facts.get("statement_sha256"):
+    if not sealed.exists() or digest_of(sealed) != facts.get("statement_sha256"):
         return False
     said = figures(release_in(sealed.read_bytes()))
     return all(facts.get(name) == said.get(name) for name in names)
@@ -133,7 +120,7 @@ def views(shelf: Path) -> list[ReleaseView]:
     for path in sorted(shelf.glob("[!.]*/certificate.json")):
         facts = json.loads(path.read_bytes())
         there = [path.with_name(name) for name in ARTIFACTS if path.with_name(name).exists()]
-        if len(there) != 1 or _sha256(there[0]) != facts.get("artifact_sha256"):
+        if len(there) != 1 or digest_of(there[0]) != facts.get("artifact_sha256"):
             raise UnsoundReportError(f"release {path.parent.name}: the artifact is not the one in its certificate")
         if not _as_stated(path.with_name("envelope.json"), facts):
             raise UnsoundReportError(
@@ -304,24 +291,15 @@ def _steps(measured: object) -> Section:
     return Section("How long it took", (table,) if rows else (_missing("Times were"),))
 
 
-def _lines(ledger: _JsonMap) -> Section:
-    grants = {g["grant"]: g for g in ledger["grants"]}
-    accounts = {a["account"]: a for a in ledger["accounts"]}
-    marks = {"admitted": "✓ ", "refused": "✕ "}
-    rows = tuple(
-        (
-            str(e["seq"]),
-            utc(e["at"]),
-            marks.get(e["type"], "") + KINDS.get(e["type"], e["type"]),
-            *describe_entry(e, grants, accounts),
-        )
-        for e in ledger["entries"]
-    )
+def _lines(inputs: ReportInputs) -> Section:
+    marks, state = {"admitted": "✓ ", "refused": "✕ "}, inputs.state
+    said = [(utc(r.at), kind_of(r.entry), whose(r.entry, state), words(r.entry, state)) for r in inputs.records]
+    rows = tuple((str(n), at, marks.get(kind, "") + KINDS[kind], *rest) for n, (at, kind, *rest) in enumerate(said))
     head = ("No.", "Time (UTC)", "What", "Hospital", "It says")
     table = Table("All entries, oldest first", head, rows, frozenset({0}))
-    size = count(ledger["size"], "entry", "entries")
-    words = f"{size}. None can be changed or removed without a change of the root below."
-    return Section("The ledger, line by line", (Text(words), table))
+    size = count(state.size, "entry", "entries")
+    intro = f"{size}. None can be changed or removed without a change of the root below."
+    return Section("The ledger, line by line", (Text(intro), table))
 
 
 def _under(title: str, document: Document) -> Iterator[Section]:
@@ -403,7 +381,7 @@ def overview(inputs: ReportInputs, releases: Sequence[ReleaseView], measured: Ma
         _accuracy(measured),
         _ingest(measured),
         _steps(measured),
-        _lines(ledger),
+        _lines(inputs),
         Section("Verify it yourself", tuple(map(Text, _CHECK))),
     )
     sentence = f"{count(head['admitted'], 'release')} admitted, {head['refused']} refused, "

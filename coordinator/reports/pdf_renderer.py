@@ -96,17 +96,13 @@ def as_pdf(document: Document, made: dt.datetime, attached: tuple[str, bytes] | 
     sheet.say(document.title, 17, "B")
     sheet.ln(1.5)
     sheet.say(document.summary, 10.5, color=_SOFT)
-    for section in (*document.sections, _origin(document)):
+    for section in (*document.sections, Section(_ORIGIN, (Facts(document.foot),))):
         _section(sheet, section)
     if attached is not None:
         sheet.embed_file(bytes=attached[1], basename=attached[0], mime_type="application/json", compress=False)
     out = io.BytesIO()
     sheet.output(out)
     return out.getvalue()
-
-
-def _origin(document: Document) -> Section:
-    return Section(_ORIGIN, (Facts(document.foot),))
 
 
 def _section(sheet: _Sheet, section: Section) -> None:

@@ -12,8 +12,7 @@ from coordinator.reports.report_inputs import ReportInputs
 
 _WORDS = (
     "Nothing of a refused release is kept. What a hospital gave up itself is listed apart: nobody refused it, and "
-    "its "
-    "budget stays spent. The rules are the names that the ledger records; an auditor finds each of them in its "
+    "its budget stays spent. The rules are the names that the ledger records; an auditor finds each of them in its "
     "export."
 )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
@@ -62,32 +61,11 @@ class Particulars:
 
     def __post_init__(self) -> None:
         """Short texts."""
-        wrong = [f.name for f in fields(self) if type(getattr(self, f.name)) is not str]
-        wrong += [f.name for f in fields(self) if f.name not in wrong and len(getattr(self, f.name)) > _LONGEST]
+        wrong = [f.name for f in fields(self) if len(getattr(self, f.name)) > _LONGEST]
         if wrong:
-            raise ReportError(
-                f"particulars.toml: {', '.join(wrong)}: each is a text of at most {_LONGEST} characters"
-            )
+            raise ReportError(f"{', '.join(wrong)}: each is a text of at most {_LONGEST} characters")
         if self.curator_type not in _KINDS or not _DAY.fullmatch(self.published):
-            raise ReportError(
-                "particulars.toml: curator_type is Government, Industry or Nonprofit; published is a day, 2026-01-31"
-            )
-
-
-def particulars_from(text: str) -> Particulars:
-    """Read the file; a misspelt key is refused, since its text would silently be missing.
-
-    Raises:
-        ReportError: not TOML, an unknown key, or something else than a short text.
-    """
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ReportError(f"particulars.toml: not TOML: {error}") from None
-    known = {f.name for f in fields(Particulars)}
-    if unknown := sorted(set(table) - known):
-        raise ReportError(f"particulars.toml: unknown: {', '.join(unknown)}; the keys are {', '.join(sorted(known))}")
-    return Particulars(**table)
+            raise ReportError("curator_type is Government, Industry or Nonprofit; published is a day, 2026-01-31")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,15 @@ from coordinator.reports.report_inputs import UNIT_OF, Item, ReportInputs
 
 LEDGER, SOFTWARE, DEPLOYER = "shown by the ledger", "by the software", "for the deployer"
 _COVERS: Final = (
-    "The checklist is about the releases with an epsilon. The others have none to state: k-anonymity is another "
-    "kind of "
-    "promise, and a release that was only tested promises nothing."
+    "The checklist is about the releases with an epsilon. The others have none to state: k-anonymity is another kind "
+    "of promise, and a release that was only tested promises nothing."
 )
 # question, answer, where the answer is to be found: rows that do not depend on the ledger
 _ALGORITHMS: Final = (
     (
         "Which definition of differential privacy",
         "approximate (epsilon, delta)-differential privacy, by way of a Rényi filter of one integer order, fixed "
-        "when an "
-        "account is opened; conversion by Canonne, Kamath and Steinke (2020), proposition 12",
+        "when an account is opened; conversion by Canonne, Kamath and Steinke (2020), proposition 12",
         f"{SOFTWARE}: policies/accounting/rdp.py",
     ),
     (
@@ -42,29 +40,25 @@ _ALGORITHMS: Final = (
     (
         "Noise and floating point",
         "noise is drawn from the operating system's generator, on a lattice; prices are computed in decimals and "
-        "rounded "
-        "against the spender. It is a rounded Gaussian, not an exact discrete one",
+        "rounded against the spender. It is a rounded Gaussian, not an exact discrete one",
         f"{SOFTWARE}: agent/dp/noise.py, policies/accounting/rdp.py",
     ),
     (
         "Composition over many releases",
-        "one account for the lifetime of each hospital's data; a grant is spent when it is given, and a crash "
-        "never gives "
-        "it back. Later requests may depend on earlier results",
+        "one account for the lifetime of each hospital's data; a grant is spent when it is given, and a crash never "
+        "gives it back. Later requests may depend on earlier results",
         f"{SOFTWARE}: policies/ledger/state.py",
     ),
     (
         "Tuning, vetting and statistics",
         "whatever looks at patients is charged or never leaves; a release that was compared with patients' images "
-        "after "
-        "it was made loses its epsilon",
+        "after it was made loses its epsilon",
         f"{SOFTWARE}: policies/review/rules.py",
     ),
     (
         "Was the implementation tested",
         "yes: distribution of the noise, one-run audit of the training, a second accountant, an auditor that "
-        "recomputes "
-        "every price from the export",
+        "recomputes every price from the export",
         f"{SOFTWARE}: tests/",
     ),
 )
@@ -80,15 +74,13 @@ _TRUST: Final = (
     (
         "Trust model",
         "federated, with a trusted curator at each hospital: a hospital is trusted with its own patients' images, "
-        "the "
-        "coordinator is not; a partner in a masked sum is trusted to add its share of the noise",
+        "the coordinator is not; a partner in a masked sum is trusted to add its share of the noise",
         f"{SOFTWARE}: deploy/docs/threat-model.md",
     ),
     (
         "Side channels",
         "answers leave at few fixed times, sizes follow from the job, errors are codes without texts; that a "
-        "hospital is "
-        "away can be seen, and the number of images of a set",
+        "hospital is away can be seen, and the number of images of a set",
         f"{SOFTWARE}: agent/federation/service.py",
     ),
     (

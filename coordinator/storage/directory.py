@@ -120,10 +120,7 @@ class CoordinatorDirectory:
         Raises:
             CoordinatorConfigError: missing, not TOML, or with missing, unknown or ill-typed keys.
         """
-        try:
-            found = toml_file.read(self.root / "coordinator.toml", Settings)
-        except toml_file.TomlError as error:
-            raise CoordinatorConfigError(str(error)) from None
+        found = toml_file.read(self.root / "coordinator.toml", Settings, CoordinatorConfigError)
         if found is None:
             raise CoordinatorConfigError("coordinator.toml is missing: run `lazaret-coordinator --home DIR init`")
         return found

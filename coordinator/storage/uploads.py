@@ -40,7 +40,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.storage.disk import reserve, write_at
 from policies.statements import HEX, ID
 from protos.artifacts.chunks import CHUNK, bitmap, count, indices, length
 from protos.common.durable_files import flush_directory, move_durably, replace_file
@@ -458,3 +457,25 @@ def _hash_rest(upload: _Upload) -> str:
         while data := stream.read(CHUNK):
             whole.update(data)
     return str(whole.hexdigest())
+
+
+def reserve(path: Path, size: int) -> None:
+    """Create a file of ``size`` zero bytes, 0600, with its blocks set aside.
+
+    Raises:
+        OSError: it is there already, or there is no room.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(handle, 0, size)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_at(handle: int, data: bytes, at: int) -> None:
+    """All of ``data`` at the offset ``at``."""
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(handle, view, at)
+        view, at = view[done:], at + done

@@ -18,9 +18,7 @@ from protos.common.errors import ConfigError
 UNIT: Final = "patient"
 UNITS: Final = frozenset({UNIT, "image"})
 RELATION: Final = "add-or-remove-one"  # one unit, with everything that it contributes
-RELATIONS: Final = frozenset(
-    {RELATION}
-)  # the ones whose loss the accountants compute; replace-one is another, larger
+RELATIONS: Final = frozenset({RELATION})  # whose loss the accountants compute; replace-one is another, larger
 MAX_STEPS: Final = 10_000_000
 LEAST_NOISE: Final = 1e-3  # a noise multiplier of less is no noise, and its price overflows
 MOST_NOISE: Final = 1e6
@@ -42,9 +40,17 @@ def _real(name: str, value: object, low: float, high: float) -> None:
         raise UnsupportedClaimError(f"{name} must be a finite number in ({low}, {high}]")
 
 
-def _among(name: str, value: object, known: frozenset[str]) -> None:
-    if type(value) is not str or value not in known:
-        raise UnsupportedClaimError(f"{name} must be one of: {', '.join(sorted(known))}")
+def _neighbours(unit: object, relation: object) -> None:
+    for name, value, known in (("unit", unit, UNITS), ("relation", relation, RELATIONS)):
+        if type(value) is not str or value not in known:
+            raise UnsupportedClaimError(f"{name} must be one of: {', '.join(sorted(known))}")
+
+
+def _steps(claim: Stepwise) -> None:
+    _real("sampling_rate", claim.sampling_rate, 0.0, 1.0)
+    _real("noise_multiplier", claim.noise_multiplier, LEAST_NOISE, MOST_NOISE)
+    _whole("steps", claim.steps, 1, MAX_STEPS)
+    _neighbours(claim.unit, claim.relation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +70,7 @@ class SubsampledGaussian:
 
     def __post_init__(self) -> None:
         """Refuse parameters outside the mechanism's definition."""
-        _real("sampling_rate", self.sampling_rate, 0.0, 1.0)
-        _real("noise_multiplier", self.noise_multiplier, LEAST_NOISE, MOST_NOISE)
-        _whole("steps", self.steps, 1, MAX_STEPS)
-        _among("unit", self.unit, UNITS)
-        _among("relation", self.relation, RELATIONS)
+        _steps(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +100,9 @@ class DistributedGaussian:
 
     def __post_init__(self) -> None:
         """Refuse parameters outside the mechanism's definition."""
-        _real("sampling_rate", self.sampling_rate, 0.0, 1.0)
-        _real("noise_multiplier", self.noise_multiplier, LEAST_NOISE, MOST_NOISE)
-        _whole("steps", self.steps, 1, MAX_STEPS)
+        _steps(self)
         _whole("sites", self.sites, 1, MAX_SITES)
         _whole("honest", self.honest, 1, self.sites)
-        _among("unit", self.unit, UNITS)
-        _among("relation", self.relation, RELATIONS)
 
     @property
     def share(self) -> float:
@@ -146,8 +144,7 @@ class GaussianQuery:
         _whole("votes", self.votes, 1, 1_000_000)
         _real("noise", self.noise, 0.0, 1e15)
         _real("noise divided by the sensitivity", self.noise_multiplier, LEAST_NOISE, MOST_NOISE)
-        _among("unit", self.unit, UNITS)
-        _among("relation", self.relation, RELATIONS)
+        _neighbours(self.unit, self.relation)
 
     @property
     def sensitivity(self) -> float:
@@ -218,8 +215,7 @@ class KAnonymous:
         _whole("k", self.k, 2, 1_000_000)
         _whole("l_diversity", self.l_diversity, 1, 1_000_000)
         _whole("releases_per_patient", self.releases_per_patient, 1, 1_000_000)
-        _among("unit", self.unit, UNITS)
-        _among("relation", self.relation, RELATIONS)
+        _neighbours(self.unit, self.relation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from policies.ledger.merkle import (
 from policies.review.rules import level_of
 from policies.statements import Release, StatementError, claim_from, claim_json, menu_of, parse
 from protos.common.canonical_json import canonical
+from protos.common.text import printable
 
 # What each level promises, as every certificate prints it, and nothing stronger.
 MEANINGS: Final[Mapping[str, str]] = MappingProxyType(
@@ -113,8 +114,7 @@ def check_against_export(found: Certificate, export: Export) -> list[Mapping[str
         :func:`revoked_of`. It changes nothing of what the certificate says, and whoever reads it has to know.
     Raises:
         ExportError: another key, other entries or a head that the ledger never had; a stronger level than all of a
-        run's
-            updates have.
+            run's updates have.
     """
     if export.public != found.public:
         raise ExportError("the certificate is signed by another key than the ledger's")
@@ -163,7 +163,7 @@ def revoked_words(one: Mapping[str, Any]) -> str:
         when = f"{dt.datetime.fromtimestamp(one['at'], dt.UTC):%Y-%m-%d %H:%M} UTC"
     except (ValueError, OverflowError, OSError):
         when = f"second {one['at']}"
-    why = "".join(c if c.isprintable() else "?" for c in str(one["why"]))
+    why = printable(one["why"])
     return f"{what} was revoked on {when}: {why} (entry {one['entry']})"
 
 

@@ -2,53 +2,47 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from policies.accounting.claims import RELATION, UNIT
-from policies.accounting.rounding import epsilon_text
-from policies.ledger.entries import (
-    Admitted,
-    Amended,
-    Appointed,
-    Approved,
-    Dismissed,
-    Enrolled,
-    Entry,
-    Expired,
-    Freed,
-    Issued,
-    LimitSet,
-    Opened,
-    Presented,
-    Record,
-    Recovered,
-    Refused,
-    Requested,
-    Reserved,
-    Restored,
-    Revoked,
-    RoundClosed,
-    Sent,
-    Spent,
-    Waived,
-    kind_of,
-)
+from policies.accounting.rounding import epsilon_text, format_rounded_up
+from policies.ledger import entries
+from policies.ledger.entries import Entry, Expired, Freed, Record, Spent, kind_of
 from policies.ledger.state import State
 from policies.statements import load_json
+from protos.common.text import count, utc
 
 
-def _plain(entry: Entry) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for f in fields(entry):
-        value = getattr(entry, f.name)
+def entry_json(seq: int, record: Record) -> dict[str, Any]:
+    """One entry with everything in it, as JSON values."""
+    out = {"seq": seq, "at": record.at, "key": record.key, "type": kind_of(record.entry)}
+    for f in fields(record.entry):
+        value = getattr(record.entry, f.name)
         if f.name == "claim":
             value = load_json(value)
         out[f.name] = value.hex() if isinstance(value, bytes) else value
     return out
+
+
+def accounts_json(state: State) -> list[dict[str, Any]]:
+    """Each account as it is now, as JSON values."""
+    return [
+        {
+            "account": name,
+            "site": name.rpartition("/")[0],
+            "kind": name.rpartition("/")[2],
+            "limit": a.limit,
+            "held": a.held,
+            "spent": a.spent,
+            "order": a.opened.order,
+            "epsilon": a.epsilon or None,
+            "delta": a.opened.delta or None,
+        }
+        for name, a in sorted(state.accounts.items())
+    ]
 
 
 def as_json(origin: str, records: Sequence[Record]) -> dict[str, Any]:
@@ -78,20 +72,7 @@ def as_json(origin: str, records: Sequence[Record]) -> dict[str, Any]:
             }
             for name, known in sorted(state.sites.items())
         ],
-        "accounts": [
-            {
-                "account": name,
-                "site": name.rpartition("/")[0],
-                "kind": name.rpartition("/")[2],
-                "limit": a.limit,
-                "held": a.held,
-                "spent": a.spent,
-                "order": a.opened.order,
-                "epsilon": a.epsilon or None,
-                "delta": a.opened.delta or None,
-            }
-            for name, a in sorted(state.accounts.items())
-        ],
+        "accounts": accounts_json(state),
         "grants": [
             {
                 "grant": name,
@@ -105,111 +86,107 @@ def as_json(origin: str, records: Sequence[Record]) -> dict[str, Any]:
             }
             for name, g in state.grants.items()
         ],
-        "entries": [
-            {"seq": seq, "at": r.at, "key": r.key, "type": kind_of(r.entry), **_plain(r.entry)}
-            for seq, r in enumerate(records)
-        ],
+        "entries": [entry_json(seq, record) for seq, record in enumerate(records)],
     }
 
 
-def _opened(entry: Opened) -> str:
-    if entry.order:
-        return f"epsilon {epsilon_text(entry.epsilon)} at delta {entry.delta}, order {entry.order}"
-    return f"{entry.limit} release(s) without an epsilon for each patient"
+def percent_up(part: int, whole: int) -> float:
+    """A share in percent with one digit, rounded up: a little is never nothing. In whole numbers, so exactly."""
+    return -(-1000 * part // whole) / 10
 
 
-def _details(entry: Entry, state: State) -> str:  # noqa: PLR0911 - one line for each kind
-    if isinstance(entry, Enrolled):
-        by = f", approved as {entry.serial}" if entry.serial else ""
-        return f"key {entry.sign_key.hex()[:12]}, policy {entry.policy.hex()[:12]}{by}"
-    if isinstance(entry, Opened):
-        return _opened(entry)
-    if isinstance(entry, Reserved):
-        return f"{entry.mechanism}: {_share(entry.amount, entry.account, state)} of {entry.account} held"
-    if isinstance(entry, Refused):
-        return f"{entry.stage}: {', '.join(entry.findings)}"
-    if isinstance(entry, Admitted):
-        where = f" round {entry.round}" if entry.run else ""
-        read = f", encrypted to {entry.reader[:12]}" if entry.reader else ""
-        return f"{entry.mechanism}{where}: level {entry.level}, artifact {entry.artifact.hex()[:12]}{read}"
-    if isinstance(entry, Sent):
-        return f"{entry.mechanism}: about to leave, artifact {entry.artifact.hex()[:12]}"
-    if isinstance(entry, RoundClosed):
-        return f"round {entry.round} of {', '.join(entry.sites)}, model {entry.model.hex()[:12]}"
-    if isinstance(entry, Spent | Expired | Freed):
-        grant, used = state.grants[entry.grant].reserved, getattr(entry, "used", 0)
-        taken = _share(used or grant.amount, grant.account, state)
-        return f"{grant.mechanism}: {taken} of {grant.account}, {entry.why}"
-    return _rare(entry, state)
+def price(amount: int, account: str, state: State) -> str:
+    """An amount as people can weigh it: a share of the budget, or releases per patient."""
+    known = state.accounts.get(account)
+    if known is None or not known.limit:
+        return f"{amount} of a budget of nothing"
+    if not known.opened.order:
+        return f"{count(amount, 'release')} per {UNIT}"
+    return f"{percent_up(amount, known.limit):g} % of the epsilon budget"
 
 
-_Personal = Appointed | Dismissed | Requested | Approved | LimitSet
-_Rare = Issued | Revoked | Amended | _Personal | Restored | Recovered | Presented | Waived
+def whose(entry: Entry, state: State) -> str:
+    """Whose entry it is: a site's, the site's of a grant or an account, a person's, or those of a run's round."""
+    grant = state.grants.get(getattr(entry, "grant", ""))
+    site = getattr(entry, "site", "") or (grant.reserved.site if grant else "")
+    site = site or getattr(entry, "account", "").rpartition("/")[0] or getattr(entry, "person", "")
+    return site or ", ".join(getattr(entry, "sites", ()))
 
 
-def _certified(entry: Issued | Revoked) -> str:
-    """What became of a certificate."""
-    if isinstance(entry, Issued):
-        return f"certificate {entry.number} until {_utc(entry.not_after)}"
-    return f"certificate {entry.number}: {entry.why}" if entry.number else f"the site, every certificate: {entry.why}"
+def words(entry: Entry, state: State) -> str:  # noqa: C901, PLR0911, PLR0912 - a case for each kind
+    """What an entry says, in a sentence, for the consoles, the reports and the command line alike."""
+    match entry:
+        case entries.Enrolled():
+            return f"signing key {_short(entry.sign_key)}, own policy {_short(entry.policy)}{_approved(entry)}"
+        case entries.Issued():
+            return f"certificate {entry.number} until {utc(entry.not_after)}"
+        case entries.Revoked():
+            return f"{f'certificate {entry.number}' if entry.number else 'the site, every certificate'}: {entry.why}"
+        case entries.Amended():
+            return f"own policy {_short(entry.policy)}"
+        case entries.Opened() if entry.order:
+            where = f"delta {format_rounded_up(entry.delta)} per {UNIT}, order {entry.order}"
+            return f"epsilon {epsilon_text(entry.epsilon)} at {where}"
+        case entries.Opened():
+            return f"{count(entry.limit, 'release')} without an epsilon per {UNIT}, ever"
+        case entries.Appointed():
+            return f"{entry.person} is {entry.role}, key {_short(entry.public)}{_approved(entry)}"
+        case entries.Dismissed():
+            return f"{entry.person} is no longer active{_approved(entry)}"
+        case entries.Requested():
+            return f"{entry.person} asks for {entry.serial}"
+        case entries.Approved():
+            return f"{entry.person} approves {entry.serial}"
+        case entries.LimitSet():
+            limit = f"epsilon {epsilon_text(entry.epsilon)}" if entry.epsilon else count(entry.limit, "release")
+            return f"{entry.account}: {limit} per {UNIT}{_approved(entry)}"
+        case entries.Reserved() | entries.Recovered():
+            return f"{entry.mechanism}: {price(entry.amount, entry.account, state)}"
+        case entries.Refused():
+            return f"{entry.mechanism or 'call'} {entry.stage}: {', '.join(entry.findings)}"
+        case entries.Sent():
+            return f"{entry.mechanism}: artifact {_short(entry.artifact)}"
+        case entries.Admitted():
+            where = f", run {entry.run}, round {entry.round}" if entry.run else ""
+            read = f", encrypted to {entry.reader[:12]}, content unseen" if entry.reader else ""
+            return f"{entry.mechanism}{where}: level {entry.level}, artifact {_short(entry.artifact)}{read}"
+        case Spent() | Expired() | Freed():
+            return _end(entry, state)
+        case entries.RoundClosed():
+            return f"{entry.run}, round {entry.round}: model {_short(entry.model)}"
+        case entries.Restored():
+            return f"epoch {entry.epoch}, from a backup of {count(entry.size, 'entry', 'entries')}"
+        case entries.Presented():
+            return f"every receipt presented, {count(entry.grants, 'lost grant')} shown"
+        case entries.Waived():
+            return f"will not come back{_approved(entry)}; its budgets are spent"
 
 
-def _utc(at: int) -> str:
-    try:
-        return dt.datetime.fromtimestamp(at, dt.UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (OverflowError, ValueError, OSError):
-        return "no time"
+def _short(raw: bytes) -> str:
+    return raw.hex()[:12]
 
 
-def _personal(entry: _Personal) -> str:
-    """What persons are, ask for, approve and set."""
-    if isinstance(entry, Appointed):
-        return f"{entry.person} is {entry.role}, key {entry.public.hex()[:12]}"
-    if isinstance(entry, Approved):
-        return f"{entry.person} approves {entry.serial}"
-    if isinstance(entry, Requested):
-        return f"{entry.person} asks for {entry.serial}"
-    if isinstance(entry, Dismissed):
-        return f"{entry.person} is no longer in office"
-    limit = f"{entry.limit} release(s) for each patient"
-    if entry.epsilon:
-        limit = f"epsilon {epsilon_text(entry.epsilon)}"
-    return f"{entry.account}: {limit}, approved as {entry.serial}"
+def _approved(entry: Any) -> str:
+    return f", approved as {entry.serial}" if entry.serial else ""
 
 
-def _rare(entry: _Rare, state: State) -> str:
-    """What persons did, what became of certificates, and what follows a restore."""
-    if isinstance(entry, Issued | Revoked):
-        return _certified(entry)
-    if isinstance(entry, Amended):
-        return f"policy {entry.policy.hex()[:12]}"
-    if isinstance(entry, _Personal):
-        return _personal(entry)
-    if isinstance(entry, Restored):
-        return f"epoch {entry.epoch}: from a backup of {entry.size} entries"
-    if isinstance(entry, Recovered):
-        return f"{entry.mechanism}: {_share(entry.amount, entry.account, state)} of {entry.account}, was lost"
-    if isinstance(entry, Presented):
-        return f"every receipt presented, {entry.grants} lost"
-    return f"will not come back, approved as {entry.serial}: its accounts are spent"
-
-
-def _share(amount: int, account: str, state: State) -> str:
-    limit = state.accounts[account].limit
-    return f"{100 * amount / limit:.1f} %" if limit else "all"
+def _end(entry: Spent | Expired | Freed, state: State) -> str:
+    """How a grant ended: what of it is gone, and what came back."""
+    grant = state.grants.get(entry.grant)
+    if grant is None:  # shown without the ledger that holds it
+        return entry.why
+    held = grant.reserved
+    used = entry.used if isinstance(entry, Spent) else held.amount if isinstance(entry, Expired) else 0
+    back = "" if used == held.amount else f"; {price(held.amount - used, held.account, state)} came back"
+    gone = f"{price(used, held.account, state)} is spent" if used else "nothing is spent"
+    return f"{held.mechanism}: {gone}{back}, {entry.why}"
 
 
 def rows(records: Sequence[Record]) -> list[tuple[str, str, str, str, str]]:
-    """One row a record: number, time (UTC), kind, site or run, what it says."""
+    """One row a record: number, time (UTC), kind, whose it is, what it says."""
     state, out = State(), []
     for seq, record in enumerate(records):
         state.apply(record)
         entry = record.entry
-        when = _utc(record.at)
-        who = getattr(entry, "site", "") or getattr(entry, "run", "")
-        if not who and hasattr(entry, "grant"):
-            who = state.grants[entry.grant].reserved.site
-        if isinstance(entry, Opened | LimitSet):
-            who = entry.account.rpartition("/")[0]
-        out.append((str(seq), when, kind_of(entry), who, _details(entry, state)))
+        out.append((str(seq), utc(record.at), kind_of(entry), whose(entry, state), words(entry, state)))
     return out

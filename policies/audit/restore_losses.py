@@ -7,7 +7,6 @@ before lists them, when it is the restored ledger grown longer.
 
 from __future__ import annotations
 
-import datetime as dt
 import hashlib
 import shlex
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from policies.ledger.store import Store
 from policies.review.policy import Policy
 from policies.review.policy import parse as parse_policy
 from policies.statements import Amendment, Enrolment, parse
+from protos.common.text import MINUTE, printable, utc
 
 _OPERATOR: Final = "who ran the ledger"
 
@@ -45,8 +45,8 @@ class LostDecision:
 
     def line(self) -> str:
         """For people."""
-        text = f"{format_time(self.at)}  {self.what}, by {', '.join(self.by) or _OPERATOR}: {'; '.join(self.again)}"
-        return "".join(c if c.isprintable() else "?" for c in text)  # ledgers of before may hold any name
+        by, again = ", ".join(self.by) or _OPERATOR, "; ".join(self.again)
+        return printable(f"{format_time(self.at)}  {self.what}, by {by}: {again}")  # old ledgers may hold any name
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class RestoreLosses:
 
 def format_time(at: int) -> str:
     """A time in words, UTC."""
-    return f"{dt.datetime.fromtimestamp(at, dt.UTC):%Y-%m-%d %H:%M} UTC"
+    return f"{utc(at, MINUTE)} UTC"
 
 
 def warning(last: int) -> str:

@@ -37,6 +37,7 @@ from policies.ledger.ed25519 import is_owned
 from policies.ledger.export import Export, ExportError
 from policies.ledger.merkle import Checkpoint, LedgerCheckpointError, cosigners, open_checkpoint
 from policies.statements import HEX, ID
+from protos.common.text import printable
 
 MAX_EXPORT: Final = 1 << 33
 ANCHORED: Final = 0  # exit codes; 2 is a usage error
@@ -232,16 +233,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         document, lines, anchors = check(parser, arguments, raw)
     except ExportError as error:
-        reason = "".join(c if c.isprintable() else "?" for c in str(error))  # it may quote what was signed
+        reason = printable(error)  # it may quote what was signed
         said = {"verdict": "NOT SOUND", "sound": False, "reason": reason}
         _say(json.dumps(said) if arguments.json else f"NOT SOUND: {reason}")
         return UNSOUND
     verdict = "SOUND" if anchors else "CONSISTENT"
     document = {"verdict": verdict, "sound": bool(anchors), "anchors": anchors, **document}
     unknown = (
-        f"consistent with itself; signed by {document['key']}, which you have not named: anybody can make one "
-        "with a key of their own. Give --key with the whole fingerprint of the ledger's key, as its owner publishes "
-        "it"
+        f"consistent with itself; signed by {document['key']}, which you have not named: anybody can make one with a "
+        "key of their own. Give --key with the whole fingerprint of the ledger's key, as its owner publishes it"
     )
     head, *rest = lines
     text = "\n".join([f"{verdict}: {head}", *([] if anchors else [f"  {unknown}"]), *rest])

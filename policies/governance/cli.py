@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -84,14 +85,6 @@ def _dismiss(arguments: argparse.Namespace, tools: CliContext) -> None:
     with tools.acts(arguments) as do:
         do("ledger/dismiss", person=arguments.person, serial=arguments.serial)
     tools.say(f"{arguments.person} is no longer active")
-
-
-def _sign(arguments: argparse.Namespace, tools: CliContext) -> None:
-    _sealed("approval/v1", "approves", arguments, tools)
-
-
-def _ask(arguments: argparse.Namespace, tools: CliContext) -> None:
-    _sealed("request/v1", "asks for", arguments, tools)
 
 
 def _sealed(kind: str, verb: str, a: argparse.Namespace, tools: CliContext) -> None:
@@ -175,8 +168,8 @@ _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace, CliContext], None]]]
         "person": _person,
         "appoint": _appoint,
         "dismiss": _dismiss,
-        "ask": _ask,
-        "sign": _sign,
+        "ask": partial(_sealed, "request/v1", "asks for"),
+        "sign": partial(_sealed, "approval/v1", "approves"),
         "propose": _propose,
         "limit": _limit,
         "approve": _approve,

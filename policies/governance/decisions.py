@@ -306,8 +306,7 @@ def present(store: Store, key: str, statement: Receipts, envelope: bytes) -> Non
 
     Raises:
         InvalidEntryError: nothing is awaited from that site after that restore, the statement is for another ledger,
-        or
-            another number of grants was recovered.
+            or another number of grants was recovered.
     """
     s = statement
     if s.origin != store.origin:

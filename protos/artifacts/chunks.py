@@ -61,17 +61,13 @@ def manifest(artifact: Artifact, sha256: str = "") -> Manifest:
     with ThreadPoolExecutor(_BESIDE) as beside:  # hashlib lets go of the interpreter
         for data in _pieces(artifact):
             size += len(data)
-            open_ones.append(beside.submit(_digest, data))
+            open_ones.append(beside.submit(lambda piece: hashlib.sha256(piece).digest(), data))
             if whole is not None:
                 whole.update(data)
             if len(open_ones) > _BESIDE:
                 chunks.append(open_ones.popleft().result())
         chunks += [one.result() for one in open_ones]
     return Manifest(sha256 if whole is None else whole.hexdigest(), size, tuple(chunks))
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
 
 
 def _pieces(artifact: Artifact) -> Iterator[bytes]:

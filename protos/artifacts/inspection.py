@@ -60,10 +60,6 @@ def _facts(contents: Contents) -> dict[str, Any]:
     return {"form": contents.form, "count": contents.count, "shape": list(contents.shape), "labels": dict(labels)}
 
 
-def _update(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
-    return {"size": check_vector(source, expected.get("size"))}
-
-
 def _masked(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
     dtype, size = check_ring(source, expected.get("size"))
     if expected.get("dtype", dtype) != dtype:
@@ -82,7 +78,7 @@ def _model(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
 _READERS: Final[dict[str, tuple[Callable[[Source, Mapping[str, Any]], dict[str, Any]], frozenset[str]]]] = {
     "image-set": (_images, frozenset({"earlier"})),
     "volume-set": (_volumes, frozenset()),
-    "update": (_update, frozenset({"size"})),
+    "update": (lambda source, told: {"size": check_vector(source, told.get("size"))}, frozenset({"size"})),
     "masked-update": (_masked, frozenset({"size", "dtype"})),
     "model": (_model, frozenset({"architecture"})),
 }

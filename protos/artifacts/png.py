@@ -63,7 +63,8 @@ def plain_size(shape: tuple[int, ...]) -> int:
     if shape[2:] not in ((), (3,)) or len(shape) < 2:
         raise ArtifactFormatError("an image is (h, w) or (h, w, 3) of uint8")
     height, width = shape[:2]
-    _check_sides(height, width)
+    if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
+        raise ArtifactFormatError(f"an image has sides of 1 to {MAX_SIDE} pixels")
     return _BEFORE + _stored_size(height * (1 + width * (3 if shape[2:] else 1))) + _BEHIND
 
 
@@ -133,11 +134,6 @@ def _inflated(raw: bytes, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         raise ArtifactFormatError(_ODD)
     differences = np.frombuffer(lines, np.uint8).reshape(shape[0], -1)[:, 1:]
     return np.add.accumulate(differences, axis=0, dtype=np.uint8).reshape(shape)
-
-
-def _check_sides(height: int, width: int) -> None:
-    if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
-        raise ArtifactFormatError(f"an image has sides of 1 to {MAX_SIDE} pixels")
 
 
 def _rows(image: NDArray[np.uint8]) -> NDArray[np.uint8]:

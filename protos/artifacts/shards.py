@@ -81,8 +81,7 @@ def pack_shard(samples: Sequence[NDArray[Any]], labels: Sequence[str], form: For
 
     Raises:
         ArtifactFormatError: no sample, too many, a label too long or not plain, different shapes, a sample that its
-        form
-            cannot hold, or more than 256 MiB in all, without compression.
+            form cannot hold, or more than 256 MiB in all, without compression.
     """
     if not len(samples) or len(samples) > MAX_SAMPLES or len(labels) != len(samples):
         raise ArtifactFormatError("a set has 1 to 100000 samples, with one label each")
@@ -152,7 +151,7 @@ def check_shard(source: Source, taken: Callable[[Window], None] | None = None) -
     Raises:
         ArtifactFormatError: with the first reason found.
     """
-    return _checked(source, taken, _CHECKS)
+    return _checked(source, taken, read_png)
 
 
 def check_earlier_shard(source: Source, taken: Callable[[Window], None] | None = None) -> Contents:
@@ -161,7 +160,7 @@ def check_earlier_shard(source: Source, taken: Callable[[Window], None] | None =
     Raises:
         ArtifactFormatError: with the first reason found.
     """
-    return _checked(source, taken, {**_CHECKS, ".png": _earlier_png})
+    return _checked(source, taken, read_earlier_png)
 
 
 def check_kept_shard(source: Source, taken: Callable[[Window], None] | None = None) -> Contents:
@@ -172,7 +171,7 @@ def check_kept_shard(source: Source, taken: Callable[[Window], None] | None = No
     Raises:
         ArtifactFormatError: with the first reason found.
     """
-    return _checked(source, taken, {**_CHECKS, ".png": _kept_png})
+    return _checked(source, taken, read_kept_png)
 
 
 def read_kept_png(source: Source) -> NDArray[np.uint8]:
@@ -193,7 +192,10 @@ def _like(known: _Found | None, found: _Found) -> _Found:
     return found
 
 
-def _checked(source: Source, taken: Callable[[Window], None] | None, checks: Mapping[str, _Check]) -> Contents:
+def _checked(
+    source: Source, taken: Callable[[Window], None] | None, png: Callable[[Source], NDArray[np.uint8]]
+) -> Contents:
+    checks: Mapping[str, _Check] = {".png": lambda one, _: _picture(png(one)), ".nii": _nifti, ".dcm": _dicom}
     if source.size > MAX_SHARD:
         raise ArtifactFormatError("a shard is at most 256 MiB")
     labels: list[str] = []
@@ -231,18 +233,6 @@ def _packed(sample: NDArray[Any], index: int, form: Form) -> tuple[str, bytes]:
             return "dcm", pack_dicom(sample, modality, spacing_um, index)
 
 
-def _png(source: Source, index: int) -> _Found:
-    return _picture(read_png(source))
-
-
-def _earlier_png(source: Source, index: int) -> _Found:
-    return _picture(read_earlier_png(source))
-
-
-def _kept_png(source: Source, index: int) -> _Found:
-    return _picture(read_kept_png(source))
-
-
 def _picture(image: NDArray[np.uint8]) -> _Found:
     return "png" if image.ndim == 2 else "png-rgb", image.shape, None
 
@@ -255,9 +245,6 @@ def _nifti(source: Source, index: int) -> _Found:
 def _dicom(source: Source, index: int) -> _Found:
     picture = check_dicom(source, index)
     return f"dicom-{picture.dtype}", picture.shape, picture
-
-
-_CHECKS: Final[Mapping[str, _Check]] = {".png": _png, ".nii": _nifti, ".dcm": _dicom}
 
 
 def _header(name: str, size: int) -> bytes:

@@ -26,38 +26,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protos.artifacts.byte_source import ArtifactFormatError, BytesSource, Source, blocks
-from protos.common.errors import ArtifactError
+from protos.common.canonical_json import KeyTwiceError, distinct
 
 # In the order of the format's own type list, which its writer uses for alignment; bytes for each element.
 WIDTHS: Final = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-}
+    "BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
+}  # fmt: skip
 _RANK: Final = {name: i for i, name in enumerate(WIDTHS)}
-_NUMPY: Final = {
-    "BOOL": "?",
-    "U8": "<u1",
-    "I8": "<i1",
-    "I16": "<i2",
-    "U16": "<u2",
-    "F16": "<f2",
-    "I32": "<i4",
-    "U32": "<u4",
-    "F32": "<f4",
-    "F64": "<f8",
-    "I64": "<i8",
-    "U64": "<u8",
+_NUMPY: Final = {"BOOL": "?"} | {
+    name: f"<{name[0].lower()}{size}" for name, size in WIDTHS.items() if name not in ("BOOL", "BF16")
 }
 _DTYPES: Final = {np.dtype(code): name for name, code in _NUMPY.items()}
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,200}")
@@ -65,8 +43,6 @@ MAX_HEADER: Final = 1 << 22  # bytes
 MAX_BYTES: Final = 1 << 40  # of all tensors
 MAX_RANK: Final = 8
 MAX_TENSORS: Final = 20_000
-
-
 KEY: Final = "lazaret"  # of the one text, in the header's ``__metadata__``
 MOST: Final = 16_384  # characters: a person is to read it
 _KIND: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
@@ -169,7 +145,7 @@ class Architecture:
         """
         head = _head(source)[8:]
         try:
-            listed = json.loads(head, object_pairs_hook=_once)
+            listed = json.loads(head, object_pairs_hook=distinct)
             metadata = listed.pop("__metadata__", None)
             shaped = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in listed.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -367,22 +343,11 @@ def _check_values(block: bytes, dtype: str) -> None:
         raise ArtifactFormatError("a value is not finite" if dtype != "BOOL" else "a truth value is neither 0 nor 1")
 
 
-class _TwiceError(ArtifactError, ValueError):
-    """A JSON object has one key twice."""
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise _TwiceError
-    return found
-
-
 def _difference(text: bytes, architecture: Architecture) -> str:
     """Why a header is not this architecture's. Names come from the architecture, never from the file."""
     try:
-        found = json.loads(text, object_pairs_hook=_once)
-    except _TwiceError:
+        found = json.loads(text, object_pairs_hook=distinct)
+    except KeyTwiceError:
         return "the header has a key twice"
     except (ValueError, RecursionError):
         return "the header is not JSON"

@@ -57,11 +57,7 @@ def seal(payload: bytes, payload_type: str, key: Ed25519PrivateKey) -> bytes:
         "sig": base64.b64encode(key.sign(pae(payload_type, payload))).decode(),
     }
     return canonical(
-        {
-            "payload": base64.b64encode(payload).decode(),
-            "payloadType": payload_type,
-            "signatures": [signature],
-        }
+        {"payload": base64.b64encode(payload).decode(), "payloadType": payload_type, "signatures": [signature]}
     )
 
 

@@ -2,8 +2,8 @@
 
 None of them derives from ``ValueError``: many places catch that of a library, and must not swallow a refusal. A class
 that used to be a ``ValueError`` remains one in addition to its base. An error's text says what happened, why, and
-what to type next; it never contains a patient's data. A name that was typed or a key
-of a configuration may stand in it.
+what to type next; it never contains a patient's data. A name that was typed or a key of a configuration may stand in
+it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ class LedgerIntegrityError(StorageError):
 
 
 class ArtifactError(LazaretError):
-    """Bytes from elsewhere are not of the form that they must have: a file, an envelope, a certificate, a
-    checkpoint.
-    """
+    """Bytes from elsewhere are not in the form they must have: a file, an envelope, a certificate, a checkpoint."""
 
 
 class PeerError(LazaretError):

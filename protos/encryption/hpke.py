@@ -217,12 +217,7 @@ def check_form(path: Path, reader: str) -> None:
         OSError: it cannot be read.
     """
     with path.open("rb") as stream:
-        start = stream.read(_HEAD.size)
-    magic, named, wrapped = _HEAD.unpack(start) if len(start) == _HEAD.size else (b"", b"", 0)
-    if magic != _MAGIC:
-        raise SealedFileError("not a sealed artifact")
-    if named.hex() != reader:
-        raise SealedFileError("encrypted to another recipient")
+        _, wrapped = _read_head(stream, reader)
     if wrapped != _WRAPPED:
         raise SealedFileError("its key is of another length")
     whole, rest = divmod(path.stat().st_size - _HEAD.size - _WRAPPED - _PREFIX, CHUNK + _TAG)
@@ -230,21 +225,25 @@ def check_form(path: Path, reader: str) -> None:
         raise SealedFileError("not whole pieces")
 
 
-def _open_head(stream: BinaryIO, private: MLKEM768X25519PrivateKey, public: bytes) -> tuple[AESGCM, bytes, bytes]:
-    """What opens the pieces: their cipher, the nonces' prefix, and what each is bound to."""
+def _read_head(stream: BinaryIO, reader: str) -> tuple[bytes, int]:
+    """The bytes of a head for this reader, and how long its wrapped key is."""
     start = stream.read(_HEAD.size)
-    if len(start) != _HEAD.size:
-        raise SealedFileError("not a sealed artifact")
-    magic, reader, size = _HEAD.unpack(start)
+    magic, named, wrapped = _HEAD.unpack(start) if len(start) == _HEAD.size else (b"", b"", 0)
     if magic != _MAGIC:
         raise SealedFileError("not a sealed artifact")
-    if reader != hashlib.sha256(public).digest():
+    if named.hex() != reader:
         raise SealedFileError("encrypted to another recipient")
+    return start, wrapped
+
+
+def _open_head(stream: BinaryIO, private: MLKEM768X25519PrivateKey, public: bytes) -> tuple[AESGCM, bytes, bytes]:
+    """What opens the pieces: their cipher, the nonces' prefix, and what each is bound to."""
+    start, size = _read_head(stream, fingerprint(public))
     rest = stream.read(size + _PREFIX)
     if len(rest) != size + _PREFIX:
         raise SealedFileError("cut short")
     try:
-        key = _SUITE.decrypt(rest[:size], private, _INFO + reader)
+        key = _SUITE.decrypt(rest[:size], private, _INFO + hashlib.sha256(public).digest())
     except (InvalidTag, ValueError):
         raise SealedFileError("its key does not open") from None
     if len(key) != 32:

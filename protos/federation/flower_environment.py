@@ -1,11 +1,10 @@
 """Silence Flower before it is imported: no telemetry, no update check, no installs, a private home.
 
-Flower reads these variables while its modules are being imported, and by default it then reports
-start and stop events to its vendor, asks for updates and writes a random identity below the user's
-home. A hospital's agent must not open a connection that nobody configured. So both ``__main__``
-files call `configure_environment` first and import everything that leads to Flower *after* it: that is why those
-imports stand below a statement and carry a lint exception. The adapters call `require_configured` and refuse
-to run in a process where this was forgotten.
+Flower reads these variables while its modules are being imported, and by default it then reports start and stop
+events to its vendor, asks for updates and writes a random identity below the user's home. A hospital's agent must not
+open a connection that nobody configured. So both ``__main__`` files call `configure_environment` first and import
+everything that leads to Flower *after* it: that is why those imports stand below a statement and carry a lint
+exception. The adapters call `require_configured` and refuse to run in a process where this was forgotten.
 """
 
 from __future__ import annotations

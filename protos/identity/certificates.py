@@ -38,6 +38,7 @@ ROOT_LIFE: Final = dt.timedelta(days=3650)
 INTERMEDIATE_LIFE: Final = dt.timedelta(days=365)
 LEAF_LIFE: Final = dt.timedelta(hours=24)
 RETURN_LIFE: Final = dt.timedelta(days=30)  # after a site's certificate has ended
+CONSOLE_LIFE: Final = dt.timedelta(days=397)  # as long as browsers take one
 BACKDATE: Final = dt.timedelta(minutes=5)  # for clocks that are a little behind
 _UNREADABLE: Final = (  # what reading a certificate or a request from a stranger can raise
     ValueError,
@@ -181,12 +182,7 @@ def make_intermediate(root: CA, now: dt.datetime) -> CA:
 
 
 def issue(
-    csr_pem: bytes,
-    name: str,
-    ca: CA,
-    now: dt.datetime,
-    hosts: tuple[str, ...] = (),
-    life: dt.timedelta = LEAF_LIFE,
+    csr_pem: bytes, name: str, ca: CA, now: dt.datetime, hosts: tuple[str, ...] = (), life: dt.timedelta = LEAF_LIFE
 ) -> bytes:
     """The chain for the key of a signing request: leaf and intermediate, PEM; see :func:`certify`.
 
@@ -231,6 +227,29 @@ def certify(
         .sign(ca_key, hashes.SHA384())
     )
     return leaf.public_bytes(Encoding.PEM) + ca_crt.public_bytes(Encoding.PEM)
+
+
+def self_signed(
+    key: ec.EllipticCurvePrivateKey,
+    common: str,
+    use: x509.ObjectIdentifier,
+    now: dt.datetime,
+    hosts: tuple[str, ...] = (),
+) -> x509.Certificate:
+    """A certificate of a console or of one of its people, who is known by this name: it vouches for itself alone.
+
+    It is for one ``use``, client or server; ``hosts`` are a server's DNS names and addresses.
+    """
+    name, public = _name(common), key.public_key()
+    builder = _builder(name, name, public, now, now + CONSOLE_LIFE)
+    if hosts:
+        builder = builder.add_extension(x509.SubjectAlternativeName([*map(_host, hosts)]), critical=False)
+    return (
+        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([use]), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .sign(key, hashes.SHA256())
+    )
 
 
 def leaf_of(chain_pem: bytes) -> x509.Certificate:

@@ -80,11 +80,7 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
     Raises:
         KeyFileError: missing, readable by others, or of another kind.
     """
-    body = read_private(path)
-    try:
-        key = load_pem_private_key(body, None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise KeyFileError(f"{path.name} is not a key") from None
+    key = _key(path)
     if not isinstance(key, Ed25519PrivateKey):
         raise KeyFileError(f"{path.name} is not an Ed25519 key")
     return key
@@ -96,11 +92,15 @@ def ec_key(path: Path) -> ec.EllipticCurvePrivateKey:
     Raises:
         KeyFileError: missing, readable by others, or of another kind.
     """
-    body = read_private(path)
-    try:
-        key = load_pem_private_key(body, None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise KeyFileError(f"{path.name} is not a key") from None
+    key = _key(path)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise KeyFileError(f"{path.name} is not an elliptic-curve key")
     return key
+
+
+def _key(path: Path) -> object:
+    body = read_private(path)
+    try:
+        return load_pem_private_key(body, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise KeyFileError(f"{path.name} is not a key") from None

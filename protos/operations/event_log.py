@@ -56,10 +56,7 @@ def read_settings(folder: Path) -> LogSettings:
     Raises:
         LogConfigError: not TOML, or with unknown or senseless keys.
     """
-    try:
-        return toml_file.read(folder / FILE, LogSettings) or LogSettings()
-    except toml_file.TomlError as error:
-        raise LogConfigError(str(error)) from None
+    return toml_file.read(folder / FILE, LogSettings, LogConfigError) or LogSettings()
 
 
 def only_listed(keys: Collection[str]) -> Callable[..., MutableMapping[str, Any]]:

@@ -129,11 +129,7 @@ class Relay:
     """The other end: makes the calls until it is closed or the process is gone."""
 
     def __init__(
-        self,
-        end: socket.socket,
-        client: httpx.Client,
-        most: int,
-        proof: Callable[[], Mapping[str, str]] = dict,
+        self, end: socket.socket, client: httpx.Client, most: int, proof: Callable[[], Mapping[str, str]] = dict
     ) -> None:
         """Start answering, in threads.
 

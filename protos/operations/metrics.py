@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.metrics_core import Metric as Family
 
 from protos.common.errors import InvariantError
+from protos.common.text import printable
 from protos.operations.event_counters import EventCounters
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -196,4 +197,4 @@ def capped(counts: Mapping[str, int], most: int = 64) -> dict[str, int]:
 
 def _label(value: str) -> str:
     """Printable and short: who fills a field elsewhere does not write on our page."""
-    return "".join(c if c.isprintable() else "?" for c in str(value))[:_LONGEST]
+    return printable(value)[:_LONGEST]

@@ -20,6 +20,7 @@ from cryptography import x509
 from cryptography.x509.oid import NameOID
 
 from protos.common.errors import UnreachableError
+from protos.common.text import printable
 from protos.identity.certificates import COORDINATOR, CertificateError, uri_of
 from protos.operations.checks import CheckResult, failed, note, passed
 
@@ -245,8 +246,7 @@ def _signer(leaf: x509.Certificate) -> str:
     """Who signed it, in its own words: printable and short."""
     for kind in (NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME):
         for attribute in leaf.issuer.get_attributes_for_oid(kind):
-            text = str(attribute.value)
-            return "".join(c if c.isprintable() else "?" for c in text)[:80]
+            return printable(attribute.value)[:80]
     return "somebody who gives no name"
 
 

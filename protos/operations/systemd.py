@@ -11,7 +11,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, MutableMapping
-from types import TracebackType
 from typing import Final, Self
 
 _MOST: Final = 2048  # bytes of one message
@@ -44,9 +43,7 @@ class Systemd:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         """Stopping: what is still to be done is not cut short by the watchdog."""
         self._over.set()
         self.say("STOPPING=1")

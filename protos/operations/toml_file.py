@@ -1,7 +1,7 @@
 """A TOML file as the frozen dataclass that its reader defines, with every problem at once.
 
-``coordinator.toml``, ``console.toml`` and ``log.toml`` are read so. Nothing is coerced, an unknown key is a problem,
-and a path is relative to the file's directory. The hospital's own files are read by cattrs
+``coordinator.toml``, ``console.toml``, ``log.toml`` and ``particulars.toml`` are read so. Nothing is coerced, an
+unknown key is a problem, and a path is relative to the file's directory. The hospital's own files are read by cattrs
 (``agent/toml_config.py``), which the coordinator does without.
 """
 
@@ -14,14 +14,8 @@ from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
-from protos.common.errors import ConfigError
-
 T = TypeVar("T")
 _WORDS: Final = {str: "a text", int: "a whole number", Path: "a path"}
-
-
-class TomlError(ConfigError, ValueError):
-    """The file cannot be used; the text names every problem by its key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +66,7 @@ class _Reader:
         return None
 
 
-def parse(text: str, kind: type[T], name: str, home: Path) -> T:
+def parse(text: str, kind: type[T], name: str, home: Path, fault: type[ValueError]) -> T:
     """A dataclass from TOML.
 
     Args:
@@ -81,30 +75,25 @@ def parse(text: str, kind: type[T], name: str, home: Path) -> T:
             ``__post_init__`` raises ValueError with a sentence for the operator.
         name: of the file, for that sentence.
         home: the directory to which paths are relative.
-    Raises:
-        TomlError: not TOML, or with every problem that was found.
+        fault: what is raised: not TOML, or with every problem that was found, by its key.
     """
     try:
         raw = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise TomlError(f"{name}: not TOML: {error}") from None
+        raise fault(f"{name}: not TOML: {error}") from None
     reader = _Reader(home)
     made = reader.table(raw, kind)
     if reader.problems or made is None:
-        raise TomlError(f"{name}: {'; '.join(reader.problems)}")
+        raise fault(f"{name}: {'; '.join(reader.problems)}")
     return made
 
 
-def read(path: Path, kind: type[T]) -> T | None:
-    """The same of a file, or None where there is none.
-
-    Raises:
-        TomlError: as for :func:`parse`, or it cannot be read.
-    """
+def read(path: Path, kind: type[T], fault: type[ValueError]) -> T | None:
+    """The same of a file, or None where there is none; ``fault`` also where it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError):
-        raise TomlError(f"{path.name} cannot be read: check whose it is") from None
-    return parse(text, kind, path.name, path.parent)
+        raise fault(f"{path.name} cannot be read: check whose it is") from None
+    return parse(text, kind, path.name, path.parent, fault)

@@ -16,7 +16,6 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
-from protos.secagg.member import Member
 from protos.secagg.messages import (
     FRAME,
     PARCEL_BYTES,
@@ -252,32 +251,3 @@ def _is_from(expected: int, sender: int) -> None:
 
 def _joined(messages: Mapping[int, bytes]) -> bytes:
     return b"".join(messages[i] for i in sorted(messages))
-
-
-def run_round(
-    members: Mapping[str, Member],
-    hub: Server,
-    vectors: Mapping[str, NDArray[np.int64]],
-    silent: Mapping[str, Step] = MappingProxyType({}),
-) -> Total:
-    """All five exchanges in one process: what an adapter does over its messages, and what tests do.
-
-    Args:
-        members: site -> its side. A member that refuses falls silent; the hub is not told why.
-        hub: at `Step.ADVERTISE`.
-        vectors: site -> lattice units (length,) int64.
-        silent: site -> the first step that it no longer answers.
-    Raises:
-        SecAggError: too few sites are left.
-    """
-    for step in Step:
-        for site, request in hub.requests().items():
-            if site not in members or silent.get(site, step + 1) <= step:
-                continue
-            try:
-                answer = members[site].answer(step, request, vectors[site] if step is Step.MASK else None)
-            except SecAggError:
-                continue
-            hub.receive(site, answer)
-        hub.advance()
-    return hub.aggregate()

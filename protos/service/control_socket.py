@@ -76,24 +76,25 @@ def control_socket(home: Path, app: App, log: Any) -> Iterator[None]:
     """
     folder = os.open(home, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     fresh, name = f"/proc/self/fd/{folder}/.control.{os.getpid()}", f"/proc/self/fd/{folder}/{SOCKET}"
+    gate = _Gate()
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(fresh)
-        gate = _Gate()
         gate.bind(fresh)
         os.chmod(fresh, 0o600)  # nobody can connect before it listens
         gate.listen(CONNECTIONS)
         own = os.stat(fresh)
         os.rename(fresh, name)
     except OSError as error:
+        gate.close()
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
         os.close(folder)
         raise ControlSocketError(f"{SOCKET} cannot be made in {home.name}: {error.strerror}") from None
-    thread = ServerThread(_Guarded(app, log), gate, None, "control")
     try:
-        thread.start()
-        yield
+        with ServerThread(_Guarded(app, log), gate, None, "control"):
+            yield
     finally:
-        thread.stop()
         with contextlib.suppress(OSError):
             if os.path.samestat(os.lstat(name), own) and stat.S_ISSOCK(own.st_mode):
                 os.unlink(name)

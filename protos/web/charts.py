@@ -6,13 +6,14 @@ curve. All texts are escaped here; callers hand in plain ones.
 
 from __future__ import annotations
 
-import datetime as dt
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from markupsafe import Markup, escape
+
+from protos.common.text import DATE, MINUTE, utc
 
 _KINDS: Final = ("spent", "held", "left", "yes", "no", "warn")
 _WIDTH: Final = 560.0
@@ -173,7 +174,9 @@ def steps(series: Sequence[Series], frame: Frame) -> Markup:
 
 def _told(series: Sequence[Series], frame: Frame) -> str:
     last = "; ".join(f"{s.label} ends at {s.points[-1][1]:g}" for s in series if s.points)
-    return f"Steps from {_day(frame.begin)} to {_day(frame.end)}, {frame.unit}. {last or 'Nothing happened'}."
+    return (
+        f"Steps from {utc(frame.begin, DATE)} to {utc(frame.end, DATE)}, {frame.unit}. {last or 'Nothing happened'}."
+    )
 
 
 def _x(at: float, frame: Frame) -> float:
@@ -207,7 +210,7 @@ def _grid(high: float, step: float, frame: Frame) -> Markup:
     for at, anchor in ((frame.begin, "start"), (frame.end, "end")):
         out.append(
             Markup('<text x="{:.1f}" y="{}" text-anchor="{}">{}</text>').format(
-                _x(at, frame), _HEIGHT - 8, anchor, _day(at)
+                _x(at, frame), _HEIGHT - 8, anchor, utc(at, DATE)
             )
         )
     return Markup("").join(out)
@@ -228,39 +231,8 @@ def _curve(series: Series, number: int, high: float, frame: Frame) -> Markup:
 def _table(series: Sequence[Series], frame: Frame) -> Markup:
     row = Markup('<tr><th scope="row">{}</th><td>{}</td><td class="number">{:g}</td></tr>')
     points = [(s.label, at, value) for s in series for at, value in s.points][-200:]
-    rows = Markup("").join(row.format(label, _moment(at), value) for label, at, value in points)
+    rows = Markup("").join(row.format(label, utc(at, MINUTE), value) for label, at, value in points)
     return Markup(
         "<details><summary>As a table</summary><table><thead><tr><th scope='col'>Curve</th><th scope='col'>From</th>"
         "<th scope='col' class='number'>{}</th></tr></thead><tbody>{}</tbody></table></details>"
     ).format(frame.unit, rows)
-
-
-def interval(value: float, low: float, high: float, chance: float | None = None) -> Markup:
-    """A measured rate with its interval on the scale from 0 to 1, and where pure guessing would lie; with the words.
-
-    Raises:
-        ValueError: not 0 <= low <= value <= high <= 1.
-    """
-    if not 0 <= low <= value <= high <= 1 or not (chance is None or 0 <= chance <= 1):
-        raise ValueError("a rate lies within its interval, and that within 0 to 1")
-    words = f"{value:.3g} (95 % interval {low:.3g} to {high:.3g}" + (
-        f"; guessing: {chance:.3g})" if chance is not None else ")"
-    )
-    tick = Markup("")
-    if chance is not None:
-        tick = Markup('<line class="chance" x1="{0:.1f}" x2="{0:.1f}" y1="2" y2="20"/>').format(5 + 150 * chance)
-    return Markup(
-        '<span class="rate"><svg class="interval" viewBox="0 0 160 22" role="img" aria-label="{0}"><title>{0}</title>'
-        '<line class="axis" x1="5" x2="155" y1="11" y2="11"/>{1}'
-        '<line class="whisker" x1="{2:.1f}" x2="{3:.1f}" y1="11" y2="11"/>'
-        '<circle class="dot" cx="{4:.1f}" cy="11" r="5"/>'
-        "</svg> {0}</span>"
-    ).format(words, tick, 5 + 150 * low, 5 + 150 * high, 5 + 150 * value)
-
-
-def _day(at: float) -> str:
-    return dt.datetime.fromtimestamp(at, dt.UTC).strftime("%Y-%m-%d")
-
-
-def _moment(at: float) -> str:
-    return dt.datetime.fromtimestamp(at, dt.UTC).strftime("%Y-%m-%d %H:%M")

@@ -19,13 +19,13 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding
 from cryptography.hazmat.primitives.serialization.pkcs12 import serialize_key_and_certificates
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from protos.common.errors import ConfigError
+from protos.identity.certificates import self_signed
 from protos.identity.key_files import pem, replace_private
 from protos.web.settings import PERSON
 
-DAYS: Final = 397  # of a certificate that is made here
 _MOST_BYTES: Final = 16_384  # of one certificate's file
 
 
@@ -48,20 +48,7 @@ def make(name: str, now: dt.datetime, password: str) -> tuple[bytes, bytes, byte
     if not PERSON.fullmatch(name):
         raise LoginConfigError("a person's name is 1 to 64 of a-z, 0-9, - and _")
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Lazaret {name}")])
-    crt = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(minutes=5))
-        .not_valid_after(now + dt.timedelta(days=DAYS))
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
+    crt = self_signed(key, f"Lazaret {name}", ExtendedKeyUsageOID.CLIENT_AUTH, now)
     sealed = BestAvailableEncryption(password.encode())
     p12 = serialize_key_and_certificates(f"Lazaret {name}".encode(), key, crt, None, sealed)
     return pem(key), crt.public_bytes(Encoding.PEM), p12

@@ -39,11 +39,7 @@ async def _parsed(headers: Headers, body: bytes) -> tuple[Form, dict[str, bytes]
     try:
         if kind == "multipart/form-data":
             parser = MultiPartParser(
-                headers,
-                _stream(body),
-                max_files=_MOST_FILES,
-                max_fields=_MOST_FIELDS,
-                max_part_size=BODY_BYTES,
+                headers, _stream(body), max_files=_MOST_FILES, max_fields=_MOST_FIELDS, max_part_size=BODY_BYTES
             )
             parser.spool_max_size = BODY_BYTES + 1  # in memory, whatever it is
             data = await parser.parse()

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import h11
@@ -122,7 +121,7 @@ class _Door(H11Protocol):
 
 
 class ServerThread:
-    """A uvicorn server in a thread, on a socket that listens already."""
+    """A uvicorn server in a thread, on a socket that listens already, while the context lasts."""
 
     def __init__(self, app: App, listener: socket.socket, tls: ssl.SSLContext | None, name: str) -> None:
         """Nothing is answered yet. ``name``: of the thread."""
@@ -148,6 +147,8 @@ class ServerThread:
         )
         config.load()
         self._server, self._listener = uvicorn.Server(config), listener
+        bound = listener.getsockname()
+        self.port = int(bound[1]) if isinstance(bound, tuple) else 0  # a Unix socket has none
         self._thread = threading.Thread(
             target=self._run, args=(tls is not None,), name=f"lazaret-{name}", daemon=True
         )
@@ -165,8 +166,8 @@ class ServerThread:
         with contextlib.suppress(Exception):
             asyncio.run(serve())
 
-    def start(self) -> None:
-        """Return when it answers."""
+    def __enter__(self) -> Self:
+        """Start; it answers when this returns."""
         self._thread.start()
         done = threading.Event()
         for _ in range(int(_START_S * 100)):
@@ -174,9 +175,10 @@ class ServerThread:
                 break
         if not self._server.started:
             raise ConsoleConfigError("the console does not start")
+        return self
 
-    def stop(self) -> None:
-        """Let requests under way end, for a moment; harmless when it does not run."""
+    def __exit__(self, *_exc: object) -> None:
+        """Let requests under way end, for five seconds at most; harmless when it does not run."""
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(_END_S)
@@ -196,7 +198,7 @@ def _listen(address: str, name: str) -> _Gate:
         raise ConsoleConfigError(f"{name}: {address} cannot be listened on; does another program do so?") from None
 
 
-class ConsoleServer:
+class ConsoleServer(ServerThread):
     """A console that is reached over TLS, from entering the context until leaving it."""
 
     def __init__(self, app: Guard, settings: ConsoleSettings, logins: PinnedCertificates, home: Path) -> None:
@@ -220,20 +222,7 @@ class ConsoleServer:
             ) from None
         self.fingerprint = own.fingerprint  # SHA-256 in hexadecimal, of what browsers are shown
         self.ends = own.ends
-        gate = _listen(settings.listen, "console")
-        self.port = int(gate.getsockname()[1])
-        self._thread = ServerThread(app, gate, tls, "console")
-
-    def __enter__(self) -> Self:
-        """Start; it answers when this returns."""
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop, within five seconds."""
-        self._thread.stop()
+        super().__init__(app, _listen(settings.listen, "console"), tls, "console")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +234,7 @@ class Answer:
     media_type: str = "text/plain; charset=utf-8"
 
 
-class PlainServing:
+class PlainServing(ServerThread):
     """Metrics and health over plain HTTP, for the machines that watch this one: sums and yes or no, no pages."""
 
     def __init__(self, address: str, answers: Mapping[str, Callable[[], Answer]], names: Iterable[str] = ()) -> None:
@@ -258,20 +247,7 @@ class PlainServing:
         Raises:
             ConsoleConfigError: the port cannot be used.
         """
-        gate = _listen(address, "metrics")
-        self.port = int(gate.getsockname()[1])
-        self._thread = ServerThread(_Plain(answers, frozenset(names)), gate, None, "metrics")
-
-    def __enter__(self) -> Self:
-        """Start; it answers when this returns."""
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop, within five seconds."""
-        self._thread.stop()
+        super().__init__(_Plain(answers, frozenset(names)), _listen(address, "metrics"), None, "metrics")
 
 
 class _Plain:

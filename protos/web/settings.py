@@ -135,10 +135,7 @@ def parse(text: str, home: Path) -> ConsoleSettings:
     Raises:
         ConsoleConfigError: with every problem that was found.
     """
-    try:
-        return toml_file.parse(text, ConsoleSettings, FILE, home)
-    except toml_file.TomlError as error:
-        raise ConsoleConfigError(str(error)) from None
+    return toml_file.parse(text, ConsoleSettings, FILE, home, ConsoleConfigError)
 
 
 def read(home: Path) -> ConsoleSettings | None:
@@ -147,7 +144,4 @@ def read(home: Path) -> ConsoleSettings | None:
     Raises:
         ConsoleConfigError: the file cannot be read, or with every problem that was found in it.
     """
-    try:
-        return toml_file.read(home / FILE, ConsoleSettings)
-    except toml_file.TomlError as error:
-        raise ConsoleConfigError(str(error)) from None
+    return toml_file.read(home / FILE, ConsoleSettings, ConsoleConfigError)

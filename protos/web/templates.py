@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Final
 
 from jinja2 import ChoiceLoader, Environment, FileSystemLoader, StrictUndefined
 
+from protos.common.text import utc
 from protos.web.request import RequestContext
 
 _HERE: Final = Path(__file__).parent
@@ -55,14 +55,6 @@ class Templates:
         }
         ui = self._env.get_template("parts.html").make_module(shared)
         return self._env.get_template(template).render({**shared, "ui": ui, **context})
-
-
-def utc(at: float) -> str:
-    """Seconds since 1970 as people write them, in UTC."""
-    try:
-        return dt.datetime.fromtimestamp(at, dt.UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (OverflowError, ValueError, OSError, TypeError):
-        return "not a time"
 
 
 def grouped(number: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,12 +11,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from protos.identity.certificates import self_signed
 from protos.identity.key_files import KeyFileError, ec_key, pem, replace_private, write_private
 from protos.web.settings import ConsoleConfigError, ConsoleSettings
 
-_DAYS: Final = 397  # as long as browsers take one
 _RENEW_DAYS: Final = 30  # before its end, at a start
 
 
@@ -50,12 +49,10 @@ def own_certificate(keys: Path, settings: ConsoleSettings, now: dt.datetime) -> 
         private = ec_key(key)
         found = _read(chain)
         if found is None or not _still_good(found, private, settings, now):
-            replace_private(chain, _self_signed(private, settings.names, now))
-            found = _read(chain)
+            found = self_signed(private, "Lazaret console", ExtendedKeyUsageOID.SERVER_AUTH, now, settings.names)
+            replace_private(chain, found.public_bytes(Encoding.PEM))
     except (OSError, KeyFileError) as error:
         raise ConsoleConfigError(f"keys/console.key and keys/console.crt cannot be used: {error}") from None
-    if found is None:
-        raise ConsoleConfigError("keys/console.crt cannot be read")
     return _told(chain, key, found)
 
 
@@ -79,29 +76,3 @@ def _still_good(
     same = {str(name.value) for name in names} == set(settings.names)
     left = found.not_valid_after_utc - now
     return same and left > dt.timedelta(days=_RENEW_DAYS) and found.public_key() == private.public_key()
-
-
-def _self_signed(private: ec.EllipticCurvePrivateKey, names: tuple[str, ...], now: dt.datetime) -> bytes:
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Lazaret console")])
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(private.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(minutes=5))
-        .not_valid_after(now + dt.timedelta(days=_DAYS))
-        .add_extension(x509.SubjectAlternativeName([_name(name) for name in names]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(private.public_key()), critical=False)
-        .sign(private, hashes.SHA256())
-        .public_bytes(Encoding.PEM)
-    )
-
-
-def _name(name: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(name))
-    except ValueError:
-        return x509.DNSName(name)

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from policies.governance import decisions
 from protos.identity.key_files import pem, write_private
-from protos.web.charts import Bar, Frame, Part, Series, bars, interval, steps
+from protos.web.charts import Bar, Frame, Part, Series, bars, steps
 from protos.web.client_certificates import PinnedCertificates, make
 from protos.web.router import LoggedInPerson, PageError, RequestContext, Router
 from protos.web.server import ConsoleServer
@@ -34,7 +34,7 @@ PAGES = {
 {{ ui.badge("refused", "no") }} {{ ui.badge("waits", "warn") }} {{ ui.badge("plain") }}</p>
 {{ ui.table("Sites", ["Site", "Images#"], [["alpha", 12], ["beta", 3]]) }}
 {{ ui.table("Nothing", ["Site"], []) }}{{ ui.pager("", "/?before=3", "entries 3 to 9") }}
-<section class="panel"><h2>Budget</h2>{{ bars }}{{ steps }}<p>Attack: {{ interval }}</p></section>
+<section class="panel"><h2>Budget</h2>{{ bars }}{{ steps }}</section>
 <p id="beat" data-live="1">{{ beat }}</p>{% endblock %}""",
     "form.html": """{% extends "base.html" %}{% block title %}Form{% endblock %}{% block main %}
 <h1>Form</h1><form method="post" action="/told">{{ ui.csrf() }}
@@ -248,7 +248,6 @@ def charts() -> dict[str, Any]:
             (("spent", "spent"), ("held", "held"), ("left", "left")),
         ),
         "steps": steps([Series("alpha", points), Series("beta", points[:3])], frame),
-        "interval": interval(0.52, 0.48, 0.57, 0.5),
     }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -12,9 +13,9 @@ from numpy.typing import NDArray
 
 from protos.common.dsse import key_id
 from protos.secagg.member import Member
-from protos.secagg.messages import Step
+from protos.secagg.messages import SecAggError, Step
 from protos.secagg.ring import Ring
-from protos.secagg.server import Server
+from protos.secagg.server import Server, Total
 from protos.secagg.session import KnownPartners, Params, Quorum, Session
 
 
@@ -107,3 +108,32 @@ def play(
                 assert hub.receive(name, answer) is None
         hub.advance()
     raise AssertionError
+
+
+def run_round(
+    members: Mapping[str, Member],
+    hub: Server,
+    vectors: Mapping[str, NDArray[np.int64]],
+    silent: Mapping[str, Step] = MappingProxyType({}),
+) -> Total:
+    """All five exchanges in one process: what an adapter does over its messages, and what tests do.
+
+    Args:
+        members: site -> its side. A member that refuses falls silent; the hub is not told why.
+        hub: at `Step.ADVERTISE`.
+        vectors: site -> lattice units (length,) int64.
+        silent: site -> the first step that it no longer answers.
+    Raises:
+        SecAggError: too few sites are left.
+    """
+    for step in Step:
+        for site, request in hub.requests().items():
+            if site not in members or silent.get(site, step + 1) <= step:
+                continue
+            try:
+                answer = members[site].answer(step, request, vectors[site] if step is Step.MASK else None)
+            except SecAggError:
+                continue
+            hub.receive(site, answer)
+        hub.advance()
+    return hub.aggregate()

@@ -10,7 +10,6 @@ pixels: convex, zero at the start, and its 650 parameters (ten classes) keep the
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from agent.dp.clipping import PrivacyUnit
 from agent.dp.dpsgd import PrivateSgd, SecureSumGrid, Task, noisy_part, train_privately
 from agent.dp.noise import TAIL, Entropy, deviation
 from policies.accounting.claims import DistributedGaussian, SubsampledGaussian
-from protos.common.canonical_json import canonical
+from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 
 POOLED: Final = 8  # images are averaged down to 8 x 8
@@ -160,11 +159,9 @@ class _Classifier:
             FederatedConfigError: anything else. The keys at fault are named, all at once.
         """
         try:
-            values = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as fault:
+            values = json_object(text)
+        except ValueError as fault:
             raise FederatedConfigError("not a JSON object of distinct keys and finite numbers") from fault
-        if type(values) is not dict:
-            raise FederatedConfigError("not a JSON object")
         hints = get_type_hints(cls)
         kinds = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
         if wrong := sorted(kinds.keys() ^ values.keys()):
@@ -364,16 +361,6 @@ class FederatedMasked(_Classifier):
     def _room(self) -> float:
         """What ``value_bound`` leaves to the clipped sum beside the noise's largest number and the rounding."""
         return self.value_bound * 2.0**self.scale * self._grid() - TAIL * self._noise() - self._grid()
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({key for key, _ in pairs}) != len(pairs):
-        raise ValueError("a key appears twice")
-    return dict(pairs)
-
-
-def _no_constant(_: str) -> float:
-    raise ValueError("not a number")
 
 
 def _is(value: object, kind: object) -> bool:

@@ -70,7 +70,8 @@ def connect(dsn: str, *, autocommit: bool = True) -> psycopg.Connection[Any]:
     try:
         return psycopg.connect("", autocommit=autocommit, **address)  # type: ignore[arg-type]
     except psycopg.Error as error:
-        raise _cannot_connect(error) from None
+        why = next((said for sign, said in _CANNOT_CONNECT if sign in str(error)), "see its log, check the address")
+        raise ConnectionError(f"no connection to PostgreSQL: {why}") from None
 
 
 def hosts_of(dsn: str) -> tuple[str, ...]:
@@ -89,11 +90,6 @@ def hosts_of(dsn: str) -> tuple[str, ...]:
         return ()
     single = [{name: found[i] if len(found) > 1 else found[0] for name, found in named.items()} for i in range(count)]
     return tuple(make_conninfo(**{**words, **one, "target_session_attrs": "any"}) for one in single)
-
-
-def _cannot_connect(error: psycopg.Error) -> ConnectionError:
-    why = next((said for sign, said in _CANNOT_CONNECT if sign in str(error)), "see its log, check the address")
-    return ConnectionError(f"no connection to PostgreSQL: {why}")
 
 
 def _failed(error: psycopg.Error) -> Exception:

@@ -275,7 +275,9 @@ def open_sqlite(path: Path) -> Sqlite:
             connection = apsw.Connection(str(path))
             undo.callback(connection.close, True)
             _keep_log(connection, True)
-            _not_lost(connection, mark_of(path))
+            # nothing is begun in the place of a ledger that is gone; a mark is made after the tables that it is of
+            if not form_of(connection) and (lost := mark_of(path).path).exists():
+                raise LedgerTurnedBackError(turned_back(f"the ledger is empty or missing, but {lost.name} exists"))
             prepare(connection)
         except apsw.Error as error:
             raise LedgerUnsoundError(f"{path.name} cannot be opened ({type(error).__name__})") from None
@@ -290,16 +292,6 @@ def open_sqlite(path: Path) -> Sqlite:
 def _keep_log(connection: apsw.Connection, keep: bool) -> None:
     """Until a ledger is accepted its write-ahead log stays as it was found: what is refused is the auditor's."""
     connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, keep)
-
-
-def _not_lost(connection: apsw.Connection, mark: MarkFile) -> None:
-    """Nothing is begun in the place of a ledger that is gone; a mark is made after the tables that it is of.
-
-    Raises:
-        LedgerTurnedBackError: the file holds nothing, and there is a mark.
-    """
-    if not form_of(connection) and mark.path.exists():
-        raise LedgerTurnedBackError(turned_back(f"the ledger is empty or missing, but {mark.path.name} exists"))
 
 
 def mark_of(path: Path) -> MarkFile:

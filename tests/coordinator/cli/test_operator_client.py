@@ -233,7 +233,7 @@ def test_a_job_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> N
 
 def test_a_job_file_says_what_is_left_out(tmp_path: Path) -> None:
     found = operator_client.read_job(written(tmp_path))
-    assert (found["strategy"], found["all_or_none"], found["secure"]) == ({"name": "fedavg"}, False, False)
+    assert (found["strategy"], found["all_or_none"], found["secure"]) == ('{"name": "fedavg"}', False, False)
     assert operator_client.read_job(written(tmp_path, all_or_none=True))["all_or_none"]
     assert job().strategy == '{"name":"fedavg"}'
     assert Person("dpo-1", "compliance").role == "compliance"

@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.console import entry_text
 from coordinator.explanations import KINDS as TITLES
+from policies.audit import display
 from policies.ledger.entries import KINDS, Expired, Freed, Opened, Record, Refused, Reserved, Spent
 from policies.ledger.state import Account, Grant, State
 
@@ -74,13 +75,13 @@ def test_the_end_of_a_grant_says_what_is_gone_and_what_came_back(entry: Any, wor
 
 
 def test_a_price_is_rounded_up_and_never_without_its_unit() -> None:
-    assert entry_text.price(1, "north/rdp", ledger()) == "0.1 % of the epsilon budget"
-    assert entry_text.price(1001, "north/rdp", ledger()) == "100.1 % of the epsilon budget"
-    assert entry_text.price(1, "north/k", ledger()) == "1 release per patient"
-    assert "nothing" in entry_text.price(5, "nobody/rdp", ledger())
+    assert display.price(1, "north/rdp", ledger()) == "0.1 % of the epsilon budget"
+    assert display.price(1001, "north/rdp", ledger()) == "100.1 % of the epsilon budget"
+    assert display.price(1, "north/k", ledger()) == "1 release per patient"
+    assert "nothing" in display.price(5, "nobody/rdp", ledger())
     state = ledger()
     state.accounts["north/rdp"] = Account(Opened("north/rdp", 10**9, 4, "8.0", "4e-06"))
-    assert entry_text.price(1, "north/rdp", state) == "0.1 % of the epsilon budget", "a little is not nothing"
+    assert display.price(1, "north/rdp", state) == "0.1 % of the epsilon budget", "a little is not nothing"
 
 
 def test_a_refusal_says_when_and_why_and_counts_the_other_reasons() -> None:

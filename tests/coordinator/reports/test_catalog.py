@@ -26,9 +26,10 @@ from coordinator.reports.document import OPEN, Curve, Document, Line, Points, Re
 from coordinator.reports.html_renderer import as_html, drawn
 from coordinator.reports.ledger_view import LedgerView
 from coordinator.reports.pdf_renderer import as_pdf
-from coordinator.reports.report_inputs import Item, Particulars, ReportInputs, books_of, particulars_from
+from coordinator.reports.report_inputs import Item, Particulars, ReportInputs, books_of
 from policies.accounting.rounding import epsilon_text
 from policies.ledger.entries import encode
+from protos.operations import toml_file
 from tests.support.peers import lacking
 from tests.support.report_world import LAX, NOW, Stage, stage
 
@@ -216,7 +217,7 @@ def test_what_only_the_controller_knows_is_left_open_until_it_is_filled_in(input
 )
 def test_a_misspelt_or_odd_particular_is_refused_with_what_there_is(text: str) -> None:
     with pytest.raises(ReportError, match=r"particulars\.toml"):
-        particulars_from(text)
+        toml_file.parse(text, Particulars, "particulars.toml", Path(), ReportError)
 
 
 def test_nothing_that_is_filled_in_becomes_markup(inputs: ReportInputs) -> None:

@@ -14,7 +14,7 @@ from coordinator.console.budgets import budget_of
 from coordinator.console.job_form import costs_of
 from coordinator.console.release_facts import epsilon_of as told_on_a_page
 from coordinator.console.run_status import _spent
-from coordinator.explanations import describe_entry, format_epsilon
+from coordinator.explanations import format_epsilon
 from coordinator.federation.job import SiteCost
 from coordinator.pools.datasheet import _figure
 from coordinator.pools.selection import Cost
@@ -22,10 +22,10 @@ from coordinator.reports.catalog import REPORTS, make, snapshot
 from coordinator.reports.document import ReportError
 from policies.accounting.rdp import allowance, epsilon_of
 from policies.accounting.rounding import epsilon_text
-from policies.audit.display import rows
+from policies.audit.display import rows, words
 from policies.audit.verify import _summary, verify
-from policies.ledger.entries import Opened, Record
-from policies.ledger.state import Account
+from policies.ledger.entries import LimitSet, Opened, Record
+from policies.ledger.state import Account, State
 from tests.support.report_world import NOW, Stage, page_of, stage
 
 WRITTEN = re.compile(r"(?:epsilon|ε)(?: (?:is|of|takes|spent))?[ =:]+(\d(?:[\d.e+-]*\d)?)", re.IGNORECASE)
@@ -94,7 +94,7 @@ def test_the_epsilon_of_a_run_reads_the_same_wherever_it_stands(
 
 VALUE, ORDER, DELTA = 3.4567891, 7, "1e-06"
 OPENED = Opened("a/rdp", allowance(VALUE, float(DELTA), ORDER), ORDER, repr(VALUE), DELTA)
-RAISED = {"type": "limit-set", "account": "a/rdp", "epsilon": repr(VALUE), "limit": 1, "serial": "s"}
+RAISED = LimitSet("a/rdp", 1, repr(VALUE), "s")
 LEDGER = {"unit": "patient", "relation": "add-or-remove-one"}
 COST = SiteCost("a", True, "3.456789100", DELTA, 1, 2, "3.456789100", "")
 PLACES: dict[str, Callable[[], str]] = {
@@ -103,7 +103,7 @@ PLACES: dict[str, Callable[[], str]] = {
     "a budget's page": lambda: budget_of("a/rdp", Account(OPENED)).says,
     "a forecast": lambda: f"epsilon {costs_of([COST])[0].epsilon}",
     "a pool's datasheet": lambda: _figure(Cost("a", "rdp", 1, epsilon=VALUE, delta=float(DELTA))),
-    "a limit in a report": lambda: describe_entry(RAISED, {}, {})[1],
+    "a limit in a report": lambda: words(RAISED, State()),
     "an opened account in a table": lambda: rows([Record(1, "k", OPENED)])[0][4],
 }
 

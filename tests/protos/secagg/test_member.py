@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from protos.secagg.member import Member
 from protos.secagg.messages import SecAggError, Step
 from protos.secagg.ring import NotEncodableError, Ring
-from protos.secagg.server import Server, Total, run_round
+from protos.secagg.server import Server, Total
 from protos.secagg.session import Params, Quorum, Session, roster_digest, start_context
 from protos.secagg.shamir import PRIME, SHARE_BYTES, SharesError, is_share, join, split
-from tests.support.secagg import Sites, UnsafeStream, site_key
+from tests.support.secagg import Sites, UnsafeStream, run_round, site_key
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "secagg.json"
 TINY = Ring(5, 64, 2.0, 10)

@@ -34,10 +34,10 @@ from protos.secagg.messages import (
     split_messages,
 )
 from protos.secagg.ring import Ring
-from protos.secagg.server import Server, run_round
+from protos.secagg.server import Server
 from protos.secagg.session import KnownPartners, Params, Quorum, Session, roster_digest, start_context
 from protos.secagg.shamir import SHARE_BYTES, join
-from tests.support.secagg import Sites, UnsafeStream, play, site_key
+from tests.support.secagg import Sites, UnsafeStream, play, run_round, site_key
 
 RNG = np.random.default_rng(5)
 

@@ -229,6 +229,7 @@ def test_a_directory_that_takes_no_socket_is_said_to_be_one(tmp_path: Path) -> N
     (tmp_path / SOCKET).mkdir()
     with pytest.raises(ControlSocketError, match=r"control\.sock cannot be made in"):
         control_socket(tmp_path, app(), Log()).__enter__()
+    assert [path.name for path in tmp_path.iterdir()] == [SOCKET], "and nothing is left of it"
 
 
 def test_a_service_that_is_killed_in_the_middle_leaves_the_outcome_open(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from protos.web.charts import Bar, Frame, Part, Series, bars, interval, steps
+from protos.web.charts import Bar, Frame, Part, Series, bars, steps
 from tests.support.console_kit import charts
 
 NASTY = "</svg><script>alert(1)</script>\"'&"
@@ -86,10 +86,3 @@ def test_every_curve_of_amounts_can_be_drawn(values: list[float]) -> None:
     ET.fromstring(str(made))
     heights = [float(y) for y in re.findall(r"V([\d.]+)", made)]
     assert all(12.0 <= y <= 216.0 for y in heights)
-
-
-def test_a_rate_is_drawn_within_its_interval_or_not_at_all() -> None:
-    assert "0.52 (95 % interval 0.48 to 0.57; guessing: 0.5)" in interval(0.52, 0.48, 0.57, 0.5)
-    for wrong in ((0.4, 0.5, 0.6), (0.5, 0.4, 1.1), (math.nan, 0.0, 1.0)):
-        with pytest.raises(ValueError, match="within"):
-            interval(*wrong)

@@ -278,7 +278,10 @@ def test_large_headers_are_refused(served: Console) -> None:
 
 
 def test_headers_without_an_end_are_cut_off(served: Console) -> None:
-    answer = raw(served, b"GET /login HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 400_000)
+    try:
+        answer = raw(served, b"GET /login HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 400_000)
+    except (ConnectionError, ssl.SSLEOFError):  # cut off while it was still being sent
+        answer = b""
     assert answer[:12] in (b"", b"HTTP/1.1 400")
 
 

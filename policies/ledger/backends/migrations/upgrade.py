@@ -100,12 +100,15 @@ def upgrade_sqlite(
     if not path.exists():
         raise FileNotFoundError(f"no ledger at {path.name}")
     with lock_file(path.with_suffix(".lock")):
-        form = _form(path)
+        with _reading(path) as disk:
+            form = disk.form()
         require_readable(form)
         copy = path.with_name(path.name + _SUFFIX)
         _remove(copy)  # of an upgrade that was interrupted
         if form == FORM:
-            return _unchanged(path)
+            with _reading(path) as disk:
+                found = summarise(disk)
+            return Upgraded(FORM, FORM, found.size, found.root)
         before_it()
         _alone(path)
         try:
@@ -122,11 +125,6 @@ def upgrade_sqlite(
         return Upgraded(form, FORM, before.size, before.root)
 
 
-def _form(path: Path) -> int:
-    with _reading(path) as disk:
-        return disk.form()
-
-
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[Sqlite]:
     """A ledger file of any form that is known, to read."""
@@ -136,12 +134,6 @@ def _reading(path: Path) -> Iterator[Sqlite]:
         raise LedgerUnsoundError(f"{path.name} cannot be read ({type(error).__name__})") from None
     with contextlib.closing(disk):
         yield disk
-
-
-def _unchanged(path: Path) -> Upgraded:
-    with _reading(path) as disk:
-        found = summarise(disk)
-    return Upgraded(FORM, FORM, found.size, found.root)
 
 
 def _alone(path: Path) -> None:
