@@ -101,7 +101,7 @@ class SharedLedger:
 
     @contextlib.contextmanager
     def work(self, project: str = site_directory.MAIN, *, greeted: bool = True) -> Iterator[Opened]:
-        """The same runtime with a vault of its own: a connection serves one thread at a time; SQLite keeps two apart."""
+        """The same runtime with a vault of its own: one connection serves one thread, and SQLite separates two."""
         del greeted  # `serve` keeps in touch
         with self._one:
             vault = projects.open_vault(self._context.home, project)

@@ -144,11 +144,11 @@ def split(
         raise ValueError("a label is a whole number, one for each picture")
     if not count or not 0 <= labels.min() <= labels.max() < len(config.bins):
         raise ValueError("a label is the number of a bin")
-    few = [config.bins[b] for b, n in enumerate(np.bincount(labels, minlength=len(config.bins))) if n < 2]
+    few = int((np.bincount(labels, minlength=len(config.bins)) < 2).sum())
     if few:
         raise TooFewLabelledImagesError(
-            f"every label needs two pictures or more, one for training and one for testing. {len(few)} have fewer: "
-            f"{', '.join(few[:5])}{', …' if len(few) > 5 else ''}"
+            f"every label needs two images or more, one for training and one for testing. {few} of "
+            f"{len(config.bins)} labels have fewer: add images, or remove these labels"
         )
     rng = np.random.Generator(np.random.Philox(config.seed))
     learn, judge = list[NDArray[np.int64]](), list[NDArray[np.int64]]()

@@ -342,7 +342,7 @@ def test_an_order_for_semantics_that_cannot_be_done_is_a_sentence(typed: Typed, 
         (("--clusters", 61), "do not make 61 clusters"),
         (("--clusters", 2, "--features", shapes / "labels.csv"), "not safetensors"),
         (("--clusters", 2, "--features", shapes / "q"), "--features: file not found: q"),
-        (("--labels", tmp_path / "labels.csv"), "1 have fewer: a"),
+        (("--labels", tmp_path / "labels.csv"), "1 of 2 labels have fewer: add images"),
         (("--labels", tmp_path / "gone.csv"), "gone.csv is not a CSV file"),
     ):
         said = typed(*queried(shapes, tmp_path / "out", *more, "--steps", 1))

@@ -302,10 +302,11 @@ def test_a_table_says_its_name_once(shelf: Path, table: str, key: str) -> None:
     assert f"{table}: " in said
 
 
-def test_public_labels_that_are_no_conditions_are_named_and_what_to_do_is_said(shelf: Path) -> None:
+def test_public_labels_that_are_no_conditions_are_counted_and_what_to_do_is_said(shelf: Path) -> None:
     (shelf / "other.csv").write_text("file,label\n000.png,zebra\n001.png,none\n")
     told = refused(shelf, changed(DISTILL_DP, public={"labels": "other.csv"}))
-    assert told.startswith("1 label(s) are none of the conditions, such as zebra: remove these images from the list")
+    assert told.startswith("public.labels: 1 label(s) are none of the conditions: remove their images from the list")
+    assert "zebra" not in told
 
 
 def test_a_condition_that_no_public_picture_shows_is_told(shelf: Path) -> None:
