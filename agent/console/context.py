@@ -125,7 +125,7 @@ class SiteConsoleContext:
         return strictest(self.home.policy(), self.signed_policy())
 
     def policy(self) -> Policy:
-        """What binds the site today: see :func:`agent.runtime.site_policy`, which the commands use."""
+        """What binds the site today: see :func:`agent.storage.site_ledger.site_policy`, which commands use."""
         return strictest(self.own_policy(), self.home.federation_policy())
 
     # -- releases that wait

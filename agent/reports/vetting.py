@@ -2,7 +2,7 @@
 
 It is the contact sheet of a distillation (:mod:`agent.reports.contact_sheet`) without the parts that only a
 distillation has. It shows patients, so it is for this site only, and says so; it contains no pseudonym, and names no
-cluster. The patients are those with comparable images (:func:`agent.release.cluster_vetting.compared`), not all
+cluster. The patients are those with comparable images (:func:`agent.release.vetting_statement.compared`), not all
 patients.
 """
 

@@ -116,8 +116,8 @@ def train_aligner_of(
         folder: of its checkpoint; a run that was killed goes on from there.
         say: told of the progress.
     Returns:
-        The file that :func:`agent.models.diffusion.aligner.aligner_from` reads; :meth:`Aligner.demand` refuses a poor
-        one.
+        The file that :func:`agent.models.diffusion.aligner.aligner_from` reads;
+        :meth:`agent.models.diffusion.aligner.Aligner.demand` refuses a poor one.
     Raises:
         ValueError: images or labels of another shape or type, images that do not differ, an unknown label.
         TooFewPairsError: a condition has too few people.

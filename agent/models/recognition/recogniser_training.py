@@ -127,7 +127,8 @@ def train_recogniser(
     Raises:
         ValueError: images or identities of another shape or type, or images that do not differ.
         TooFewPeopleError: somebody has one image, or too few people to calibrate at the stated rate.
-        RecogniserError: of people whom it never saw it knows too few again (:meth:`Calibration.demand`).
+        RecogniserError: it recognises too few of the people whom it never saw
+            (:meth:`agent.models.recognition.recogniser.Calibration.demand`).
         OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     trained = fit_recogniser(images, identities, config, folder, say, device)

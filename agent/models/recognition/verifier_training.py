@@ -140,7 +140,8 @@ def train_verifier(
         ValueError: images or identities of another shape or type, images that do not differ, or near-duplicates
             that are none.
         TooFewPeopleError: somebody has one image, or there are too few people for the tail.
-        RecogniserError: of people whom it never saw it knows too few again (:meth:`Verifier.demand`).
+        RecogniserError: it recognises too few of the people whom it never saw
+            (:meth:`agent.models.recognition.verifier.Verifier.demand`).
         OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     trained = fit_verifier(images, identities, config, folder, say, near)
