@@ -1,4 +1,4 @@
-"""``train autoencoder | verifier | aligner``, and what ``release distill`` shows before anything leaves."""
+"""``train autoencoder``, ``train verifier`` and ``train aligner``: the public networks of ``release distill``."""
 
 from __future__ import annotations
 

@@ -15,11 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent import errors as agent_errors
+from agent.runtime import AgentRuntime as Opened
+from agent.runtime import open_runtime, recover_at_startup
 from agent.storage import projects, read_only_access, site_directory
 from agent.storage.site_ledger import site_policy
 from policies.ledger.backends.sqlite import Sqlite, open_read_only, open_sqlite
@@ -36,9 +38,6 @@ from policies.ledger.store import (
 )
 from policies.ledger_service import LedgerService
 from policies.review.policy import Policy
-
-if TYPE_CHECKING:
-    from agent.runtime import AgentRuntime as Opened  # torch: two seconds that no page needs
 
 _LOOKS = 5  # at a file that another process may be committing to
 
@@ -292,8 +291,6 @@ class BorrowedLedger:
         Raises:
             LedgerBusyError, SiteConfigError, CoordinatorUnreachableError: as the commands do.
         """
-        from agent.runtime import open_runtime, recover_at_startup  # noqa: PLC0415 - torch: two seconds that no page needs
-
         with self._one, contextlib.ExitStack() as stack:
             with self._opening:
                 context = stack.enter_context(open_runtime(self._home.root, lambda _name, _detail: None, project))

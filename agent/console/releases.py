@@ -13,7 +13,8 @@ from agent.console.background_task import Progress
 from agent.console.context import DECIDERS, KEEPERS, LOOKERS, NoSuchReleaseError, PendingRelease, SiteConsoleContext
 from agent.console.errors import errors_as_pages, sentence
 from agent.console.nearest_image import DISTANCE
-from agent.errors import CoordinatorUnreachableError
+from agent.errors import CoordinatorUnreachableError, ReviewRejectedError
+from agent.release.approval import submit_approved, withdraw
 from policies.governance import decisions
 from policies.ledger.entries import InvalidEntryError, proposal
 from policies.ledger.state import State
@@ -269,8 +270,6 @@ def findings(context: SiteConsoleContext, one: PendingRelease) -> tuple[Finding,
 
 def withdrawn(context: SiteConsoleContext, release: str) -> str:
     """Withdraw a release that was refused; what came of it, in a sentence."""
-    from agent.release.approval import withdraw  # noqa: PLC0415 - torch: two seconds that no page needs
-
     project = context.project_of(release)
     review_images.forget(context, release)
     with context.ledger.work(project, greeted=False) as opened:
@@ -285,14 +284,11 @@ def withdrawn(context: SiteConsoleContext, release: str) -> str:
 
 def hand_over(context: SiteConsoleContext, release: str, progress: Progress) -> str:
     """Hand an approved release over; the coordinator's verdict, in a sentence."""
-    from agent.errors import ReviewRejectedError as Declined  # noqa: PLC0415 - the same
-    from agent.release.approval import submit_approved as leave  # noqa: PLC0415 - torch: two seconds that no page needs
-
     progress(0, 0)
     with context.ledger.work(context.project_of(release)) as opened:
         try:
-            _, verdict = leave(opened.site, release)
-        except Declined as refusal:
+            _, verdict = submit_approved(opened.site, release)
+        except ReviewRejectedError as refusal:
             verdict = refusal.verdict
     review_images.forget(context, release)
     context.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])

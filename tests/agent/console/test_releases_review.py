@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import agent.release.approval
+import agent.console.releases
 import agent.runtime
 from agent.console import review_images
 from agent.console.descriptions import REFUSALS
@@ -184,9 +184,8 @@ def test_a_refusal_stands_while_the_coordinator_is_away_and_nothing_can_be_sent(
         approve(dora, "dora", release, value)
         approve(hugo, "hugo", release, value)
         with monkeypatch.context() as patch:
-            patch.setattr(
-                agent.release.approval, "withdraw", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full"))
-            )
+            full = OSError(28, "disk full")
+            patch.setattr(agent.console.releases, "withdraw", lambda *_: (_ for _ in ()).throw(full))
             assert "disk full" in refuse(hugo, "hugo", release, f"{value} purpose").lower()
         assert "Refused by hugo" in words(dora.get(f"/releases/{release}"))
         assert "so it cannot be sent" in words(dora.post(f"/releases/{release}/send"))
