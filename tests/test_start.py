@@ -59,6 +59,17 @@ except SystemExit as end:
     assert end.code == 0
 print(len(shown), *sorted({heavy!r} & set(sys.modules)), file=sys.stderr)
 """
+COUNTED: Final = """
+import sys
+before = set(sys.modules)
+from {side}.cli.main import main
+try:
+    main(["--help"])
+except SystemExit as end:
+    assert end.code == 0
+print(len(set(sys.modules) - before), file=sys.stderr)
+"""
+MOST_MODULES: Final = {"agent": 71, "coordinator": 31}  # measured: 65 and 29, and 10 % of room
 LOADED: Final = """
 import sys
 from {main} import main
@@ -133,6 +144,14 @@ def test_no_help_of_any_command_imports_a_library(side: str) -> None:
     shown, *found = done.stderr.split()
     assert not found
     assert int(shown) > len(list(commands(PARSERS[side]())))  # groups have a help, too
+
+
+@pytest.mark.parametrize("side", MOST_MODULES)
+def test_help_loads_few_modules(side: str) -> None:
+    code = COUNTED.format(side=side)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = int(done.stderr)
+    assert 0.8 * MOST_MODULES[side] <= loaded <= MOST_MODULES[side], "more: import later; far fewer: lower the bound"
 
 
 @pytest.mark.parametrize("main", ["policies.audit.verify", "protos.encryption.reader_cli"])
