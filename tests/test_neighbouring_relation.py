@@ -16,7 +16,7 @@ is held back for a person, depends on nothing that is in another patient's file:
 picture, no order of arrival. So adding or removing one patient adds or removes one contribution, and every other one
 stays the same, image for image.
 
-It is tried below with the real way in (the DICOM reader in its own process, the intake, the quarantine, the vault) on
+It is tried below with the real ingest (the DICOM reader in its own process, the intake, the quarantine, the vault) on
 random cohorts of patients who say each other's study, series and instance UIDs, have equal pictures, and have text in
 their pictures, in every order of arrival; for the selection, the split, the vault, what an archive is asked for, and
 for every mechanism of ``MECHANISMS`` whose claim has an epsilon.
@@ -136,7 +136,7 @@ Told = tuple[dict[str, tuple[Any, ...]], dict[File, bool]]  # of each patient; o
 
 
 class Hospital:
-    """The way in, with one reader process for all cohorts."""
+    """Ingest, with one reader process for all cohorts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -103,7 +103,7 @@ class SiteConsoleContext:
 
     @contextlib.contextmanager
     def way(self, project: str = MAIN) -> Iterator[IngestContext]:
-        """A project's way in, for one look or act."""
+        """A project's ingest, for one look or act."""
         with open_ingest(self.home, project) as way:
             yield way
 

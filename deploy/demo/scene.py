@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Two reports of the same site's way in as one."""
+    """Two reports of the same site's ingest as one."""
     codes = dict(one["quarantined"])
     for code, count in other["quarantined"].items():
         codes[code] = codes.get(code, 0) + count

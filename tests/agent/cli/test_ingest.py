@@ -1,4 +1,4 @@
-"""What the commands of the way in tell: what is missing and why, mistakes as sentences, exit statuses, JSON."""
+"""What the commands of ingest tell: what is missing and why, mistakes as sentences, exit statuses, JSON."""
 
 from __future__ import annotations
 
