@@ -126,7 +126,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             _AGENT,
         ),
         "reid_rate": (
-            "Too many of the pictures or faces can be matched to a patient, or how many was not measured.",
+            "Too many of the images or faces can be matched to a patient, or how many was not measured.",
             "Vet again with stricter settings, or choose larger groups.",
         ),
         "vetting_power": (
@@ -151,7 +151,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
         "retired": (
             "It shows an image of an earlier release that a later vetting found too similar to a patient.",
-            "Withdraw it; a new one is made without that picture.",
+            "Withdraw it; a new one is made without that image.",
         ),
         "level": ("The policy asks for a stronger claim level than this release can show.", _POLICY),
         # the call
@@ -334,7 +334,7 @@ QUARANTINE: Final[Mapping[str, str]] = MappingProxyType(
         "modality_not_allowed": "a modality that is not on the site's list",
         "burned_in_risk": "the image itself may show a name",
         "missing_patient": "names no patient, so patients cannot be counted",
-        "undecodable": "the picture could not be decoded",
+        "undecodable": "the image could not be decoded",
         "conflicting_instance": "kept before with other contents",
         "parser_stopped": "stopped the reader; treated as hostile",
         "nifti_without_patient": "a NIfTI file that names no patient",

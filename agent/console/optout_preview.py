@@ -131,7 +131,7 @@ def sentences(c: Consequences) -> Iterator[tuple[str, str]]:
     if c.retired:
         yield (
             "done",
-            f"They are in {_of(c.retired, 'group')} behind pictures of releases. These pictures are forgotten here, "
+            f"They are in {_of(c.retired, 'group')} behind images of releases. These images are forgotten here, "
             f"and no later release shows them. {_of(c.beside, 'other patient')} in the same groups will be in no "
             "later group either, since nobody is in two.",
         )

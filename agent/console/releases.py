@@ -115,7 +115,7 @@ def _pictures(pages: Router, context: SiteConsoleContext) -> None:
     @pages.post("/releases/{release}/compare", DECIDERS)
     def compare(asked: RequestContext, release: str) -> Response:
         one = found(context, release)
-        what = "comparing the release with the pictures in the vault"
+        what = "comparing the release with the images in the vault"
         if not context.errand.begin(
             "releases", what, lambda progress: review_images.compare(context, one, progress), sentence
         ):
@@ -127,17 +127,17 @@ def _pictures(pages: Router, context: SiteConsoleContext) -> None:
     def sheet(asked: RequestContext, release: str, number: int) -> Response:
         kept = review_images.recall(context, release)
         if kept is None or not 0 <= number < len(kept.images):
-            raise PageError(404, "That picture is no longer available: open the release's page again.")
+            raise PageError(404, "That image is no longer available: open the release's page again.")
         return asked.png_response(image_rendering.png(kept.images[number]))
 
     @pages.get("/releases/{release}/beside/{number}/{which}.png", DECIDERS, told=True)
     def beside(asked: RequestContext, release: str, number: int, which: str) -> Response:
         if which not in _PICTURES:
-            raise PageError(404, "There is no such picture.")
+            raise PageError(404, "There is no such image.")
         try:
             kept, one = review_images.still_visible(context, release, number)
         except LookupError:
-            raise PageError(404, "That picture is no longer available: compare again.") from None
+            raise PageError(404, "That image is no longer available: compare again.") from None
         return asked.png_response(review_images.review_png(kept, one, which))
 
     @pages.get("/releases/scale/heat.png", DECIDERS)
@@ -279,7 +279,7 @@ def withdrawn(context: SiteConsoleContext, release: str) -> str:
             context.log.warning("release_withdrawn", release=release, state="coordinator not informed")
             return "Refused and withdrawn: its grant is spent here. The coordinator could not be informed yet."
     context.log.info("release_withdrawn", release=release)
-    return "Refused and withdrawn. Its grant is spent, since images were read; the pictures are deleted."
+    return "Refused and withdrawn. Its grant is spent, since images were read. Its own images are deleted."
 
 
 def hand_over(context: SiteConsoleContext, release: str, progress: Progress) -> str:

@@ -137,7 +137,7 @@ def test_a_dry_run_says_price_number_and_bytes_without_an_audit_and_touches_noth
         line = released(typed, ward, tmp_path, "--dry-run", "--json").line
     assert said.status == 0, said.err
     assert re.search(r"price  epsilon \S+ by loss distributions; the ledger charges \S+", said.out)
-    assert "number  20 pictures of 8 x 8\n" in said.out
+    assert "number  20 images of 8 x 8\n" in said.out
     assert (line["samples"]["most"], line["samples"]["exact"], line["would_go"]) == (20, True, True)
     assert line["bytes"]["most"] == plain_bytes(20, (8, 8), Png())
 

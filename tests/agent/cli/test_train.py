@@ -143,7 +143,7 @@ def test_two_recognisers_of_two_seeds_are_two_opinions_for_one_release(
 def test_what_people_are_told_is_what_they_must_do_next(typed: Typed, patterns: Path, tmp_path: Path) -> None:
     said = typed(*knowing(patterns, tmp_path, 0))
     file = tmp_path / "recogniser-0.safetensors"
-    assert f"{file}: trained, on 360 pictures in 80 steps" in said.out
+    assert f"{file}: trained, on 360 images in 80 steps" in said.out
     assert "if no patient of the cohort is in them, vouch for it in site.toml's public_components" in said.out
     assert digest(file) in said.out.splitlines()
     assert re.search(r"on people outside the training: rank-1 \d\.\d+ \[", said.out)
@@ -246,8 +246,8 @@ def test_pictures_that_do_not_differ_are_a_sentence_and_not_a_fault(typed: Typed
 def test_a_list_of_too_few_people_says_how_many_it_takes(typed: Typed, eyes: Path, tmp_path: Path) -> None:
     said = typed(*words("recogniser", eyes, tmp_path, "--steps", 1, "--identities", eyes / "who.csv"))
     assert said.status == 1
-    assert "the list has 30 people, 0 of them with one picture" in said.err
-    needed = re.search(r"takes 300 pairs of two people: about (\d+) people with 2 pictures each", said.err)
+    assert "the list has 30 people, 0 of them with one image" in said.err
+    needed = re.search(r"takes 300 pairs of two people: about (\d+) people with 2 images each", said.err)
     assert needed
     pairs = (int(needed[1]) // 4) * (int(needed[1]) // 4 - 1) // 2 * 4
     assert 300 <= pairs < 400, "no more people than it takes"
@@ -302,7 +302,7 @@ def test_semantics_are_learned_from_a_list_or_from_folders_and_what_they_reach_i
     file = tmp_path / "semantics.safetensors"
     said = typed(*queried(shapes, tmp_path, "--labels", shapes / "labels.csv", "--steps", 40))
     assert said.status == 0, said.err
-    assert f"{file}: trained, on 60 pictures in 40 steps" in said.out
+    assert f"{file}: trained, on 60 images in 40 steps" in said.out
     told = r"on images outside the training it names 1.000 \[0.\d+, 1.000\], of 2 labels; always the commonest label "
     assert re.search(told, said.out), said.out
     assert digest(file) in said.out.splitlines()

@@ -292,7 +292,7 @@ def test_a_release_of_level_c_goes_to_a_verdict_and_the_sheet_is_written_before_
     assert seen == [True]
     assert stat.S_IMODE(sheet.stat().st_mode) == 0o600
     page = sheet.read_text()
-    assert "This page shows pictures of patients" in page
+    assert "This page shows images of patients" in page
     assert "FOR THIS SITE ONLY" in page
     assert "default-src 'none'" in page
     assert "<script" not in page
@@ -309,7 +309,7 @@ def test_a_release_of_level_c_goes_to_a_verdict_and_the_sheet_is_written_before_
     assert "admitted at level C" in told
     assert re.search(r"effusion: 4 drawn, 3 kept, 1 too similar to a patient; the student learned 2", told)
     assert "re-identified by the second verifier: 0.00% (0.00% to 1.00%) of what leaves" in told
-    assert re.search(r"own pictures: 6 drawn, 2 too similar to a patient; 4 leave, or stand for the model", told)
+    assert re.search(r"own images: 6 drawn, 2 too similar to a patient; 4 leave, or stand for the model", told)
     assert re.search(
         r"threshold, verifier: odds of \S+; \S+% to \S+% of samples without a similar patient reach it \(95 %\)", told
     )

@@ -191,7 +191,7 @@ def test_what_has_an_interval_is_said_to_have_one_and_nothing_else() -> None:
 def test_the_sheet_says_which_pictures_leave_and_that_of_a_model_nothing_is_held_back() -> None:
     told = words(render(review(), "distill."))
     kept, dropped = (
-        told.index("pictures of the student: they leave"),
+        told.index("images of the student: they leave"),
         told.index("samples of the last teacher, which"),
     )
     assert told.index("Kept: does any") < kept < told.index("Dropped, and why") < dropped

@@ -127,7 +127,7 @@ def test_what_an_experiment_cannot_be_done_with_is_a_sentence(typed: Typed, tmp_
     assert "--preset is one of: tiny" in asked("ksalsa-table1", "aptos", "--preset", "huge")
     assert "trainLabels.csv is missing" in asked("ksalsa-table1", "aptos", "--layout", "eyepacs")
     assert "too few patients" in asked("ksalsa-table1", "aptos", "--limit", 2)
-    assert "two pictures" in asked("anonfaces-table1", "aptos")
+    assert "two images" in asked("anonfaces-table1", "aptos")
     (tmp_path / "aptos" / "trainLabels.csv").write_text("image,level\n")
     assert "several of the known layouts" in asked("ksalsa-table1", "aptos")
 

@@ -125,10 +125,10 @@ BAD = {
     "a label that is no number": (_set("chexpert", 1, Edema="nan"), "a label is not"),
     "an unknown part": (_set("split", 3, split="holdout"), "a part is not one of"),
     "a patient in two parts": (_set("split", 4, split="train"), "a patient is in two parts: number 6"),
-    "a picture in two parts": (lambda lists: lists["split"].append(lists["split"][0]), "a picture is there twice"),
-    "a picture in no part": (lambda lists: lists["split"].pop(0), "1 pictures of the metadata are in no part"),
+    "a picture in two parts": (lambda lists: lists["split"].append(lists["split"][0]), "an image is there twice"),
+    "a picture in no part": (lambda lists: lists["split"].pop(0), "1 images of the metadata are in no part"),
     "a short row": (lambda lists: lists["split"].append(("x",)), "one cell for each column"),
-    "no frontal view": (lambda lists: lists["metadata"].clear(), "no frontal picture has labels"),
+    "no frontal view": (lambda lists: lists["metadata"].clear(), "no frontal image has labels"),
 }
 
 
@@ -234,7 +234,7 @@ def test_parts_that_leave_nobody_are_refused() -> None:
             mimic_cxr.parted(made, share, np.random.default_rng(0))
     single = mimic_cxr.parted(_made(4, 1), 0.5, np.random.default_rng(0))
     for wrong, share in ((made, 0.1), (single, 0.1), (mimic_cxr.parted(made, 0.5, np.random.default_rng(0)), 0.0)):
-        with pytest.raises(ValueError, match="two pictures"):
+        with pytest.raises(ValueError, match="two images"):
             mimic_cxr.moved(wrong, np.random.default_rng(0), share)
 
 

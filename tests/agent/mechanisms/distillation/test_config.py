@@ -226,7 +226,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("too many samples", {"sampling": {"candidates": 1000, "groups": 100_000}}, "at most 1000000 samples"),
     ("an output of no kind", {"output": {"release": "gan"}}, "output.release: gan not in"),
     ("an output of nothing", {"output": {"pictures": 0}}, "pictures: 1 to 100000"),
-    ("fewer pictures than conditions", {"output": {"pictures": 1}}, "at least one picture of each condition"),
+    ("fewer pictures than conditions", {"output": {"pictures": 1}}, "at least one image of each condition"),
     ("a network without a name", {"networks": {"verifier": ""}}, "verifier: must name a file"),
     ("a digest that is none", {"networks": {"verifier_sha256": "abc"}}, "verifier_sha256: the file's SHA-256, 64"),
     ("a network that is not there", {"networks": {"aligner": "gone"}}, "gone: No such file"),
@@ -247,7 +247,7 @@ WRONG_DP: list[tuple[str, dict[str, Any], str]] = [
     ("no labels", {"public": {"labels": ""}}, "labels: must name"),
     ("a delta of a patient", {"privacy": {"noise_multiplier": None, "epsilon": 1.0, "delta": 5e-3}}, r"\(P1\)"),
     ("no delta", {"privacy": {"noise_multiplier": None, "epsilon": 1.0, "delta": 0.0}}, r"\(P1\)"),
-    ("no pictures", {"public": {"pictures": "gone"}}, "gone is not a folder"),
+    ("no images", {"public": {"pictures": "gone"}}, "gone is not a folder"),
     ("no list", {"public": {"labels": "gone.csv"}}, "gone.csv is not a CSV file"),
     ("pictures in no folders", {"public": {"labels": "folders"}}, "are not in a folder"),
 ]

@@ -333,7 +333,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("no votes", {"semantics": {"votes": 0}}, "whole numbers from 1 on"),
     ("no query function", {"semantics": {"file": "gone.safetensors"}}, "gone.safetensors: No such file"),
     ("a query function that is none", {"semantics": {"file": "labels.csv"}}, "not safetensors"),
-    ("no pictures", {"public": {"pictures": "gone"}}, "gone is not a folder"),
+    ("no images", {"public": {"pictures": "gone"}}, "gone is not a folder"),
     ("no list", {"public": {"labels": "gone.csv"}}, "gone.csv is not a CSV file"),
     ("pictures in no folders", {"public": {"labels": "folders"}}, "are not in a folder"),
     ("a set of nothing", {"synthetic": {"pictures": 0}}, "pictures: 1 to 100000"),
@@ -417,9 +417,9 @@ def test_labels_that_are_no_semantics_are_counted_and_not_named(shelf: Path, tmp
 def test_a_folder_without_a_picture_that_can_be_used_is_refused(shelf: Path, tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     shutil.copy(shelf / "semantics.safetensors", tmp_path)
-    assert "0 picture file(s)" in refused(tmp_path, WRITTEN)
-    (tmp_path / "pictures" / "a.png").write_bytes(b"no picture")
-    assert "1 picture file(s), and none that can be read" in refused(tmp_path, WRITTEN)
+    assert "0 image file(s)" in refused(tmp_path, WRITTEN)
+    (tmp_path / "pictures" / "a.png").write_bytes(b"no image")
+    assert "1 image file(s), and none that can be read" in refused(tmp_path, WRITTEN)
 
 
 def test_a_file_larger_than_any_network_is_not_read(shelf: Path, tmp_path: Path) -> None:

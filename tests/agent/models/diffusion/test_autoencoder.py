@@ -93,7 +93,7 @@ def test_latents_and_pictures_have_the_stated_shapes_range_and_type() -> None:
         assert made.encode(x[:0]).shape == (0, 2, 8, 8)
         assert made.decode(z[:0]).shape == (0, channels, 16, 16)
         for wrong in (x[:, :, :8], x.repeat(1, 2, 1, 1), x[0]):
-            with pytest.raises(ValueError, match="pictures are"):
+            with pytest.raises(ValueError, match="images are"):
                 made.encode(wrong)
         with pytest.raises(ValueError, match="latents are"):
             made.decode(z[:, :1])

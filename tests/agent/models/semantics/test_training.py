@@ -192,8 +192,8 @@ def test_colour_is_seen() -> None:
     [
         (np.full(100, 10), "the number of a bin"),
         (np.full(100, -1), "the number of a bin"),
-        (np.zeros(99, np.int64), "one for each picture"),
-        (np.zeros(100), "one for each picture"),
+        (np.zeros(99, np.int64), "one for each image"),
+        (np.zeros(100), "one for each image"),
     ],
 )
 def test_labels_that_are_no_bins_are_refused(labels: Any, told: str, tmp_path: Path) -> None:
