@@ -228,9 +228,15 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "session": ("The hospital's training link went on with a delivery that another had begun.", _INQUIRE),
         "not_granted": ("The coordinator's ledger does not show this hospital's part in the run.", _NOTHING),
         # joining
-        "join": ("The hospital's request could not be used.", "Read what the agent said, and invite it again."),
+        "join": (
+            "The coordinator refused a hospital's request to join.",
+            "`enrol` at the hospital prints the reason. Mend it there, or `invite` the hospital again.",
+        ),
         "renew": ("The certificate could not be renewed.", "Read the agent's log; else invite the hospital again."),
-        "managed": ("The enrolment or revocation could not be done as asked.", "Read what the command said."),
+        "managed": (
+            "A command of the operator was refused: `invite`, `approve` or `revoke`.",
+            "The command prints the reason. Do what it says, and run it again.",
+        ),
         "bad_reason": ("The reason of a revocation was not one short word.", "Give one: lost, stolen, left."),
         "invitation_used": ("The invitation was used for another request.", "Invite the hospital again."),
         "fingerprint": (

@@ -135,9 +135,7 @@ def _trained(arguments: argparse.Namespace, path: Path, more: Mapping[str, Any])
         told = f"{more['passed_over']} skipped: not readable, or smaller than {arguments.side} pixels a side"
         OUT.print(f"{told} once their dark border is cut", soft_wrap=True)
     done = "trained" if more["trained"] else "nothing to do: the training is complete"
-    OUT.print(
-        f"{path}: {done}, on {more['pictures']} images in {more['steps']} steps", markup=False, soft_wrap=True
-    )
+    OUT.print(f"{path}: {done}, on {more['pictures']} images in {more['steps']} steps", markup=False, soft_wrap=True)
     if "judged" in more:
         first, true, false = (more["judged"][name] for name in ("first", "matched", "mistaken"))
         rank = f"rank-1 {first['value']:.3f} [{first['low']:.3f}, {first['high']:.3f}]"

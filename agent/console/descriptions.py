@@ -188,7 +188,7 @@ def budget(account: Account) -> dict[str, object]:
         "name": "Releases with noise (differential privacy)",
         "limit": stated(limit, opened.delta),
         "spent": stated(used, opened.delta) if account.spent else "nothing yet",
-        "held": f"with what is held: {stated(bound, opened.delta)}" if account.held else "nothing",
+        "held": f"spent and held together: {stated(bound, opened.delta)}" if account.held else "nothing",
         "left": f"{share(account)['left']:g} % of the budget",
     }
 

@@ -57,7 +57,7 @@ PATIENTS: Final = (
 )
 PUBLIC: Final = (
     "No patient is on this page: its samples come from a model that was trained with noise, and were compared with "
-    "public images. It is not a release all the same, and nobody has reviewed what was dropped."
+    "public images. Do not pass it on: it is not a release, and nobody has reviewed the samples that were dropped."
 )
 
 
@@ -123,8 +123,9 @@ def _thresholds(review: Review) -> str:
     ]
     rows.append(["Mean alignment of what leaves", number(review.alignment, ".3f"), "-"])
     note = (
-        "On the right: the share of samples like nobody that reach the threshold all the same, compared with as many "
-        "images as here. It follows from pairs of strangers, and holds for samples that are as unlike as those."
+        "On the right: of samples that show no patient, the share that reach the threshold by chance, compared with "
+        "as many images as here. It was measured on pairs of different people, and holds for samples that differ as "
+        "much."
     )
     lines = [[html.escape(cell) for cell in row] for row in rows]
     head = ["", "", "reached by chance (95 %)"]
@@ -261,8 +262,8 @@ def _likeness_told(scores: NDArray[np.float64], delta: float, other: str) -> str
     if len(finite) < len(scores):
         told += f"{len(scores) - len(finite)} could not be checked, and were dropped. "
     return told + (
-        "The odds are the verifier's own, as if every other image showed that person: they are for ranking. What a "
-        "score means is said by the threshold, which follows from pairs of strangers."
+        "Use the odds to rank samples only: the verifier gives them as if every second image showed that person. "
+        "Whether a score is too high is decided by the threshold, which was measured on pairs of different people."
     )
 
 
@@ -295,8 +296,8 @@ def _exhibits(exhibits: tuple[Exhibit, ...], other: str) -> Iterator[str]:
     look = f"Kept: does any of these show the {other} beside it?"
     leave = "These are images of the student: they leave, or stand for those that the model draws."
     gone = (
-        "These are samples of the last teacher, which nobody learned and which do not leave; where a model leaves, "
-        "images that it draws itself are among them, and nothing holds those back."
+        "These are samples of the last teacher. The student did not learn them, and they do not leave. If a model "
+        "leaves, some of these images are its own: it can draw such images again, and nothing holds them back."
     )
     yield side_by_side(look, leave, "No sample was kept.", kept, other)
     yield side_by_side("Dropped, and why", gone, "Nothing was dropped.", dropped, other)

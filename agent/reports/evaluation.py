@@ -20,8 +20,8 @@ from agent.reports.html_page import ACCENT, SOFT, WARN, block, page_html, plot, 
 SHOWN: Final = 16  # images of a class, at most
 _CLASSES: Final = 40  # of which images are shown, at most
 WARNING: Final = (
-    "Made from patients, it stays at this site. Whoever chooses a configuration by these figures makes a choice that "
-    "no epsilon covers; a figure that leaves is a release of its own."
+    "This page was made from patients: it stays at this site. If you choose a configuration by these figures, no "
+    "epsilon covers that choice. If a figure leaves, that is a release of its own."
 )
 
 
@@ -37,8 +37,8 @@ def render(found: Evaluation, made: SyntheticSet, told: str, looks: int) -> byte
     times = "This is the first look" if looks == 1 else f"This is look number {looks}"
     parts = [
         f"<p class='choice'>{html.escape(told)}</p>",
-        f"<p>{times} at held-out patients of this modality. The more looks, the more the best of them is luck: "
-        "figures by which something was chosen are too good, and patients whom nobody looked at would say less.</p>",
+        f"<p>{times} at held-out patients of this modality. With every further look, the best figure owes more to "
+        "luck: figures that something was chosen by are too good. On new patients they would be worse.</p>",
         _utility(found),
         _fidelity(found.fidelity),
         _semantics(found.semantics),
