@@ -429,7 +429,7 @@ def test_a_wrong_engine_is_found_though_every_patient_fills_a_pass(counts):
     with seeded(0):
         model = _Borrowed()
         units = [PrivacyUnit((torch.randn(n, 4),)) for n in counts]
-    with pytest.raises(UnsuitableModelError, match="looped can train it"):
+    with pytest.raises(UnsuitableModelError, match="`loop_engine` can train it"):
         bookkeeping_engine(3, most_rows=4)(model, _scored, units, 0.3)
 
 
@@ -470,7 +470,7 @@ def test_the_gpu_engine_is_compared_too(counts, monkeypatch):
     with seeded(0):
         model = _MeetingInside()
         units = [PrivacyUnit((torch.randn(n, 4),)) for n in counts]
-    with pytest.raises(UnsuitableModelError, match=r"patients meet.*looped can train it"):
+    with pytest.raises(UnsuitableModelError, match=r"of different patients.*`loop_engine` can train it"):
         vmap_engine(3, most_rows=8)(model, _scored, units, 0.3)
     monkeypatch.setattr(clipping, "PROBES", 0)
     vmap_engine(3, most_rows=8)(model, _scored, units, 0.3)  # nothing else finds it
