@@ -221,7 +221,9 @@ def test_a_release_that_does_not_learn_imports_no_torch_from_its_price_to_its_ve
 @pytest.mark.parametrize("side", ["agent", "coordinator"])
 def test_the_help_of_home_names_the_commands_that_need_none(side: str) -> None:
     parser = PARSERS[side]()
-    said = str(next(one.help for one in parser._actions if one.dest == "home")).partition("need none: ")[2].split(", ")
+    said = (
+        str(next(one.help for one in parser._actions if one.dest == "home")).partition("need none: ")[2].split(", ")
+    )
     named = {name.removesuffix(" IN OUT") for name in said}
     found = {name for name, bare in homeless(parser) if bare}
     assert {name if name in named else name.partition(" ")[0] for name in found} == named

@@ -190,7 +190,7 @@ def test_pictures_that_cannot_be_used_are_counted_and_said(typed: Typed, eyes: P
     said = typed(*words("features", tmp_path, tmp_path / "f", "--steps", 1))
     told = "3 skipped: not readable, or smaller than 32 pixels a side once their dark border is cut"
     assert told in said.out
-    assert "on 4 pictures" in said.out
+    assert "on 4 images" in said.out
 
 
 ORDERS: list[tuple[str, Sequence[object], str]] = [
@@ -330,7 +330,7 @@ def test_without_labels_semantics_are_clusters_of_features(typed: Typed, shapes:
     more = ("--clusters", 3, "--features", tmp_path / "features.safetensors")
     said = typed(*queried(shapes, tmp_path / "learned", *more))
     assert said.status == 0, said.err
-    assert re.search(r"3 clusters of \d+ to \d+ pictures", said.out)
+    assert re.search(r"3 clusters of \d+ to \d+ images", said.out)
     assert semantics_from((tmp_path / "learned" / "semantics.safetensors").read_bytes()).bins[2] == "cluster-2"
 
 

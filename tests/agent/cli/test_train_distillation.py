@@ -211,7 +211,7 @@ def test_an_autoencoder_of_other_pictures_is_refused_before_one_is_read(
 ) -> None:
     (file := tmp_path / "colour.safetensors").write_bytes(tiny_autoencoder_file(3))
     said = typed(*words("verifier", radiographs, tmp_path, "--identities", "x", "--autoencoder", file))
-    assert (said.status, "colour.safetensors is of colour pictures of 16 pixels" in said.err) == (1, True), said.err
+    assert (said.status, "colour.safetensors is of colour images of 16 pixels" in said.err) == (1, True), said.err
 
 
 def test_what_the_parser_offers_is_what_there_is() -> None:
@@ -435,7 +435,7 @@ def test_a_noisy_teacher_is_audited_priced_and_shown_beside_public_pictures_alon
     assert "admitted at level A" in said.out
     assert re.search(r"epsilon \S+ by loss distributions; the ledger charges", said.out)
     assert "No patient is on this page" in sheet.read_text()
-    assert "nearest public picture" in sheet.read_text()
+    assert "nearest public image" in sheet.read_text()
 
 
 def test_an_exchanged_network_or_the_other_forms_configuration_prices_nothing(

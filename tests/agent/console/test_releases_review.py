@@ -222,9 +222,9 @@ def test_a_copy_of_a_patient_among_the_pictures_is_shown_first_and_marked(made: 
         vault.close()
     with serving(made), made.client("dora") as dora:
         assert dora.post(f"/releases/{release}/compare").status_code == 303
-        assert "Compared with 24 pictures" in settled(dora)
+        assert "Compared with 24 images" in settled(dora)
         page = dora.get(f"/releases/{release}")
-        first = words(page).partition("1. Picture")[2]
+        first = words(page).partition("1. Image")[2]
         assert first.startswith(" 2: 0.")
         assert "less than a quarter as far as strangers are" in first[:200]
         pictures = re.findall(r'src="(/releases/[^"]+\.png)"', page.text)

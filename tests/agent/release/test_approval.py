@@ -195,7 +195,7 @@ def test_a_dry_run_says_price_number_and_bytes_and_touches_nothing(typed: Typed,
 @pytest.mark.parametrize(
     "rule",
     [
-        ("max_artifact_bytes", "1024", "4 pictures of this size may take more than the policy's max_artifact_bytes"),
+        ("max_artifact_bytes", "1024", "4 images of this size may take more than the policy's max_artifact_bytes"),
         ("artifact_types", '["model"]', "does not admit image-set"),
         ("levels", '["A"]', "does not admit releases of level B"),
     ],

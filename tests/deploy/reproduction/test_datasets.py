@@ -138,7 +138,7 @@ def test_a_missing_folder_file_or_column_is_named(tmp_path: Path) -> None:
         ("id_code,diagnosis\nSMITH,1,2\n", "one cell for each column"),
         ("id_code,diagnosis\n../SMITH,1\n", "entry 1 is not the name"),
         ("id_code,diagnosis\n,1\n", "entry 1 is not the name"),
-        ("id_code,diagnosis\nSMITH,1\n", "the file of a picture is missing: number 1 of"),
+        ("id_code,diagnosis\nSMITH,1\n", "the file of an image is missing: number 1 of"),
         ("id_code,diagnosis\n" + "SMITH,1\n" * 9, "number 1, 2, 3, 4, 5 and more"),
         ("id_code,diagnosis\n", "no images"),
     ],
@@ -181,10 +181,10 @@ def test_a_picture_that_is_none_or_too_small_is_told_by_its_number(
 ) -> None:
     fundus.write_aptos(tmp_path, patients)
     found = aptos(tmp_path, 64)
-    with pytest.raises(DatasetError, match="picture 1 of the list is smaller than 64 x 64"):
+    with pytest.raises(DatasetError, match="image 1 of the list is smaller than 64 x 64"):
         found.image(0)
     found.paths[1].write_bytes(found.paths[1].read_bytes()[:200])
-    with pytest.raises(DatasetError, match="picture 2 of the list cannot be read") as caught:
+    with pytest.raises(DatasetError, match="image 2 of the list cannot be read") as caught:
         found.images([1])
     assert found.paths[1].stem not in str(caught.value)
     assert caught.value.__suppress_context__

@@ -210,7 +210,7 @@ def test_an_experiment_says_how_many_patients_would_do_and_takes_exactly_these(n
     settings = replace(TINY, ks=(2, 5, 10))
     needs = replace({**ksalsa.NEEDS, **anonfaces.NEEDS}[name], recognisers=())
     told = re.search(
-        r"has 9 patients in 18 pictures; (\d+) patients", refused(graded(9), settings, tmp_path, name, needs)
+        r"has 9 patients in 18 images; (\d+) patients", refused(graded(9), settings, tmp_path, name, needs)
     )
     assert told
     enough = int(told[1])
