@@ -144,7 +144,7 @@ class Selection:
         if not all(type(side) is int and side > 0 for side in self.shape):
             raise ValueError("a shape is (h, w) or (h, w, 3) in pixels")
         if self.fit and self.shape[0] != self.shape[1]:
-            raise ValueError("pictures are fitted to a square")
+            raise ValueError("images are fitted to a square")
         if not self.modality or "" in self.labels:
             raise ValueError("a selection has a modality, and selects labelled images only")
         if (self.split is None) is not (self.part == "") or (self.split and self.part not in self.split.parts):

@@ -30,10 +30,10 @@ def fit(pixels: NDArray[np.float32], side: int) -> NDArray[np.float32]:
         ValueError: another shape, or the square is smaller than ``side``.
     """
     if pixels.ndim not in (2, 3) or pixels.shape[2:] not in ((), (3,)) or not pixels.size or not side >= 1:
-        raise ValueError("a picture (h, w) or (h, w, 3) is fitted to one pixel or more")
+        raise ValueError("an image (h, w) or (h, w, 3) is fitted to one pixel or more")
     top, left, length = field(pixels)
     if not length >= side:
-        raise ValueError("the picture is smaller than what it shall be fitted to")
+        raise ValueError("the image is smaller than what it shall be fitted to")
     square = pixels[top : top + length, left : left + length]
     if length == side:
         return np.array(square, dtype=np.float32)

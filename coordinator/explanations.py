@@ -124,7 +124,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             _AGENT,
         ),
         "reid_rate": (
-            "Too many of the pictures or faces can be matched to a patient, or how many was not measured.",
+            "Too many of the images or faces can be matched to a patient, or how many was not measured.",
             "Vet again with stricter settings, or choose larger groups.",
         ),
         "vetting_power": (
@@ -146,7 +146,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
         "retired": (
             "It shows an image of an earlier release that a later vetting found too similar to a patient.",
-            "Withdraw it; a new one is made without that picture.",
+            "Withdraw it; a new one is made without that image.",
         ),
         "level": ("The policy asks for a stronger claim level than this release can show.", _POLICY),
         # the call
@@ -220,9 +220,15 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "session": ("The hospital's training link went on with a delivery that another had begun.", _INQUIRE),
         "not_granted": ("The coordinator's ledger does not show this hospital's part in the run.", _NOTHING),
         # joining
-        "join": ("The hospital's request could not be used.", "Read what the agent said, and invite it again."),
+        "join": (
+            "The coordinator refused a hospital's request to join.",
+            "`enrol` at the hospital prints the reason. Mend it there, or `invite` the hospital again.",
+        ),
         "renew": ("The certificate could not be renewed.", "Read the agent's log; else invite the hospital again."),
-        "managed": ("The enrolment or revocation could not be done as asked.", "Read what the command said."),
+        "managed": (
+            "A command of the operator was refused: `invite`, `approve` or `revoke`.",
+            "The command prints the reason. Do what it says, and run it again.",
+        ),
         "bad_reason": ("The reason of a revocation was not one short word.", "Give one: lost, stolen, left."),
         "invitation_used": ("The invitation was used for another request.", "Invite the hospital again."),
         "fingerprint": (
@@ -326,7 +332,7 @@ QUARANTINE: Final[Mapping[str, str]] = MappingProxyType(
         "modality_not_allowed": "a modality that is not on the site's list",
         "burned_in_risk": "the image itself may show a name",
         "missing_patient": "names no patient, so patients cannot be counted",
-        "undecodable": "the picture could not be decoded",
+        "undecodable": "the image could not be decoded",
         "conflicting_instance": "kept before with other contents",
         "parser_stopped": "stopped the reader; treated as hostile",
         "nifti_without_patient": "a NIfTI file that names no patient",

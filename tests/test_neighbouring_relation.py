@@ -16,7 +16,7 @@ is held back for a person, depends on nothing that is in another patient's file:
 picture, no order of arrival. So adding or removing one patient adds or removes one contribution, and every other one
 stays the same, image for image.
 
-It is tried below with the real way in (the DICOM reader in its own process, the intake, the quarantine, the vault) on
+It is tried below with the real ingest (the DICOM reader in its own process, the intake, the quarantine, the vault) on
 random cohorts of patients who say each other's study, series and instance UIDs, have equal pictures, and have text in
 their pictures, in every order of arrival; for the selection, the split, the vault, what an archive is asked for, and
 for every mechanism of ``MECHANISMS`` whose claim has an epsilon.
@@ -136,11 +136,12 @@ Told = tuple[dict[str, tuple[Any, ...]], dict[File, bool]]  # of each patient; o
 
 
 class Hospital:
-    """The way in, with one reader process for all cohorts."""
+    """Ingest, with one reader process for all cohorts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.known: dict[tuple[File, ...], Told] = {}  # what was seen: the same is not let in twice
+        self.known: dict[tuple[File, ...], Told] = {}  # what was seen, and is let in once more when asked again
+        self.repeated: set[tuple[File, ...]] = set()  # and found to be the same; from then on it is not let in again
         self._numbers = itertools.count()
         nothing = Quarantine(folder / "none", KEY)
         self.intake = IngestPipeline(IngestDependencies(RULES, WHO, self._vault(folder / "first"), nothing), 1)
@@ -167,10 +168,21 @@ class Hospital:
     def told(self, files: Iterable[File]) -> Told:
         """All that the vault says after these files, and of which of them an archive is not asked again."""
         arrivals = tuple(files)
-        if arrivals not in self.known:
-            with closing(self.let_in(arrivals)) as vault:
-                self.known[arrivals] = told(vault), {file: vault.was_sent(mark_of(file)) for file in arrivals}
-        return self.known[arrivals]
+        if arrivals in self.repeated:
+            return self.known[arrivals]
+        with closing(self.let_in(arrivals)) as vault:
+            found = told(vault), {file: vault.was_sent(mark_of(file)) for file in arrivals}
+        if arrivals in self.known:
+            if found != self.known[arrivals]:
+                pytest.fail("the same files, let in again, are something else")  # which `_agree` does not swallow
+            self.repeated.add(arrivals)
+        self.known[arrivals] = found
+        return found
+
+    def forget(self, patch: pytest.MonkeyPatch) -> None:
+        """For a rule that is broken on purpose: nothing counts that was seen under the right one."""
+        patch.setattr(self, "known", {})
+        patch.setattr(self, "repeated", set())
 
 
 @pytest.fixture(scope="module")
@@ -317,14 +329,29 @@ def test_the_border_is_one_uid_of_two_patients_at_one_sender(hospital: Hospital)
 
 def test_marks_that_hold_no_sender_are_seen_red(hospital: Hospital, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule broken on purpose: whoever sends a UID, no archive is asked for it any more."""
-    monkeypatch.setattr(hospital, "known", {})  # that was seen under the right rule
+    hospital.forget(monkeypatch)
     arrivals = (replace(PLAIN[0], text=True), replace(ATTACKS["another's instance"], sender="EVIL"))
     assert _agree(hospital, arrivals)
     right = sender_mark
     for module in (intake, sys.modules[__name__]):
         monkeypatch.setattr(module, "sender_mark", lambda who, uid, road, _source: right(who, uid, road, "all"))
-    hospital.known.clear()
+    hospital.forget(monkeypatch)
     assert not _agree(hospital, arrivals)
+
+
+def test_what_was_seen_once_is_let_in_once_more_and_compared(
+    hospital: Hospital, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hospital.forget(monkeypatch)
+    let_in, seen = hospital.let_in, list[tuple[File, ...]]()
+    monkeypatch.setattr(hospital, "let_in", lambda files: seen.append(tuple(files)) or let_in(seen[-1]))
+    first = hospital.told(PLAIN)
+    assert all(hospital.told(PLAIN) == first for _ in range(3))
+    assert seen == [PLAIN] * 2
+    hospital.forget(monkeypatch)
+    hospital.known[PLAIN] = ({}, {})
+    with pytest.raises(pytest.fail.Exception, match="let in again"):
+        hospital.told(PLAIN)
 
 
 def test_thirty_patients_stay_whatever_one_newcomer_says(hospital: Hospital) -> None:
@@ -346,7 +373,7 @@ def test_a_text_holds_the_study_of_its_own_patient_and_no_other(hospital: Hospit
 
 def test_names_that_hold_no_patient_are_seen_red(hospital: Hospital, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule broken on purpose: studies, series and instances looked up by their UIDs, as they once were."""
-    monkeypatch.setattr(hospital, "known", {})  # that was seen under the right rule
+    hospital.forget(monkeypatch)
     monkeypatch.setattr(parser_process, "keyed_name", lambda _person, name: name)
     red = {}
     for attack in ("another's series", "another's instance", "another's study, with a text"):

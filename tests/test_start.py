@@ -59,6 +59,17 @@ except SystemExit as end:
     assert end.code == 0
 print(len(shown), *sorted({heavy!r} & set(sys.modules)), file=sys.stderr)
 """
+COUNTED: Final = """
+import sys
+before = set(sys.modules)
+from {side}.cli.main import main
+try:
+    main(["--help"])
+except SystemExit as end:
+    assert end.code == 0
+print(len(set(sys.modules) - before), file=sys.stderr)
+"""
+MOST_MODULES: Final = {"agent": 71, "coordinator": 31}  # measured: 65 and 29, and 10 % of room
 LOADED: Final = """
 import sys
 from {main} import main
@@ -126,6 +137,16 @@ def commands(parser: argparse.ArgumentParser) -> Iterator[str]:
             yield from commands(one)
 
 
+def homeless(parser: argparse.ArgumentParser) -> Iterator[tuple[str, bool]]:
+    """Every command, and whether it needs no home."""
+    groups = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    if not groups:
+        yield str(parser.get_default("command")), bool(parser.get_default("homeless"))
+    for group in groups:
+        for one in group.choices.values():
+            yield from homeless(one)
+
+
 @pytest.mark.parametrize("side", ["agent", "coordinator"])
 def test_no_help_of_any_command_imports_a_library(side: str) -> None:
     code = HELP.format(side=side, heavy=set(HEAVY))
@@ -133,6 +154,14 @@ def test_no_help_of_any_command_imports_a_library(side: str) -> None:
     shown, *found = done.stderr.split()
     assert not found
     assert int(shown) > len(list(commands(PARSERS[side]())))  # groups have a help, too
+
+
+@pytest.mark.parametrize("side", MOST_MODULES)
+def test_help_loads_few_modules(side: str) -> None:
+    code = COUNTED.format(side=side)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = int(done.stderr)
+    assert 0.8 * MOST_MODULES[side] <= loaded <= MOST_MODULES[side], "more: import later; far fewer: lower the bound"
 
 
 @pytest.mark.parametrize("main", ["policies.audit.verify", "protos.encryption.reader_cli"])
@@ -187,6 +216,18 @@ def test_a_release_that_does_not_learn_imports_no_torch_from_its_price_to_its_ve
             line = [sys.executable, "-c", code, "--home", str(site.home.root), *map(str, words)]
             done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
             assert done.returncode == 0, (words, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("side", ["agent", "coordinator"])
+def test_the_help_of_home_names_the_commands_that_need_none(side: str) -> None:
+    parser = PARSERS[side]()
+    said = (
+        str(next(one.help for one in parser._actions if one.dest == "home")).partition("need none: ")[2].split(", ")
+    )
+    named = {name.removesuffix(" IN OUT") for name in said}
+    found = {name for name, bare in homeless(parser) if bare}
+    assert {name if name in named else name.partition(" ")[0] for name in found} == named
+    assert not [name for name, bare in homeless(parser) if not bare and name.split()[0] in named]
 
 
 def test_what_the_parsers_write_twice_is_what_there_is() -> None:

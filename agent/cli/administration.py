@@ -1,4 +1,4 @@
-"""The commands about the site's way in itself: opt-outs, projects, credentials of listeners, the doctor's part."""
+"""``opt-out``, ``project``, ``identity`` and ``token``: whose images are kept, and who may send some."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def _of_somebody(home: SiteDirectory, named: list[str], *, anyway: bool) -> None
     if not unknown:
         return
     lines = ", ".join(map(str, unknown[:20])) + (", ..." if len(unknown) > 20 else "")
-    told = f"of {len(unknown)} of the {len(named)} ids there are no data here (id {lines} of the file)"
+    told = f"nothing is here of {len(unknown)} of the {len(named)} ids (id {lines} of the file)"
     if not anyway:
         raise SiteConfigError(
-            f"{told}: no patient was opted out. Check how the ids are written, and their issuer (--issuer). To "
-            "opt them out before their images arrive, repeat with --anyway"
+            f"{told}: no patient was opted out. Check how the ids are written, and their issuer (--issuer). To opt "
+            "them out before their images arrive, repeat the command with --anyway"
         )
-    ERR.print(f"{told}: they are opted out all the same", markup=False, soft_wrap=True)
+    ERR.print(f"{told}. They are opted out nevertheless", markup=False, soft_wrap=True)
 
 
 def project(arguments: argparse.Namespace) -> int:

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps({**told, "pictures": len(images), "passed_over": over}) + "\n")
         return 0
-    text = f"{path}: {arguments.cells} cells, of {len(images)} pictures; {over} skipped"
+    text = f"{path}: {arguments.cells} cells, of {len(images)} images; {over} skipped"
     OUT.print(text, markup=False, soft_wrap=True)
     OUT.print(
         "if no patient of the cohort is in them, vouch for it in site.toml's public_components:", soft_wrap=True

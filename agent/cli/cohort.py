@@ -20,7 +20,7 @@ from agent.storage.equal_patients import EqualPatients
 from agent.storage.site_directory import SiteDirectory
 
 _SAME: Final = {  # what two patient ids have in common
-    "picture": "equal pictures",
+    "picture": "equal images",
     "study": "one study UID",
     "series": "one series UID",
     "instance": "one instance UID",

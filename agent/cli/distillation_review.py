@@ -110,7 +110,7 @@ def in_words(review: Review) -> list[str]:
         if not tally.learned:
             lines.append(f"{tally.name}: the vetting dropped all of it, so the student did not learn it")
     lines.append(f"re-identified by the second verifier: {span(review.before)} of the teacher's samples")
-    lines.append(f"the student's own pictures: {left_of(review.leaving)}")
+    lines.append(f"the student's own images: {left_of(review.leaving)}")
     lines.append(f"re-identified by the second verifier: {span(review.after)} of what leaves")
     lines += [f"planted near-duplicates that were caught, {name}: {text}" for name, text in caught(review.power)]
     lines.append(f"mean alignment of what leaves: {number(review.alignment, '.3f')}")

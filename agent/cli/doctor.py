@@ -42,7 +42,7 @@ _BACK: Final = "restore the missing files, or restore the site from its newest b
 
 
 def findings(home: SiteDirectory, now: dt.datetime, heed: Heed = lambda _done, _all: None) -> list[CheckResult]:
-    """All of them: what a release needs, then the way in.
+    """All of them: what a release needs, then what ingest needs.
 
     Args:
         home: the site.

@@ -27,13 +27,19 @@ NETWORKS: Final = ("generator", "encoder", "features", "recogniser", "semantics"
 SIZES: Final = ("tiny32", "small64", "small128", "auto128", "auto256", "auto512", "auto1024")
 
 
+_HOME: Final = (
+    "the site's directory. These commands need none: train, draw, deface IN OUT, audit, login make, ledger person, "
+    "ledger ask, ledger sign"
+)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. ``command`` in what it returns is the command as typed: "release ksalsa"."""
     parser = argparse.ArgumentParser(
         prog="lazaret-agent",
         description="One hospital's side: ingest, price, release, take part in rounds, show the ledger.",
     )
-    parser.add_argument("--home", type=Path, help="the site's directory; `train` and `audit` need none")
+    parser.add_argument("--home", type=Path, help=_HOME)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_setup(commands)
     _add_ingest(commands)
@@ -102,9 +108,9 @@ def _form(command: argparse.ArgumentParser) -> None:
     command.add_argument("--reader", type=Path, help="encrypt to this recipient's public key")
 
 
-def _sheet(command: argparse.ArgumentParser) -> None:
+def _sheet(command: argparse.ArgumentParser, needs: str = "") -> None:
     text = "write the reviewer's contact sheet to this new HTML file before anything leaves; for this site only"
-    command.add_argument("--sheet", type=Path, help=text)
+    command.add_argument("--sheet", type=Path, help=text + needs)
 
 
 # -- the site, and what comes in
@@ -243,7 +249,8 @@ def _add_releases(parser: argparse.ArgumentParser) -> None:
     for name, own in OPTIONS.items():
         command = add(release, name, own.HELP)
         own.add_release_options(command)
-        _sheet(command)
+        vetting = "--vetting" if "--vetting" in command.format_usage() else "[vetting] in the configuration"
+        _sheet(command, f"; needs {vetting}")
         _form(command)
         _making(command)
     for name, dp in (("privimage", privimage), ("centroids", centroids)):

@@ -92,7 +92,7 @@ def as_sentences() -> Iterator[None]:
 
 
 def answered_ingest(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """Run a command of the way in. Of what it refuses, the operator also reads what to do about it."""
+    """Run a command of ingest. Of what it refuses, the operator also reads what to do about it."""
     from agent.ingest import errors  # noqa: PLC0415 - pydicom, which these commands import anyway
 
     try:

@@ -85,7 +85,7 @@ def dry_run(runtime: AgentRuntime, foreseen: ReleaseForecast, asked: ReleaseRequ
         line["findings"] = [{"rule": f.rule, "detail": f.detail} for f in findings]
         sys.stdout.write(json.dumps(line) + "\n")
         return 1 if findings else 0
-    what = "volumes" if foreseen.draft.artifact_type == "volume-set" else "pictures"
+    what = "volumes" if foreseen.draft.artifact_type == "volume-set" else "images"
     number = f"{foreseen.samples} {what} of {' x '.join(map(str, foreseen.shape))}"
     if foreseen.form is None:
         number = "one model"

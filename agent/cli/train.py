@@ -135,9 +135,7 @@ def _trained(arguments: argparse.Namespace, path: Path, more: Mapping[str, Any])
         told = f"{more['passed_over']} skipped: not readable, or smaller than {arguments.side} pixels a side"
         OUT.print(f"{told} once their dark border is cut", soft_wrap=True)
     done = "trained" if more["trained"] else "nothing to do: the training is complete"
-    OUT.print(
-        f"{path}: {done}, on {more['pictures']} pictures in {more['steps']} steps", markup=False, soft_wrap=True
-    )
+    OUT.print(f"{path}: {done}, on {more['pictures']} images in {more['steps']} steps", markup=False, soft_wrap=True)
     if "judged" in more:
         first, true, false = (more["judged"][name] for name in ("first", "matched", "mistaken"))
         rank = f"rank-1 {first['value']:.3f} [{first['low']:.3f}, {first['high']:.3f}]"
@@ -248,10 +246,10 @@ def _needed(whose: NDArray[np.int64], config: RecognitionConfig) -> str:
     some = math.ceil((1.0 + math.sqrt(1.0 + 8.0 * pairs / each**2)) / 2.0)  # people whose images make so many pairs
     enough = math.ceil(some / config.held_out)
     return (
-        f"the list has {len(counts)} people, {int((counts < 2).sum())} of them with one picture. "
+        f"the list has {len(counts)} people, {int((counts < 2).sum())} of them with one image. "
         f"A share of {config.held_out:g} of them settles the threshold; at a false match rate of "
         f"{config.false_match_rate:g} that takes {pairs} pairs of two people: "
-        f"about {enough} people with {each:.2g} pictures each"
+        f"about {enough} people with {each:.2g} images each"
     )
 
 

@@ -1,4 +1,4 @@
-"""``train autoencoder | verifier | aligner``, and what ``release distill`` shows before anything leaves."""
+"""``train autoencoder``, ``train verifier`` and ``train aligner``: the public networks of ``release distill``."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _near(arguments: argparse.Namespace) -> NearDuplicates | None:
     through = autoencoder_from(path.read_bytes()).to(arguments.device)
     if through.shape != ((arguments.side, arguments.side) if arguments.grey else (arguments.side, arguments.side, 3)):
         kind = "grey" if len(through.shape) == 2 else "colour"
-        raise ValueError(f"--autoencoder: {path.name} is of {kind} pictures of {through.shape[0]} pixels")
+        raise ValueError(f"--autoencoder: {path.name} is of {kind} images of {through.shape[0]} pixels")
     return near_duplicates(through)
 
 

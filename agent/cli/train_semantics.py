@@ -108,7 +108,7 @@ class SemanticsOrder:
 def in_words(more: Mapping[str, Any]) -> str:
     """What :meth:`SemanticsOrder.make` says, for people."""
     if "sizes" in more:
-        return f"{more['semantics']} clusters of {min(more['sizes'])} to {max(more['sizes'])} pictures"
+        return f"{more['semantics']} clusters of {min(more['sizes'])} to {max(more['sizes'])} images"
     right, guess = more["accuracy"], more["guess"]
     told = f"on images outside the training it names {right['value']:.3f} [{right['low']:.3f}, {right['high']:.3f}]"
     told += f", of {more['semantics']} labels; always the commonest label would be right for {guess:.3f}"

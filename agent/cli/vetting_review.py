@@ -1,7 +1,7 @@
 """What is shown of a vetting of representatives before anything leaves: figures, and the reviewer's page.
 
-Compared with are the images that are comparable (:func:`agent.release.cluster_vetting.compared`), and the shares
-are of clusters.
+Representatives are compared with the patients who have comparable images
+(:func:`agent.release.vetting_statement.compared`). The shares are shares of clusters.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class SiteConsoleContext:
 
     @contextlib.contextmanager
     def way(self, project: str = MAIN) -> Iterator[IngestContext]:
-        """A project's way in, for one look or act."""
+        """A project's ingest, for one look or act."""
         with open_ingest(self.home, project) as way:
             yield way
 
@@ -125,7 +125,7 @@ class SiteConsoleContext:
         return strictest(self.home.policy(), self.signed_policy())
 
     def policy(self) -> Policy:
-        """What binds the site today: see :func:`agent.runtime.site_policy`, which the commands use."""
+        """What binds the site today: see :func:`agent.storage.site_ledger.site_policy`, which commands use."""
         return strictest(self.own_policy(), self.home.federation_policy())
 
     # -- releases that wait

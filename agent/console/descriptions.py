@@ -41,12 +41,12 @@ MECHANISMS: Final = TEXTS
 # Why a person refuses a release: a closed list, since the ledger holds no free text and the signature covers it.
 REFUSALS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "recognised": "A picture shows, or may show, a patient whom I recognise.",
-        "too_alike": "A picture is too similar to the real one beside it.",
-        "text": "A picture shows text or a mark that could identify a person.",
+        "recognised": "An image shows, or may show, a patient whom I recognise.",
+        "too_alike": "An image is too similar to the real one beside it.",
+        "text": "An image shows text or a mark that could identify a person.",
         "figures": "The figures of the attacks are not good enough for this purpose.",
-        "content": "The labels or what the pictures show is wrong.",
-        "quality": "The pictures are of no use for the purpose.",
+        "content": "The labels or what the images show is wrong.",
+        "quality": "The images are of no use for the purpose.",
         "purpose": "The purpose does not, or no longer, justify this release.",
         "opted_out": "A patient from whose images it was made has opted out since.",
         "other": "Another reason, which I keep in my own records.",
@@ -188,7 +188,7 @@ def budget(account: Account) -> dict[str, object]:
         "name": "Releases with noise (differential privacy)",
         "limit": stated(limit, opened.delta),
         "spent": stated(used, opened.delta) if account.spent else "nothing yet",
-        "held": f"with what is held: {stated(bound, opened.delta)}" if account.held else "nothing",
+        "held": f"spent and held together: {stated(bound, opened.delta)}" if account.held else "nothing",
         "left": f"{share(account)['left']:g} % of the budget",
     }
 

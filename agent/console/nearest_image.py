@@ -19,7 +19,7 @@ SIDE: Final = 32  # pixels: the images that are compared are at most so high and
 STRANGERS: Final = 256  # real images at most whose own nearest stranger is looked for, to compare with
 _BLOCK: Final = 256  # synthetic images at a time
 DISTANCE: Final = (
-    "root mean square difference of grey values (0 to 255), pixel by pixel, of pictures made smaller to at most "
+    "root mean square difference of grey values (0 to 255), pixel by pixel, of images made smaller to at most "
     f"{SIDE} x {SIDE}"
 )
 

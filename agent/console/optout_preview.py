@@ -104,8 +104,8 @@ def sentences(c: Consequences) -> Iterator[tuple[str, str]]:
     if c.known < c.named:
         yield (
             "note",
-            f"Of {c.named - c.known} of the {c.named} nothing is here. They are put on the list all the same: "
-            "nothing of them is kept, should it come.",
+            f"Nothing is here of {c.named - c.known} of the {c.named}. They are put on the list nevertheless: if "
+            "images of them come later, none is kept.",
         )
     places = len([p for p in c.projects if p.instances])
     yield (
@@ -131,9 +131,9 @@ def sentences(c: Consequences) -> Iterator[tuple[str, str]]:
     if c.retired:
         yield (
             "done",
-            f"They are in {_of(c.retired, 'group')} behind pictures of releases. These pictures are forgotten here, "
-            f"and no later release shows them. {_of(c.beside, 'other patient')} in the same groups will be in no "
-            "later group either, since nobody is in two.",
+            f"They are in {_of(c.retired, 'group')} of patients that released images were made of. This site deletes "
+            f"its copies of these images, and no later release shows them. {_of(c.beside, 'other patient')} in the "
+            "same groups will be in no later release either: a patient is in one group only, ever.",
         )
     if c.out:
         yield (
@@ -144,8 +144,8 @@ def sentences(c: Consequences) -> Iterator[tuple[str, str]]:
     if c.unrecorded:
         yield (
             "stays",
-            f"Of {_of(c.unrecorded, 'admitted release')} nobody keeps who is in it: such a release has an epsilon, "
-            "which bounds what it says of each patient, and that bound goes on to hold.",
+            f"{_of(c.unrecorded, 'admitted release')} cannot be searched: who is in it is recorded nowhere. Such a "
+            "release has an epsilon, which limits what it can tell of each patient. That limit stays in force.",
         )
     yield "stays", "Budget that was spent stays spent, and what is held stays held until its release has an end."
     yield "stays", "The ledger and the coordinator hear nothing of the patients: neither holds a name or a pseudonym."

@@ -7,22 +7,20 @@ approving role, over the very text: the ledger holds them before the site's key 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from starlette.responses import Response
 
 from agent.console import policy_draft
 from agent.console.context import DECIDERS, READERS, SiteConsoleContext
 from agent.console.errors import errors_as_pages
+from agent.runtime import amend
 from policies.governance import amendments, decisions
 from policies.ledger.entries import InvalidEntryError
 from policies.review.policy import Policy, preset
 from policies.statements import Approval
 from protos.identity.key_files import replace_private
 from protos.web.router import PageError, RequestContext, Router
-
-if TYPE_CHECKING:
-    pass
 
 _MOST: Final = 16_000  # characters: a statement holds no longer text
 PRESETS: Final = ("internal", "controlled", "public")
@@ -172,8 +170,6 @@ def in_force(context: SiteConsoleContext, text: str) -> str:
         InvalidEntryError: it loosens something, and not everybody in office has approved this very text.
     """
     with context.ledger.work() as opened:
-        from agent.runtime import amend  # noqa: PLC0415 - torch: two seconds that no page needs
-
         verdict = amend(opened, text)
         if not verdict.admitted:
             told = "; ".join(f"{f.rule}: {f.detail}" for f in verdict.findings)

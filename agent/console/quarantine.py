@@ -57,7 +57,7 @@ class QuarantinedFileView:
 
 
 def add(pages: Router, context: SiteConsoleContext) -> None:
-    """The pages of the way in."""
+    """The pages of ingest: what waits, and the quarantine."""
     pages.menu("Ingest", "/ingest", LOOKERS)
     pages.menu("Quarantine", "/quarantine", LOOKERS)
 

@@ -13,7 +13,8 @@ from agent.console.background_task import Progress
 from agent.console.context import DECIDERS, KEEPERS, LOOKERS, NoSuchReleaseError, PendingRelease, SiteConsoleContext
 from agent.console.errors import errors_as_pages, sentence
 from agent.console.nearest_image import DISTANCE
-from agent.errors import CoordinatorUnreachableError
+from agent.errors import CoordinatorUnreachableError, ReviewRejectedError
+from agent.release.approval import submit_approved, withdraw
 from policies.governance import decisions
 from policies.ledger.entries import InvalidEntryError, proposal
 from policies.ledger.state import State
@@ -114,7 +115,7 @@ def _pictures(pages: Router, context: SiteConsoleContext) -> None:
     @pages.post("/releases/{release}/compare", DECIDERS)
     def compare(asked: RequestContext, release: str) -> Response:
         one = found(context, release)
-        what = "comparing the release with the pictures in the vault"
+        what = "comparing the release with the images in the vault"
         if not context.errand.begin(
             "releases", what, lambda progress: review_images.compare(context, one, progress), sentence
         ):
@@ -126,17 +127,17 @@ def _pictures(pages: Router, context: SiteConsoleContext) -> None:
     def sheet(asked: RequestContext, release: str, number: int) -> Response:
         kept = review_images.recall(context, release)
         if kept is None or not 0 <= number < len(kept.images):
-            raise PageError(404, "That picture is no longer available: open the release's page again.")
+            raise PageError(404, "That image is no longer available: open the release's page again.")
         return asked.png_response(image_rendering.png(kept.images[number]))
 
     @pages.get("/releases/{release}/beside/{number}/{which}.png", DECIDERS, told=True)
     def beside(asked: RequestContext, release: str, number: int, which: str) -> Response:
         if which not in _PICTURES:
-            raise PageError(404, "There is no such picture.")
+            raise PageError(404, "There is no such image.")
         try:
             kept, one = review_images.still_visible(context, release, number)
         except LookupError:
-            raise PageError(404, "That picture is no longer available: compare again.") from None
+            raise PageError(404, "That image is no longer available: compare again.") from None
         return asked.png_response(review_images.review_png(kept, one, which))
 
     @pages.get("/releases/scale/heat.png", DECIDERS)
@@ -269,8 +270,6 @@ def findings(context: SiteConsoleContext, one: PendingRelease) -> tuple[Finding,
 
 def withdrawn(context: SiteConsoleContext, release: str) -> str:
     """Withdraw a release that was refused; what came of it, in a sentence."""
-    from agent.release.approval import withdraw  # noqa: PLC0415 - torch: two seconds that no page needs
-
     project = context.project_of(release)
     review_images.forget(context, release)
     with context.ledger.work(project, greeted=False) as opened:
@@ -280,19 +279,16 @@ def withdrawn(context: SiteConsoleContext, release: str) -> str:
             context.log.warning("release_withdrawn", release=release, state="coordinator not informed")
             return "Refused and withdrawn: its grant is spent here. The coordinator could not be informed yet."
     context.log.info("release_withdrawn", release=release)
-    return "Refused and withdrawn. Its grant is spent, since images were read; the pictures are deleted."
+    return "Refused and withdrawn. Its grant is spent, since images were read. Its own images are deleted."
 
 
 def hand_over(context: SiteConsoleContext, release: str, progress: Progress) -> str:
     """Hand an approved release over; the coordinator's verdict, in a sentence."""
-    from agent.errors import ReviewRejectedError as Declined  # noqa: PLC0415 - the same
-    from agent.release.approval import submit_approved as leave  # noqa: PLC0415 - torch: two seconds that no page needs
-
     progress(0, 0)
     with context.ledger.work(context.project_of(release)) as opened:
         try:
-            _, verdict = leave(opened.site, release)
-        except Declined as refusal:
+            _, verdict = submit_approved(opened.site, release)
+        except ReviewRejectedError as refusal:
             verdict = refusal.verdict
     review_images.forget(context, release)
     context.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])

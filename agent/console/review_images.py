@@ -82,7 +82,7 @@ def _why(waiting: PendingRelease) -> str:
     if waiting.release.artifact_type == "volume-set":
         return (
             "These are patients' own scans with other faces: each has its original in the vault, and the brain in it "
-            "is the patient's own. A search for the nearest picture would only find that original."
+            "is the patient's own. A search for the nearest image would only find that original."
         )
     return ""
 
@@ -139,7 +139,7 @@ def compare(context: SiteConsoleContext, waiting: PendingRelease, progress: Prog
     now = time.monotonic()
     compared = replace(made, at=now, likeness=likeness, exhibits=exhibits, fitted=fitted)
     _keep(context, waiting.release.release, compared)
-    return f"Compared with {likeness.real} pictures in the vault."
+    return f"Compared with {likeness.real} images in the vault."
 
 
 def _exhibit(one: NearestImage, made: NDArray[np.uint8], near: NDArray[np.uint8], waiting: PendingRelease) -> Exhibit:

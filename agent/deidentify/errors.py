@@ -35,8 +35,8 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
         " rules if the protocol covers it.",
         "modality_not_allowed": "This modality is not on the site's list. Add it to the rules if the"
         " protocol covers it.",
-        "burned_in_risk": "The picture may show the patient's name: ultrasound, a captured screen, a derived"
-        " or colour picture, or marked as such. Let a person check it, or leave it out.",
+        "burned_in_risk": "The image may show the patient's name: ultrasound, a captured screen, a derived"
+        " or colour image, or marked as such. Let a person check it, or leave it out.",
         "missing_patient": "No patient identifier, or one that cannot be read as one plain text, so the patient"
         " cannot be counted once. Complete or correct it in the PACS and export again.",
         "undecodable": "The pixel data cannot be decoded or are inconsistent. Export it again, uncompressed.",

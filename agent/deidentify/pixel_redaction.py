@@ -54,7 +54,7 @@ class Blank:
         if not (self.modality and 0 < self.rows <= _MAX_SIDE and 0 < self.columns <= _MAX_SIDE):
             raise ValueError("a rule to blank regions names a modality, rows and columns")
         if not all(r.bottom <= self.rows and r.right <= self.columns for r in self.rectangles):
-            raise ValueError("a rectangle to blank or keep lies outside its picture")
+            raise ValueError("a rectangle to blank or keep lies outside its image")
         if not self.rectangles or not bool(_mask(self._part(), (self.rows, self.columns)).any()):
             raise ValueError("a rule to blank regions blanks nothing")
 

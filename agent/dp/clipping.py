@@ -171,7 +171,7 @@ def bookkeeping_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
                 for part in probe.watched(_successive(_each(units), size, most_rows), of_part, model, loss, clip):
                     total += of_part(part)
         except NoGradientRuleError as fault:
-            raise UnsuitableModelError(f"{fault}; the engine looped can train it") from fault
+            raise UnsuitableModelError(f"{fault}; `loop_engine` can train it") from fault
         return total
 
     return clipped_sum
@@ -229,8 +229,9 @@ def _compared(ours: Tensor, theirs: Tensor, parameters: Sequence[nn.Parameter]) 
     for mine, reference in zip(torch.split(ours, sizes), torch.split(theirs, sizes), strict=True):
         if not (mine - reference).norm() <= 1e-2 * reference.norm() + 1e-4 * theirs.norm():
             raise UnsuitableModelError(
-                "one pass for all patients gives other gradients than one for each: a weight is used without its "
-                "layer, rows of different patients meet, or the loss draws numbers; the engine looped can train it"
+                "one pass for all patients gives other gradients than one pass for each. The model uses a weight "
+                "outside its layer, mixes rows of different patients, or has a loss that draws random numbers. "
+                "`loop_engine` can train it"
             )
     return bool(theirs.any())
 

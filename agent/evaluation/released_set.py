@@ -131,7 +131,7 @@ def evaluate(
     say("Fréchet distance: the set, and one half of the held-out patients, against the other half")
     near = _fidelity(subject.made, real, effort, rng)
     taught = _taught(subject, real, effort, rng, say)
-    say("semantics: of the set, and of the public pictures")
+    say("semantics: of the set, and of the public images")
     return Evaluation(near, taught, _similarities(subject, real, effort, rng), subject.classes, real.count)
 
 
@@ -197,10 +197,10 @@ def _taught(
 ) -> tuple[ClassifierResult, ...] | str:
     """LR, MLP and CNN, trained on the set and tested on the held-out images."""
     if subject.classes != subject.labels:
-        return "all pictures of the set are of one class: there is nothing to learn"
+        return "all images of the set are of one class: there is nothing to learn"
     known = [subject.classes.index(label) for label in subject.made.labels]
     if len(set(known)) < 2 or len(set(real.labels)) < 2:
-        return "the set or the held-out pictures are of one class: there is nothing to learn"
+        return "the set or the held-out images are of one class: there is nothing to learn"
     rows = _sample(len(known), _TAUGHT, rng)
     number = len(subject.classes)
     shown = Examples(_unit(subject.made.images[rows]), np.array(known, np.int64)[rows], rows, number)
@@ -252,7 +252,7 @@ def _similarities(
     probabilities = asked.semantics.probabilities(real.images)[:, there]
     bins = there[probabilities.argmax(axis=1)]
     others = {"the set": there[asked.semantics.probabilities(_unit(subject.made.images))[:, there].argmax(axis=1)]}
-    others["all public pictures"] = asked.bins[np.isin(asked.bins, there)]
+    others["all public images"] = asked.bins[np.isin(asked.bins, there)]
     best = _selected(subject, asked, real, probabilities, there)
     if best is not None:
         others["those that a histogram without noise would select"] = best

@@ -108,8 +108,7 @@ class Participant:
             The site's sealed reservation: the coordinator reserves with it.
         Raises:
             ReviewRejectedError: by the site's ledger, or because the run was priced before and is spent, has no
-            proper name, is
-                for more patients than delta allows (P1), or has larger updates than the policies admit.
+            proper name, is for more patients than delta allows (P1), or has larger updates than the policies admit.
         """
         if run == self.run and mechanism == self.mechanism and self.grant:
             return self._reservation()
@@ -141,8 +140,8 @@ class Participant:
     def confirm(self) -> bool:
         """Does the coordinator's ledger hold this site's price?
 
-        A no frees what is held here, since nothing was read; in a part that was taken up it is spent: see
-        :meth:`part`.
+        A no frees what is held here, since nothing was read. In a part that was taken up by :meth:`resume`, it is
+        spent.
 
         Raises:
             CoordinatorUnreachableError: not known now.
@@ -226,7 +225,7 @@ class Participant:
         """One round: train on the site's patients from ``start``, and seal the new parameters.
 
         Raises:
-            ReviewRejectedError: see :meth:`begin`; a run that is aggregated in secret; or a patient opted out
+            ReviewRejectedError: see :meth:`begin_round`; a run that is aggregated in secret; or a patient opted out
             meanwhile.
         """
         if self.last is not None and run == self.run and self.last[0] == round_index:

@@ -202,9 +202,10 @@ class LedgerWitness:
 
     def _advice(self) -> str:
         return (
-            "the coordinator's ledger is not the one this site saw before: its history was rewritten, or it was "
-            f"restored without saying so. Both signed heads are in {self._folder.name}/; show them to both "
-            "compliance officers. If a backup was brought back: bring it back again, and run `ledger restore` first"
+            "the coordinator's ledger is not the one this site saw before: its history was rewritten, or an older "
+            f"copy was put in its place. Both signed heads are in {self._folder.name}/: show them to both compliance "
+            "officers. If the coordinator restored a backup, it must do so again, and run `ledger restore` before it "
+            "serves"
         )
 
     def _remember(self, memory: WitnessState) -> None:

@@ -42,12 +42,12 @@ _OF_SITE: Final = ("modalities", "secondary_capture_modalities")  # these stand 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the way in works: the table ``[site]``."""
+    """How ingest works: the table ``[site]``."""
 
     issuer: str = ""  # who gave out a patient id that names no issuer itself
     attempts: int = 3  # how often one refused file is read before only a person can have it tried again
     workers: int = 0  # processes that read files; 0: one for each processor
-    look_seconds: float = 5.0  # `serve`: how often the first room and watched folders are looked at
+    look_seconds: float = 5.0  # `serve`: how often the spool and watched folders are looked at
     pull: tuple[str, ...] = ()  # archives that `serve` asks by the clock
     pull_minutes: float = 60.0  # how often
     pull_days: int = 30  # for the studies of so many days, where an archive's own query says no date
@@ -62,12 +62,12 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Ingestion:
-    """Everything about the way in, checked."""
+    """Everything about ingest, checked."""
 
     rules: Rules
     reading: Reading = field(default_factory=Reading)
     profile: Profile = field(default_factory=Profile)
-    ocr: OcrSettings | None = None  # None: no alarm
+    ocr: OcrSettings | None = None  # None: no alert
     listener: ListenerSettings | None = None  # None: nothing listens for C-STORE
     stow: StowSettings | None = None  # None: nothing listens for STOW-RS
     pacs: Mapping[str, ArchiveConfig] = field(default_factory=dict)

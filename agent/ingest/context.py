@@ -1,4 +1,4 @@
-"""The way in of one project, opened: its keys and rules, the first room, the vault and the quarantine."""
+"""The ingest of one project, opened: its keys and rules, the spool, the vault and the quarantine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOST_INDEXES: Final = 64  # DICOMDIRs of one folder that are compared with what
 
 @dataclass(frozen=True, slots=True)
 class IngestContext:
-    """What the commands of the way in work with."""
+    """What the commands of ingest work with."""
 
     home: SiteDirectory
     ingestion: Ingestion
@@ -85,7 +85,7 @@ class IngestContext:
             return [m for path, files in listed for m in listed_and_missing(folder.path, path, files)]
 
     def waiting(self) -> Iterator[PendingFile]:
-        """What waits in the first room."""
+        """What waits in the spool."""
         return iter(in_room(self.inbox))
 
     def refused(self, names: Iterable[str]) -> Iterator[PendingFile]:
@@ -123,7 +123,7 @@ class IngestContext:
         return self.lists(self.usual()) if self.usual().path.is_dir() else None
 
     def intake(self, labels: Lists | None = None) -> IngestPipeline:
-        """The way in, ready to run."""
+        """The ingest pipeline, ready to run."""
         key = self.who.mac("ocr").encode()
         ocr = Ocr(self.ingestion.ocr, key) if self.ingestion.ocr else None
         return IngestPipeline(self.ports(labels, ocr), self.ingestion.reading.workers or None)
@@ -188,7 +188,7 @@ def _silent(_record: Record) -> str | None:
 
 @contextmanager
 def open_ingest(home: SiteDirectory, project: str) -> Iterator[IngestContext]:
-    """Open a project's way in.
+    """Open a project's ingest.
 
     Raises:
         SiteConfigError: a setting, or the project, is not in order.

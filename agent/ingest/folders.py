@@ -1,4 +1,4 @@
-"""The way in from a folder: an export, a watched share, a medium with a DICOMDIR, a BIDS dataset, a MONAI data list.
+"""Ingest from a folder: an export, a watched share, a medium with a DICOMDIR, a BIDS dataset, a MONAI data list.
 
 The folder is only read. ``watchdog`` was rejected for watching: the shares of hospitals (NFS, SMB) send no inotify
 events, so a look every few seconds it is.

@@ -1,4 +1,4 @@
-"""An alarm for text in images: Debian's tesseract reads some of them. It misses much and guarantees nothing.
+"""An alert for text in images: Debian's tesseract reads some of them. It misses much and guarantees nothing.
 
 The rules keep names out (which devices' images may come in, and which regions are blanked); a recognised word means
 that a rule is wrong. Tesseract runs as a separate program, so its parsers share neither memory nor keys with the
@@ -48,7 +48,7 @@ class OcrSettings:
     """How much is read."""
 
     every: int = 20  # one image in so many, besides the first of each series
-    least_letters: int = 4  # of a word that raises the alarm
+    least_letters: int = 4  # of a word that raises the alert
     # tesseract's own, 0 to 100: on ten clean CT and MR slices, words like "Pars" and "epee" were read below 56
     least_confidence: float = 60.0
     seconds: float = 20.0  # for one look at one image

@@ -44,7 +44,7 @@ class Refusal:
 
 @dataclass(slots=True)
 class SpooledFile:
-    """An arrival in the first room: loading it keeps other processes from it until it is settled or released."""
+    """An arrival in the spool: loading it keeps other processes from it until it is settled or released."""
 
     room: Spool
     name: str
@@ -113,5 +113,5 @@ class QuarantinedFile:
 
 
 def in_room(room: Spool) -> Iterator[SpooledFile]:
-    """What waits in the first room, oldest first."""
+    """What waits in the spool, oldest first."""
     return (SpooledFile(room, name) for name in room.names())

@@ -1,6 +1,6 @@
-"""The way in: whatever a road brought is kept in the vault, known already, or in quarantine with one reason.
+"""Ingest: whatever a source brought is kept in the vault, known already, or in quarantine with one reason.
 
-Nothing is dropped: a file leaves the first room only after the vault holds it, or the quarantine does.
+Nothing is dropped: a file leaves the spool only after the vault holds it, or the quarantine does.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class IngestDependencies:
-    """What the way in works with."""
+    """What the pipeline works with."""
 
     rules: Rules
     deidentifier: Deidentifier
@@ -281,7 +281,7 @@ class IngestPipeline:
         return sender_mark(self._ports.deidentifier, arrival.instance, arrival.road, arrival.source)
 
     def _judge(self, record: Record) -> None:
-        """The vault's and the alarm's word; an alarm holds the patient's whole study back, and nobody else's.
+        """The vault's and the alert's word; an alert holds the patient's whole study back, and nobody else's.
 
         Raises:
             FileRejectedError: what the vault says, or ``burned_in_text``.

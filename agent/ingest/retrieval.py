@@ -169,7 +169,7 @@ def scheduled(ingestion: Ingestion, today: dt.date) -> Sequence[Archive]:
 def retrieve(
     way: IngestContext, archive: Archive, ears: RetrievalCallbacks, stopping: Callable[[], bool]
 ) -> Retrieved:
-    """Bring what the archive's query finds and the site does not have into the first room.
+    """Bring what the archive's query finds and the site does not have into the spool.
 
     Raises:
         ArchiveError, DicomWebError: the archive cannot be used; what came is kept.

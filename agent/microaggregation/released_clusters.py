@@ -50,9 +50,9 @@ class ReleasedCluster:
         if self.retired:
             return
         if images.dtype != np.uint8 or images.ndim not in (3, 4) or images.shape[3:] not in ((), (3,)):
-            raise ReleaseRecordError("the pictures of a cluster are (v, h, w) or (v, h, w, 3) uint8")
+            raise ReleaseRecordError("the images of a cluster are (v, h, w) or (v, h, w, 3) uint8")
         if not images.size or not 2 <= self.k <= len(self.members) or not 1 <= self.l <= self.k or not self.form:
-            raise ReleaseRecordError("a picture stands for k patients or more, and has a form")
+            raise ReleaseRecordError("an image stands for k patients or more, and has a form")
         kept = np.frombuffer(images.tobytes(), np.uint8).reshape(images.shape)  # of bytes: never writeable
         object.__setattr__(self, "images", kept)
 

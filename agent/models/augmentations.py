@@ -53,9 +53,9 @@ class Pool:
             ValueError: another shape or type, nothing, or images that are all the same.
         """
         if images.dtype != np.uint8 or images.ndim not in (3, 4) or images.shape[3:] not in ((), (3,)):
-            raise ValueError("pictures are (n, h, w) or (n, h, w, 3) uint8")
+            raise ValueError("images are (n, h, w) or (n, h, w, 3) uint8")
         if not images.size or bool((images == images[:1]).all()):
-            raise ValueError("the pictures do not differ: there is nothing to learn")
+            raise ValueError("the images do not differ: there is nothing to learn")
         planes = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
         self.images = torch.from_numpy(np.ascontiguousarray(planes)).to(device)
         self.side, self.channels, self.device = side, channels, device

@@ -55,7 +55,7 @@ def read_image_folder(
         say(number, len(paths))
     if not kept:
         raise ImageFolderError(
-            f"{folder.name}: {len(paths)} picture file(s), and none that can be read and has {side} pixels a side "
+            f"{folder.name}: {len(paths)} image file(s), and none that can be read and has {side} pixels a side "
             "once its dark border is cut"
         )
     return np.stack(kept), tuple(names)
@@ -81,7 +81,7 @@ def _unit(opened: Image.Image, grey: bool) -> NDArray[np.float32]:
         return np.asarray(opened.convert("L" if grey else "RGB"), dtype=np.float32) / np.float32(255)
     deep = np.asarray(opened)
     if not (opened.mode != "F" and deep.min() >= 0 and deep.max() <= _WHITE):
-        raise ValueError("a picture has 8 or 16 bits")
+        raise ValueError("an image has 8 or 16 bits")
     unit = (deep / _WHITE).astype(np.float32)
     return unit if grey else np.repeat(unit[..., np.newaxis], 3, axis=2)
 

@@ -20,7 +20,7 @@ def to_tensor(images: NDArray[np.float32]) -> Tensor:
     if images.ndim == 3:
         images = images[..., np.newaxis]
     if images.ndim != 4 or images.shape[3] not in (1, 3):
-        raise ValueError("pictures are (n, h, w) or (n, h, w, 3)")
+        raise ValueError("images are (n, h, w) or (n, h, w, 3)")
     planes = np.ascontiguousarray(images.transpose(0, 3, 1, 2), dtype=np.float32)
     return torch.from_numpy(planes) * 2.0 - 1.0
 
@@ -48,7 +48,7 @@ def channels(shape: Shape) -> int:
         return 1
     if len(shape) == 3 and shape[2] == 3:
         return 3
-    raise ValueError("a picture is (h, w) or (h, w, 3)")
+    raise ValueError("an image is (h, w) or (h, w, 3)")
 
 
 def resized(tensor: Tensor, side: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What ``doctor`` asks of the ways in: listeners, folders, receivers."""
+"""What ``doctor`` checks of ingest: listeners, folders, receivers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEAST_FREE: Final = 2 * 2**30
 
 
 def doctor(home: SiteDirectory) -> dict[str, str | None]:
-    """What is wrong with the way in, by check; None where nothing is."""
+    """What is wrong with ingest, by check; None where nothing is."""
     found: dict[str, str | None] = {"ingest.toml": None}
     try:
         ingestion = read_ingestion(home)

@@ -235,7 +235,7 @@ def release_synthetic(
         )
         if missing := len(cohort.patients) - sum(len(cluster.members) for cluster in passed.fresh):
             # said to the site's own operator, and to nobody else
-            site.say("make", f"{missing} patients are behind no picture: their clusters were {_UNSHOWN}")
+            site.say("make", f"{missing} patients are behind no image: their clusters were {_UNSHOWN}")
         draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
         draft = passed.stated(replace(draft, menu=",".join(map(str, tried))))
         leaving = [*passed.fresh, *passed.again]

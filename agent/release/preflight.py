@@ -93,7 +93,7 @@ def of_clusters(
     patients = len(site.vault.roster(selection, taken, among))
     shown = sum(len(one.images) for one in again)
     count = patients // mechanism.k * mechanism.per_cluster + shown
-    change = "take a larger k, smaller pictures, or a selection of fewer patients"
+    change = "take a larger k, smaller images, or a selection of fewer patients"
     return _set(site, mechanism, selection.modality, wrapping, (count, False, change))
 
 
@@ -238,7 +238,7 @@ def _too_large(foreseen: ReleaseForecast, bound: str, most: int) -> str:
         return f"the model takes {foreseen.size} bytes, and that is more than {bound}: {foreseen.change}"
     most -= sealed_bytes(most) - most if foreseen.reader else 0
     fitting = capacity(most, *_each(foreseen))
-    what = f"{foreseen.samples} {'volumes' if isinstance(foreseen.form, Nifti) else 'pictures'} of this size"
+    what = f"{foreseen.samples} {'volumes' if isinstance(foreseen.form, Nifti) else 'images'} of this size"
     return f"{what} may take more than {bound}: {fitting} would fit; {foreseen.change}"
 
 

@@ -52,12 +52,12 @@ td.left,th.left{text-align:left}
 .ahead{break-after:avoid}.bar,.none{-webkit-print-color-adjust:exact;print-color-adjust:exact}}
 """
 PATIENTS: Final = (
-    "This page shows pictures of patients, and is not a release: it must not leave the hospital, in whole or in "
+    "This page shows images of patients, and is not a release: it must not leave the hospital, in whole or in "
     "part. Delete it once the release is decided on."
 )
 PUBLIC: Final = (
     "No patient is on this page: its samples come from a model that was trained with noise, and were compared with "
-    "public pictures. It is not a release all the same, and nobody has reviewed what was dropped."
+    "public images. Do not pass it on: it is not a release, and nobody has reviewed the samples that were dropped."
 )
 
 
@@ -69,7 +69,7 @@ def render(review: Review, told: str, patients: bool = True) -> bytes:
         told: what was made, in a sentence: mechanism, file.
         patients: the samples were compared with patients' images, and not with public ones.
     """
-    other = "patient" if patients else "public picture"
+    other = "patient" if patients else "public image"
     parts = [
         f"<p class='choice'>{html.escape(told)} {html.escape(_counts(review))}</p>",
         _figures(review, patients),
@@ -95,12 +95,12 @@ def _counts(review: Review) -> str:
     learned = sum(t.learned for t in review.conditions)
     return (
         f"Of {drawn} samples of the teacher {kept} were kept and {drawn - kept} dropped; the student learned "
-        f"{learned} of them. The student's own pictures: {left_of(review.leaving)}."
+        f"{learned} of them. The student's own images: {left_of(review.leaving)}."
     )
 
 
 def _figures(review: Review, patients: bool) -> str:
-    whose = "of the patients" if patients else "of the public pictures"
+    whose = "of the patients" if patients else "of the public images"
     rows = [
         ("Re-identified before: of the teacher's samples", span(review.before)),
         ("Re-identified after: of what leaves", span(review.after)),
@@ -109,7 +109,7 @@ def _figures(review: Review, patients: bool) -> str:
     note = (
         "Shares with Wilson's 95 % interval. Both re-identification rates are by the second verifier, which chose "
         "nothing. Near-duplicates were planted on purpose: a vetting that misses them may have missed others, and "
-        "the fewer were caught, the more closely the pictures below must be looked at."
+        "the fewer were caught, the more closely the images below must be looked at."
     )
     lines = [[html.escape(name), html.escape(value)] for name, value in rows]
     return _table("Figures", ["", "(95 %)"], lines) + f"<p>{html.escape(note)}</p>" + _thresholds(review)
@@ -123,8 +123,9 @@ def _thresholds(review: Review) -> str:
     ]
     rows.append(["Mean alignment of what leaves", number(review.alignment, ".3f"), "-"])
     note = (
-        "On the right: the share of samples like nobody that reach the threshold all the same, compared with as many "
-        "pictures as here. It follows from pairs of strangers, and holds for samples that are as unlike as those."
+        "On the right: of samples that show no patient, the share that reach the threshold by chance, compared with "
+        "as many images as here. It was measured on pairs of different people, and holds for samples that differ as "
+        "much."
     )
     lines = [[html.escape(cell) for cell in row] for row in rows]
     head = ["", "", "reached by chance (95 %)"]
@@ -143,7 +144,7 @@ def left_of(tally: Tally) -> str:
     """What became of the student's own images. Of a model none is taken away: it draws what it draws."""
     gone = "".join(f", {count} {explain_drop(reason)}" for reason, count in sorted(tally.dropped.items()))
     if tally.learned > kept_of(tally):
-        return f"{tally.drawn} drawn{gone}; the model leaves, and draws such pictures again"
+        return f"{tally.drawn} drawn{gone}; the model leaves, and draws such images again"
     return f"{tally.drawn} drawn{gone}; {tally.learned} leave, or stand for the model that leaves"
 
 
@@ -261,8 +262,8 @@ def _likeness_told(scores: NDArray[np.float64], delta: float, other: str) -> str
     if len(finite) < len(scores):
         told += f"{len(scores) - len(finite)} could not be checked, and were dropped. "
     return told + (
-        "The odds are the verifier's own, as if every other picture showed that person: they are for ranking. What a "
-        "score means is said by the threshold, which follows from pairs of strangers."
+        "Use the odds to rank samples only: the verifier gives them as if every second image showed that person. "
+        "Whether a score is too high is decided by the threshold, which was measured on pairs of different people."
     )
 
 
@@ -293,10 +294,10 @@ def _exhibits(exhibits: tuple[Exhibit, ...], other: str) -> Iterator[str]:
     kept = [one for one in exhibits if not one.reason]
     dropped = [one for one in exhibits if one.reason]
     look = f"Kept: does any of these show the {other} beside it?"
-    leave = "These are pictures of the student: they leave, or stand for those that the model draws."
+    leave = "These are images of the student: they leave, or stand for those that the model draws."
     gone = (
-        "These are samples of the last teacher, which nobody learned and which do not leave; where a model leaves, "
-        "pictures that it draws itself are among them, and nothing holds those back."
+        "These are samples of the last teacher. The student did not learn them, and they do not leave. If a model "
+        "leaves, some of these images are its own: it can draw such images again, and nothing holds them back."
     )
     yield side_by_side(look, leave, "No sample was kept.", kept, other)
     yield side_by_side("Dropped, and why", gone, "Nothing was dropped.", dropped, other)

@@ -28,7 +28,7 @@ SAYS: Final = {  # what can be said of the result, and no more: see "Measured" i
     "deface": f"a part of the face removed: {_REST}",
     "strip": "all but the brain removed; the brain itself remains linkable",
 }
-_WARNING: Final = "The upper row of each picture shows a patient's face. Keep this page where the scans are kept."
+_WARNING: Final = "The upper row of each image shows a patient's face. Keep this page where the scans are kept."
 _MOST: Final = 60  # heads with an image on one page
 _STYLE: Final = "img.heads{max-width:720px}.refused td:first-child{border-left:4px solid #a32638}"
 

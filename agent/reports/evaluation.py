@@ -20,8 +20,8 @@ from agent.reports.html_page import ACCENT, SOFT, WARN, block, page_html, plot, 
 SHOWN: Final = 16  # images of a class, at most
 _CLASSES: Final = 40  # of which images are shown, at most
 WARNING: Final = (
-    "Made from patients, it stays at this site. Whoever chooses a configuration by these figures makes a choice that "
-    "no epsilon covers; a figure that leaves is a release of its own."
+    "This page was made from patients: it stays at this site. If you choose a configuration by these figures, no "
+    "epsilon covers that choice. If a figure leaves, that is a release of its own."
 )
 
 
@@ -37,8 +37,8 @@ def render(found: Evaluation, made: SyntheticSet, told: str, looks: int) -> byte
     times = "This is the first look" if looks == 1 else f"This is look number {looks}"
     parts = [
         f"<p class='choice'>{html.escape(told)}</p>",
-        f"<p>{times} at held-out patients of this modality. The more looks, the more the best of them is luck: "
-        "figures by which something was chosen are too good, and patients whom nobody looked at would say less.</p>",
+        f"<p>{times} at held-out patients of this modality. With every further look, the best figure owes more to "
+        "luck: figures that something was chosen by are too good. On new patients they would be worse.</p>",
         _utility(found),
         _fidelity(found.fidelity),
         _semantics(found.semantics),
@@ -65,7 +65,7 @@ def _utility(found: Evaluation) -> str:
     rows += [["the commonest class for everybody", f"{most:.1%}", ""], ["chance", f"{chance:.1%}", ""]]
     drawn = block(title, _bars(found.taught, chance, most), _bars_told(found.taught, chance, most))
     accuracies = table("Accuracy", ["classifier", "accuracy (95 %, by patient)", "trainings"], rows)
-    head = ["held-out pictures of", *(one.name for one in found.taught)]
+    head = ["held-out images of", *(one.name for one in found.taught)]
     each = [
         [recall.name, *(_span(one.recalls[i], ".0%") for one in found.taught)]
         for i, recall in enumerate(found.taught[0].recalls)
@@ -106,7 +106,7 @@ def _fidelity(found: Fidelity | str) -> str:
         for figure, base in zip(found.figures, found.baseline, strict=True)
     ]
     head = ["of features", "the set (95 %)", "the other half of the held-out patients"]
-    size = "" if found.equal_size else " The other half has fewer pictures than the set: its figures are worse."
+    size = "" if found.equal_size else " The other half has fewer images than the set: its figures are worse."
     note = (
         f"Against one half of the held-out patients, in features of {found.extractor} ({found.origin.provenance}, "
         f"{found.origin.sha256[:12]}), covariance {found.covariance}: numbers of other networks do not compare.{size}"
@@ -121,7 +121,7 @@ def _semantics(found: tuple[Number, ...] | str) -> str:
     rows = [[figure.name, _span(figure, ".3f")] for figure in found]
     note = (
         "SDS, Eq. 5 of PrivImage: the larger, the nearer; what shows the same semantics equally often comes to as "
-        "much as the patients themselves. A semantic's vector is the mean random feature of the public pictures that "
+        "much as the patients themselves. A semantic's vector is the mean random feature of the public images that "
         "show it. What the release selected, by noisy counts, is not kept: a selection without noise stands for it."
     )
     return table(title, ["of", "SDS (95 %)"], rows) + f"<p>{html.escape(note)}</p>"
@@ -133,10 +133,10 @@ def _sheets(made: SyntheticSet, classes: tuple[str, ...]) -> list[str]:
     for label in classes[:_CLASSES]:
         mine = made.images[labels == label]
         if not len(mine):
-            out.append(_missing(f"Class {label}", "the set has no picture of it"))
+            out.append(_missing(f"Class {label}", "the set has no image of it"))
             continue
         shown = min(len(mine), SHOWN)
-        note = f"The first {shown} of {len(mine)} synthetic pictures of class {label}. None of them is a patient."
+        note = f"The first {shown} of {len(mine)} synthetic images of class {label}. None of them is a patient."
         margins = ((0, 0), (0, 1), (0, 1), (0, 0))[: mine.ndim]
         out.append(sheet(f"Class {label}", np.pad(mine[:SHOWN], margins, constant_values=255), 8, note))
     if len(classes) > _CLASSES:

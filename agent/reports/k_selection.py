@@ -61,7 +61,7 @@ def _loss(curves: Curves) -> Drawn:
     figure, axes = plot("k (patients in a cluster)", "information loss")
     k, loss = [p.k for p in curves.points], [p.information_loss for p in curves.points]
     axes.plot(k, loss, "o-", color=ACCENT, label="information loss")
-    of = "of codes" if curves.points[0].reid is None else "of pictures, as a recogniser sees them"
+    of = "of codes" if curves.points[0].reid is None else "of images, as a recogniser sees them"
     note = f"Information loss {of}, at k = {_listed(k, loss)}."
     if curves.elbow is not None:
         axes.plot([k[0], k[-1]], [loss[0], loss[-1]], "--", color=SOFT, linewidth=1, label="chord")
@@ -95,7 +95,7 @@ def _risk(curves: Curves) -> Drawn:
         f"k = {key}: {r:.1%} ({a:.1%} to {b:.1%}), 1/k {1 / key:.1%}"
         for key, r, (a, b) in zip(k, rates, spans, strict=True)
     )
-    return "Re-identification by the recogniser", figure, f"Share of patients found in their own picture. {told}."
+    return "Re-identification by the recogniser", figure, f"Share of patients found in their own image. {told}."
 
 
 def _silhouette(curves: Curves) -> Drawn:

@@ -2,7 +2,7 @@
 
 It is the contact sheet of a distillation (:mod:`agent.reports.contact_sheet`) without the parts that only a
 distillation has. It shows patients, so it is for this site only, and says so; it contains no pseudonym, and names no
-cluster. The patients are those with comparable images (:func:`agent.release.cluster_vetting.compared`), not all
+cluster. The patients are those with comparable images (:func:`agent.release.vetting_statement.compared`), not all
 patients.
 """
 
@@ -24,8 +24,8 @@ from agent.reports.contact_sheet import (
 from agent.reports.html_page import page_html, table
 
 _LEAVE = "They leave, as they are."
-_NEITHER = "They do not leave either, since no new picture passed."
-_GONE = "They do not leave, and neither does any other picture of their cluster."
+_NEITHER = "They do not leave either, since no new image passed."
+_GONE = "They do not leave, and neither does any other image of their cluster."
 
 
 def labels(found: VettingReport) -> str:
@@ -42,8 +42,8 @@ def render(found: VettingReport, mechanism: str) -> bytes:
     """
     gone = "".join(f", {count} {explain_drop(reason)}" for reason, count in sorted(found.dropped.items()))
     told = (
-        f"{mechanism}: {found.pictures} pictures of {found.clusters} clusters were compared with every comparable "
-        f"picture{gone}. {found.left} clusters leave."
+        f"{mechanism}: {found.pictures} images of {found.clusters} clusters were compared with every comparable "
+        f"image{gone}. {found.left} clusters leave."
     )
     if found.lost:
         told += f" No cluster is left with these labels: {labels(found)}."

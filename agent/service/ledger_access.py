@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent import errors as agent_errors
+from agent.runtime import AgentRuntime as Opened
+from agent.runtime import open_runtime, recover_at_startup
 from agent.storage import projects, read_only_access, site_directory
 from agent.storage.site_ledger import site_policy
 from policies.ledger.backends.sqlite import Sqlite, open_read_only, open_sqlite
@@ -36,9 +38,6 @@ from policies.ledger.store import (
 )
 from policies.ledger_service import LedgerService
 from policies.review.policy import Policy
-
-if TYPE_CHECKING:
-    from agent.runtime import AgentRuntime as Opened  # torch: two seconds that no page needs
 
 _LOOKS = 5  # at a file that another process may be committing to
 
@@ -101,7 +100,7 @@ class SharedLedger:
 
     @contextlib.contextmanager
     def work(self, project: str = site_directory.MAIN, *, greeted: bool = True) -> Iterator[Opened]:
-        """This runtime with a vault of its own: a connection serves one thread; SQLite keeps two apart."""
+        """The same runtime with a vault of its own: one connection serves one thread, and SQLite separates two."""
         del greeted  # `serve` keeps in touch
         with self._one:
             vault = projects.open_vault(self._runtime.home, project)
@@ -297,8 +296,6 @@ class BorrowedLedger:
         Raises:
             LedgerBusyError, SiteConfigError, CoordinatorUnreachableError: as the commands do.
         """
-        from agent.runtime import open_runtime, recover_at_startup  # noqa: PLC0415 - torch: two seconds that no page needs
-
         with self._one, contextlib.ExitStack() as stack:
             with self._opening:
                 runtime = stack.enter_context(open_runtime(self._home.root, self._say, project))

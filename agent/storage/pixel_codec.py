@@ -12,7 +12,7 @@ from agent.deidentify.record import grey
 from agent.domain import Selection
 from agent.field_of_view import fit
 
-_FINE: Final = 65535  # the disk is what bounds the way in, and no detector has more levels
+_FINE: Final = 65535  # the disk is what bounds ingest, and no detector has more levels
 _COARSE: Final = 255
 
 

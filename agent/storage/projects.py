@@ -85,7 +85,7 @@ def _database(home: SiteDirectory, name: str) -> Path:
 
 
 def project_folders(home: SiteDirectory, name: str) -> tuple[Path, Path]:
-    """Where a project's arrivals wait, and where its refused files are: first room and quarantine."""
+    """Where a project's arrivals wait, and where its refused files are: spool and quarantine."""
     _folder(home, name)
     return home.root / "inbox" / name, home.root / "quarantine" / name
 

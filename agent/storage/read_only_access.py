@@ -134,7 +134,7 @@ def check_history(vault: HistorySource, store: Store) -> None:
     if length is None and not size and store.state.grants:
         raise SiteConfigError(
             "vault.db knows of no ledger, and ledger.db has grants: it was lost or emptied, and with it whose "
-            "pictures were released and who opted out; bring the site back from its newest backup with `restore`; "
+            "images were released and who opted out; bring the site back from its newest backup with `restore`; "
             "nothing is released before"
         )
     if not store.state.size >= max(length or 0, size):

@@ -40,7 +40,7 @@ class StudyHolds:
         self._file.write_note("barred", sorted(self.barred() | series))
 
     def let_go(self, name: str, looked_at: Iterable[str]) -> None:
-        """A study or series is held back no more; no alarm is raised again for the studies that were looked at."""
+        """A study or series is held back no more; no alert is raised again for the studies that were looked at."""
         with self._file.transaction():
             self._file.write_note("held", sorted(self.held() - {name}))
             self._file.write_note("barred", sorted(self.barred() - {name}))

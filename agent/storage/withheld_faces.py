@@ -128,7 +128,7 @@ class Withheld(StudyHolds):
         return self.overwrite()
 
     def lift(self, name: str) -> None:
-        """A person has looked at this study, or series: it is as eligible as any, and raises no alarm again.
+        """A person has looked at this study, or series: it is as eligible as any, and raises no alert again.
 
         A name of an older version may be of several patients' studies: whoever has looked has looked at all of them.
         """

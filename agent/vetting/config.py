@@ -24,7 +24,7 @@ VOUCH: Final = "if they show no patient, put their SHA-256 into site.toml's publ
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NOISE: Final = (
     "what it makes is (epsilon, delta)-DP, and a look at the patients afterwards would void that (P7); leave the "
-    "table out. Vetted against public pictures is distill-dp"
+    "table out. Vetted against public images is distill-dp"
 )
 UNVETTED: Final[Mapping[str, str]] = MappingProxyType(  # by mechanism: why it takes no such table
     {

@@ -97,7 +97,7 @@ class Power:
             raise RecogniserError(
                 f"of near-duplicates that were planted, {CAUGHT:g} must be found, in all and of every kind, and "
                 f"{KNOWN:g} by each verifier alone, for sure with so many patients. Found were {found}: train the "
-                "verifiers longer, or on pictures more like these"
+                "verifiers longer, or on images more like these"
             )
 
 
@@ -253,7 +253,7 @@ def _batches(images: Images) -> Iterator[Tensor]:
 
 def _fit(images: Images, reference: Reference, vetting: Vetting) -> None:
     if images.dtype != np.uint8 or tuple(images.shape[1:]) != reference.shape:
-        raise ValueError("made pictures are uint8 and of the reference's shape")
+        raise ValueError("made images are uint8 and of the reference's shape")
     if reference.form != vetting.form:
         raise ValueError("the reference was made for another vetting: its thresholds are not this one's")
 

@@ -95,7 +95,7 @@ class Vetting:
         if type(self.top) is not int or not 1 <= self.top <= 1000:
             raise ValueError("between 1 and 1000 nearest patients are verified")
         if not 0.0 < self.false_matches <= 0.5:
-            raise ValueError("a picture of nobody is dropped with a probability in (0, 0.5]")
+            raise ValueError("an image of nobody is dropped with a probability in (0, 0.5]")
 
     @property
     def form(self) -> tuple[str, str, float]:
@@ -165,7 +165,7 @@ def reference_of(patients: Sequence[Patient], vetting: Vetting, say: Say = lambd
         raise CohortTooSmallError
     images = tuple(image for patient in ordered for image in patient.images)
     if len({image.pixels.shape for image in images}) != 1:
-        raise ValueError("the pictures of a reference must have one shape")
+        raise ValueError("the images of a reference must have one shape")
     owners = np.array([number[patient.pseudonym] for patient in ordered for _ in patient.images], np.int64)
     (seen, unseen), small = look(_batches(images, say), (vetting.verifier, vetting.unseen), vetting.device)
     if not bool((seen.finite() & unseen.finite()).all()):

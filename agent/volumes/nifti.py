@@ -5,7 +5,7 @@ which side is left, they must agree, or the file is refused. Units other than mi
 
 Written back are the header's own bytes, untouched, and the voxels in the file's own type and byte order. Extensions
 are blanked, because one may hold a whole DICOM header with a thumbnail of the face, and so is what follows the
-voxels. The header's words (description, auxiliary file) stay: to take names out is the work of the way in.
+voxels. The header's words (description, auxiliary file) stay: to take names out is the work of ingest.
 """
 
 # mypy: disable-error-code="no-untyped-call"

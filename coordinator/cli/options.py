@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from policies.governance import options as governance_options
 from protos.operations.command_line import add, add_backup_commands, add_login_commands
 
 _LINES = "one JSON object per line"
+
+
+_HOME: Final = (
+    "the coordinator's directory. These commands need none: login make, ledger person, ledger ask, ledger sign"
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -18,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="lazaret-coordinator",
         description="Enrols hospitals, serves their agents, conducts rounds, and shows the ledger.",
     )
-    parser.add_argument("--home", type=Path, help="the coordinator's directory; `login make` needs none")
+    parser.add_argument("--home", type=Path, help=_HOME)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_setup(commands)
     _add_members(commands)

@@ -1,6 +1,6 @@
 """Alerts that need attention now: each says what is wrong and what to do, the most severe first. Pure.
 
-Every "cannot tell" is an alarm too: a figure that cannot be read is not a figure that is good.
+A figure that cannot be read raises an alert too: it is not a good figure.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def budget_of(name: str, account: Account) -> Budget:
     gone = "nothing spent or held"
     if account.spent or account.held:
         spent, bound = (epsilon_of(n, delta, order) for n in (account.spent, account.spent + account.held))
-        more = f", {epsilon_text(bound)} with what is held" if account.held else ""
+        more = f", {epsilon_text(bound)} spent and held together" if account.held else ""
         where = f"delta {format_rounded_up(opened.delta)} per {UNIT}, {RELATIONS.get(RELATION, RELATION)}"
         gone = f"epsilon {epsilon_text(spent)} spent{more}, of {epsilon_text(account.epsilon)} at {where}"
     return Budget(name, name.rpartition("/")[0], kind, account.limit, account.held, account.spent, says, gone)

@@ -104,7 +104,7 @@ class ReleaseFiles:
         """
         places = self.sheet(release, name, digest).places
         if not 0 <= index < len(places):
-            raise DigestMismatchError("the set has no picture of that number")
+            raise DigestMismatchError("the set has no image of that number")
         place = places[index]
         try:
             with (self._root / release / name).open("rb") as stream:
@@ -143,5 +143,5 @@ def _places(stream: BinaryIO) -> Sheet:
                 )
             body = b""
     if not total:
-        raise DigestMismatchError("the set holds no pictures that a browser can show")
+        raise DigestMismatchError("the set holds no images that a browser can show")
     return Sheet(tuple(found), total)

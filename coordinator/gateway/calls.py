@@ -72,7 +72,7 @@ def peer_of(auth: Mapping[str, list[bytes]]) -> Peer:
             return Peer(role, site, number, leaf)
     if uris[0] == OPERATOR:
         return Peer(OPERATING, "", number, leaf)
-    raise CallRejectedError(StatusCode.PERMISSION_DENIED, "this certificate is for nobody here", "no_role")
+    raise CallRejectedError(StatusCode.PERMISSION_DENIED, "this certificate belongs to no role here", "no_role")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

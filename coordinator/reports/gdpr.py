@@ -24,7 +24,7 @@ _REVIEW: Final = (
 _MEASURES: Final = (
     "A budget for the lifetime of each hospital's data bounds everything that is released with an epsilon; without "
     "an epsilon, the number of releases that a patient may be in is bounded.",
-    "Direct identifiers are removed on the way in; a file that cannot be understood stays in quarantine.",
+    "Direct identifiers are removed when files are read in; a file that cannot be understood stays in quarantine.",
     "What is kept at the hospital is encrypted at rest, and what a killed process leaves behind is encrypted too.",
     "Connections are TLS 1.3 with certificates on both sides; keys are readable by the service alone.",
     "Every grant, release and refusal is an entry of an append-only ledger whose head is signed and cosigned by the "

@@ -261,6 +261,7 @@ def to_show(size: int) -> str:
 
 def _advice() -> str:
     return (
-        "this site's own ledger is behind the head that it showed before, so the site was turned back, and nothing "
-        "is taken from it. Run `lazaret-agent restore`, which opens a new epoch: deploy/docs/restore.md"
+        "this site's own ledger is behind the head that it showed before: the site was turned back to an older copy. "
+        "The coordinator takes nothing from it. Run `lazaret-agent restore`, which opens a new epoch: "
+        "deploy/docs/restore.md"
     )

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Two reports of the same site's way in as one."""
+    """Two reports of the same site's ingest as one."""
     codes = dict(one["quarantined"])
     for code, count in other["quarantined"].items():
         codes[code] = codes.get(code, 0) + count
@@ -94,14 +94,14 @@ class Scene:
         shows = self.scale.shows
         yield "three hospitals' folders: real handwriting as DICOM, real scanner files, broken files", self.folders
         if shows(*NEEDS):
-            yield "networks that learned from public pictures: of eyes, printed letters, chests, heads", self.public
+            yield "networks that learned from public images: of eyes, printed letters, chests, heads", self.public
         yield "keys are born where they are used; two persons may approve; the ledger begins", self.found
         yield "the coordinator serves; sites join by token, fingerprint and two approvals", self.enrol
         yield "ingest: de-identify, pseudonymise, encrypt; quarantine the rest", self.ingest
         yield "k-anonymous synthetic sets: price, cluster, average, seal, verdict", self.synthetic
         if shows("ksalsa", "anonfaces", "privimage", "centroids"):
             yield (
-                "k patients behind each picture of an eye, and sets under differential privacy, side by side",
+                "k patients behind each image of an eye, and sets under differential privacy, side by side",
                 self.sets,
             )
         if shows("distill", "distill-dp"):
@@ -187,7 +187,7 @@ class Scene:
 
     def _into_orthanc(self, folder: Path, say: Say) -> int:
         """The first hospital's own images live in its PACS and no longer in the folder."""
-        say("an Orthanc takes the first hospital's pictures")
+        say("an Orthanc takes the first hospital's images")
         self.pacs = pacs.Orthanc.start(self.work / "orthanc", self.processes)
         pictures = sorted(folder.glob("*/*/IM*.dcm"))
         count = self.pacs.load(pictures)
@@ -253,8 +253,8 @@ class Scene:
             except DemoError as error:
                 if mechanism != "anonfaces" or str(CohortTooSmallError()) not in str(error):
                     raise
-                say(f"{mechanism}: every picture looked like somebody, none is shown; another division")
-        raise DemoError(f"{mechanism}: {len(eyes.DIVISIONS)} divisions left no picture that looks like nobody")
+                say(f"{mechanism}: every image looked like somebody, none is shown; another division")
+        raise DemoError(f"{mechanism}: {len(eyes.DIVISIONS)} divisions left no image that looks like nobody")
 
     def private(self, say: Say) -> str:
         """Sets under differential privacy: of all digits as one class, and of a screening's eyes."""

@@ -55,7 +55,7 @@ def glyphs(
         ValueError: no image, fewer than 8 pixels, an unknown character or one twice.
     """
     if not count_per_class >= 1 or not side >= 8:
-        raise ValueError("there is a picture of each character, of 8 pixels or more a side")
+        raise ValueError("there is an image of each character, of 8 pixels or more a side")
     if not characters or len(set(characters)) != len(characters) or not set(characters) <= set(CHARACTERS):
         raise ValueError("characters are digits and Latin letters, each once")
     images = np.empty((len(characters) * count_per_class, side, side), np.uint8)

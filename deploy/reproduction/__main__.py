@@ -249,7 +249,8 @@ def _scanned(folder: Path) -> tuple[deid_gan_heads.Scanned, ...]:
         reader = oasis3 if sessions == {"d"} else adni if sessions == {"M"} else bids
         rows = {(scan.person, scan.session): scan for scan in reversed(reader(folder))}
     except (ParticipantsTableError, OSError) as error:
-        raise CommandError(f"--data: {error}") from None
+        told = error.strerror if isinstance(error, OSError) else error
+        raise CommandError(f"--data: {told}") from None
     found = (rows[key] for key in sorted(rows))
     return tuple(deid_gan_heads.Scanned(s.person, s.session, s.age, partial(_volume, s.path)) for s in found)
 

@@ -76,8 +76,8 @@ def aptos(folder: Path, side: int = 512, limit: int | None = None) -> Dataset:
         {},
     )
     note = (
-        "APTOS names pictures and no persons: every picture counts as a patient of its own. "
-        "Two pictures of one person count as two, so k is of pictures and not shown to be of persons."
+        "APTOS names images and no persons: every image counts as a patient of its own. "
+        "Two images of one person count as two, so k is of images and not shown to be of persons."
     )
     return dataset("aptos", side, listed, note, limit)
 
@@ -113,7 +113,7 @@ def celeba(folder: Path, side: int = 128, limit: int | None = None, label: str =
         raise DatasetError("list_attr_celeba.txt: it has no attribute of that name to be the label")
     lines = [line.split() for line in lines_of(_either(folder, "identity_CelebA.txt"))]
     bad = [n for n, line in enumerate(lines, 1) if len(line) != 2 or line[0] not in values]
-    none_bad("identity_CelebA.txt", "a line is not a picture with attributes and its identity", bad)
+    none_bad("identity_CelebA.txt", "a line is not an image with attributes and its identity", bad)
     paths = [
         folder / "img_align_celeba" / plain("identity_CelebA.txt", n, name) for n, (name, _) in enumerate(lines, 1)
     ]

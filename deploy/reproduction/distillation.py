@@ -193,7 +193,7 @@ def fig3(work: DistillWork) -> Table:
     for share in work.settings.shares:
         names.append(f"{share:.0%} of the patients")
         cells |= _cells(work, names[-1], partial(_teacher, work, share=share))
-    table = _table(work, "distillation-fig3", "R_re-id of a teacher's pictures", cells, _budget(work))
+    table = _table(work, "distillation-fig3", "R_re-id of a teacher's images", cells, _budget(work))
     return judged(table, [order(table, RE_ID, (names[0], "<", one)) for one in names[1:]])
 
 
@@ -263,7 +263,7 @@ def _table(work: DistillWork, name: str, title: str, cells: Mapping[tuple[str, s
 def _budget(work: DistillWork) -> str:
     share = 100 * work.settings.false_matches / 2
     return (
-        f"{RE_ID}: by a verifier that filtered nothing, against every picture learned; of pictures of nobody about "
+        f"{RE_ID}: by a verifier that filtered nothing, against every image learned; of images of nobody about "
         f"{share:g} % are matched ({STRANGERS}). {OWN}: by the verifier that filters, all pairs"
     )
 

@@ -80,7 +80,7 @@ class DistillSettings:
     def __post_init__(self) -> None:
         """Refuse what is no experiment."""
         if not (self.seeds and self.pictures >= 1 and self.classifiers >= 1 and self.shares):
-            raise ValueError("an experiment has seeds, pictures, classifiers and shares of the patients")
+            raise ValueError("an experiment has seeds, images, classifiers and shares of the patients")
         if list(self.shares) != sorted(set(self.shares)) or not 0.0 < self.shares[0] < self.shares[-1] == 1.0:
             raise ValueError("shares of the patients rise to 1")
 

@@ -62,11 +62,11 @@ class Samples:
         """One owner and one label for each square image."""
         shape = self.images.shape
         if self.images.dtype != np.uint8 or self.images.ndim not in (3, 4) or shape[1] != shape[2]:
-            raise ValueError("pictures are (n, s, s) or (n, s, s, 3) uint8")
+            raise ValueError("images are (n, s, s) or (n, s, s, 3) uint8")
         if self.owners.shape != shape[:1] or any(
             len(v) != shape[0] for v in (self.labels, *self.attributes.values())
         ):
-            raise ValueError("one owner, one label and one value of each attribute for each picture")
+            raise ValueError("one owner, one label and one value of each attribute for each image")
 
     def digest(self) -> str:
         """SHA-256 of everything that a number depends on."""
@@ -232,7 +232,7 @@ def opened(samples: Samples, settings: Settings, folder: Path, say: Say) -> Iter
         BusyError: somebody does.
     """
     if samples.images.shape[1] != settings.side:
-        raise ValueError(f"the pictures are not {settings.side} pixels a side, as the generator draws them")
+        raise ValueError(f"the images are not {settings.side} pixels a side, as the generator draws them")
     with locked(folder):
         yield Work(samples, settings, folder, say)
 
@@ -295,7 +295,7 @@ def tabled(work: Work, name: str, title: str, cells: Mapping[tuple[str, str], Ce
     """A table of these cells, with what a reader of any table must know, and the notes ``told``."""
     s = work.settings
     rows, columns = (tuple(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
-    where = "D itself, as the paper did: every picture is a function of everybody" if s.as_published else "D0"
+    where = "D itself, as the paper did: every image is a function of everybody" if s.as_published else "D0"
     shared = f"{s.net_seeds} set(s) of networks for {len(s.seeds)} seed(s) of everything else"
     notes = (f"{work.samples.name}, {s.side} px; networks trained on {where}; mean ± sd; {shared}", *told)
     return Table(name, title, rows, columns, cells, (), notes)

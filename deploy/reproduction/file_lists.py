@@ -46,13 +46,13 @@ class Dataset:
         """As many of everything, each image once."""
         columns = (self.patients, self.labels, *self.attributes.values())
         if not self.paths or any(len(column) != len(self.paths) for column in columns):
-            raise DatasetError(f"{self.name}: there are no pictures, or a column has not one entry for each")
+            raise DatasetError(f"{self.name}: there are no images, or a column has not one entry for each")
         if len(set(self._places())) != len(self.paths):
-            raise DatasetError(f"{self.name}: a picture is listed twice")
+            raise DatasetError(f"{self.name}: an image is listed twice")
         if (len(self.records) if self.read else len(self.paths)) != len(self.paths):
-            raise DatasetError(f"{self.name}: pictures that share files have a number in their file each")
+            raise DatasetError(f"{self.name}: images that share files have a number in their file each")
         if not self.side >= 1 or not all(self.patients):
-            raise DatasetError(f"{self.name}: the side is positive, and every picture is somebody's")
+            raise DatasetError(f"{self.name}: the side is positive, and every image is somebody's")
 
     def __len__(self) -> int:
         """How many images."""
@@ -71,12 +71,12 @@ class Dataset:
         try:
             pixels = self.read(self.paths[index], self.records[index]) if self.read else _picture(self.paths[index])
         except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError):
-            raise DatasetError(f"{self.name}: picture {index + 1} of the list cannot be read") from None
+            raise DatasetError(f"{self.name}: image {index + 1} of the list cannot be read") from None
         try:
             return fit(pixels.astype(np.float32) / np.float32(255), self.side)
         except ValueError:
             raise DatasetError(
-                f"{self.name}: picture {index + 1} of the list is smaller than {self.side} x {self.side}"
+                f"{self.name}: image {index + 1} of the list is smaller than {self.side} x {self.side}"
             ) from None
 
     def images(self, indices: Iterable[int] | None = None) -> NDArray[np.float32]:
@@ -125,7 +125,7 @@ def dataset(name: str, side: int, listed: Listed, note: str, limit: int | None) 
     """
     kept = limited(listed.patients, limit)
     missing = [index + 1 for index in kept if not listed.paths[index].is_file()]
-    none_bad(name, "the file of a picture is missing", missing)
+    none_bad(name, "the file of an image is missing", missing)
 
     def take(column: Sequence[str]) -> tuple[str, ...]:
         return tuple(column[index] for index in kept)
@@ -140,7 +140,7 @@ def limited(patients: Sequence[str], limit: int | None) -> list[int]:
     if limit is None:
         return list(range(len(patients)))
     if not limit >= 1:
-        raise DatasetError("a limit is one picture or more")
+        raise DatasetError("a limit is one image or more")
     sizes: dict[str, int] = {}
     for one in patients:
         sizes[one] = sizes.get(one, 0) + 1
@@ -185,7 +185,7 @@ def there(folder: Path) -> Path:
 def plain(file: str, number: int, name: str) -> str:
     """A name that leads to no other folder."""
     if not name or name.startswith(".") or re.search(r"[/\\\0]", name):
-        raise DatasetError(f"{file}: entry {number} is not the name of a picture")
+        raise DatasetError(f"{file}: entry {number} is not the name of an image")
     return name
 
 

@@ -136,7 +136,7 @@ def moved(chests: Chests, rng: np.random.Generator, share: float = 0.1) -> Chest
     people, counts = np.unique(chests.owners[rows], return_counts=True)
     able = people[counts >= 2]
     if not 0 < share <= 1 or not len(able):
-        raise ValueError("a share of the patients for testing is moved, of whom somebody has two pictures")
+        raise ValueError("a share of the patients for testing is moved, of whom somebody has two images")
     part = chests.part.copy()
     for one in rng.choice(able, min(len(able), int(np.ceil(share * len(people)))), replace=False):
         own = rows[chests.owners[rows] == one]
@@ -175,15 +175,15 @@ def mimic_cxr(folder: Path, side: int = 512, limit: int | None = None) -> Chests
             unreadable or smaller than ``side``, or the images would take more than 4 GiB.
     """
     if not side >= 1:
-        raise DatasetError("mimic-cxr: the side of a picture is positive")
+        raise DatasetError("mimic-cxr: the side of an image is positive")
     frontal = _frontal(there(folder))
     findings = _findings(folder, {one.study: one.patient for one in frontal})
     known = [one for one in frontal if one.study in findings]
     kept = [known[index] for index in limited([one.patient for one in known], limit)]
     if not kept:
-        raise DatasetError("mimic-cxr: no frontal picture has labels, or the limit is less than the first patient's")
+        raise DatasetError("mimic-cxr: no frontal image has labels, or the limit is less than the first patient's")
     if not len(kept) * side * side <= _MOST_BYTES:
-        raise DatasetError(f"mimic-cxr: set a limit of at most {_MOST_BYTES // (side * side)} pictures of this side")
+        raise DatasetError(f"mimic-cxr: set a limit of at most {_MOST_BYTES // (side * side)} images of this side")
     parts = _parts(folder, {one.picture: one.patient for one in kept})
     paths = _paths(folder / "files", kept)
     images = np.empty((len(kept), side, side), np.uint8)
@@ -208,7 +208,7 @@ def _frontal(folder: Path) -> list[_Listed]:
         if not (_PICTURE.fullmatch(picture) and _SUBJECT.fullmatch(patient) and _STUDY.fullmatch(study)):
             none_bad(name, "an id is not one of MIMIC's", [line])
         if picture in seen:
-            none_bad(name, "a picture is there twice", [line])
+            none_bad(name, "an image is there twice", [line])
         if patients.setdefault(study, patient) != patient:
             none_bad(name, "a study is of two patients", [line])
         seen.add(picture)
@@ -244,10 +244,10 @@ def _parts(folder: Path, pictures: dict[str, str]) -> dict[str, int]:
         if picture not in pictures:
             continue
         if picture in found or pictures[picture] != patient:
-            none_bad(name, "a picture is there twice, or another patient's", [line])
+            none_bad(name, "an image is there twice, or another patient's", [line])
         found[picture] = PARTS.index(part)
     if len(found) != len(pictures):
-        raise DatasetError(f"{name}: {len(pictures) - len(found)} pictures of the metadata are in no part")
+        raise DatasetError(f"{name}: {len(pictures) - len(found)} images of the metadata are in no part")
     return found
 
 
@@ -282,10 +282,10 @@ def _bounded(name: str, lines: Iterator[str]) -> Iterator[str]:
 def _paths(root: Path, kept: Sequence[_Listed]) -> list[Path]:
     """The file of each image, inside ``root`` by its name and through every link."""
     paths = [root / f"p{p.patient[:2]}" / f"p{p.patient}" / f"s{p.study}" / f"{p.picture}.jpg" for p in kept]
-    none_bad("mimic-cxr", "the file of a picture is missing", _lines_where(kept, [not p.is_file() for p in paths]))
+    none_bad("mimic-cxr", "the file of an image is missing", _lines_where(kept, [not p.is_file() for p in paths]))
     real = root.resolve()
     outside = [not path.resolve().is_relative_to(real) for path in paths]
-    none_bad("mimic-cxr", "the file of a picture lies outside the folder", _lines_where(kept, outside))
+    none_bad("mimic-cxr", "the file of an image lies outside the folder", _lines_where(kept, outside))
     return paths
 
 
@@ -298,12 +298,12 @@ def _picture(path: Path, side: int, line: int) -> NDArray[np.uint8]:
     try:
         with Pillow.open(path, formats=("JPEG",)) as opened:
             if opened.width * opened.height > _MOST_PIXELS:
-                raise DatasetError(f"mimic-cxr: picture {line} of the list has more pixels than a radiograph")
+                raise DatasetError(f"mimic-cxr: image {line} of the list has more pixels than a radiograph")
             opened.draft("L", (2 * side, 2 * side))  # JPEG unpacks at 1/2, 1/4 or 1/8: never less than asked for
             pixels = np.asarray(opened.convert("L"), np.float32) / np.float32(255)
     except (OSError, SyntaxError, Pillow.DecompressionBombError):
-        raise DatasetError(f"mimic-cxr: picture {line} of the list cannot be read") from None
+        raise DatasetError(f"mimic-cxr: image {line} of the list cannot be read") from None
     try:
         return np.rint(fit(pixels, side) * 255).astype(np.uint8)
     except ValueError:
-        raise DatasetError(f"mimic-cxr: picture {line} of the list is smaller than {side} x {side}") from None
+        raise DatasetError(f"mimic-cxr: image {line} of the list is smaller than {side} x {side}") from None

@@ -224,7 +224,7 @@ def latents(work: Work, seed: int, rows: Rows) -> Latents:
     """One code in W+ for each patient of some rows."""
     people = np.unique(work.samples.owners[rows])
     key = f"codes {seed} {_which(rows)}"
-    told = f"inverting the pictures of {len(people)} patients, seed {seed}"
+    told = f"inverting the images of {len(people)} patients, seed {seed}"
     codes = work.arrays(key, lambda: {"codes": invert(cohort_of(work.samples, rows), codec(work, seed)).codes}, told)
     return Latents(codes["codes"], tuple(name_of(int(p)) for p in people))
 

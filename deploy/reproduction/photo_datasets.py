@@ -50,7 +50,7 @@ def cifar10(folder: Path, side: int = 32, limit: int | None = None) -> Dataset:
         records += range(take)
         labels += [names[k] for k in told[:take]]
         parts += ["test" if batch.startswith("test") else "train"] * take
-    note = "CIFAR-10 is of objects and nobody's: every picture counts as a patient of its own, as in the paper."
+    note = "CIFAR-10 is of objects and nobody's: every image counts as a patient of its own, as in the paper."
     numbers = tuple(f"{index:05d}" for index in range(len(paths)))
     columns = {"part": tuple(parts)}
     return Dataset("cifar10", side, tuple(paths), numbers, tuple(labels), columns, note, tuple(records), _record)
@@ -97,7 +97,7 @@ def imagenet(folder: Path, side: int = 32, limit: int | None = None) -> Dataset:
         [synset for _, synset, _ in found],
         {},
     )
-    note = "ImageNet is public: every picture stands for itself."
+    note = "ImageNet is public: every image stands for itself."
     return dataset("imagenet", side, listed, note, limit)
 
 

@@ -66,7 +66,7 @@ DPDM, PDP, PRIVIMAGE_D = (
 )
 METHODS: Final = (DPGAN, DPGAN_P, DPDM, PDP, PRIVIMAGE_G, PRIVIMAGE_D)
 NONPRIV_G, NONPRIV_D = Method("NonPrivG", "G", "selected", False), Method("NonPrivD", "D", "selected", False)
-REAL, PUBLIC = "real pictures", "public pictures of the same names"
+REAL, PUBLIC = "real images", "public images of the same names"
 FD: Final = "FD"
 _JUDGE: Final = 2024  # seed of the features that judge
 _COMPARED: Final = 5_000  # images, at most, of a Fréchet distance (section 4.3)

@@ -111,7 +111,7 @@ class Sources:
     def __post_init__(self) -> None:
         """Images of one size and colour, and none in both."""
         if self.sensitive.images.shape[1:] != self.public.images.shape[1:]:
-            raise ValueError("sensitive and public pictures must be of one size, all grey or all in colour")
+            raise ValueError("sensitive and public images must be of one size, all grey or all in colour")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -263,7 +263,7 @@ def released(work: PrivateWork, release: Release) -> tuple[Images, NDArray[np.in
         model = _tuned(work, release) if release.tuned else _learnt(work, release)
         return {"images": model.sample(labels, torch_generator(release.seed))}
 
-    key = f"pictures, {release.key(s)}"
+    key = f"images, {release.key(s)}"
     images: Images = work.arrays(key, compute, f"{release.method.name}: {key}")["images"]
     return images, labels
 

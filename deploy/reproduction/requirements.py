@@ -78,7 +78,7 @@ def _parts(work: Work, name: str, needs: Needs) -> None:
     raise TooFewPatientsError(
         f"{name} up to k = {k}: too few patients. It takes {least[0]} in the public part, {least[1]} in the "
         f"cohort{why}, {least[2]} in the test part{half}; there are {found[0]}, {found[1]} and {found[2]}. As far as "
-        f"it is read, the data set has {people} patients in {len(work.samples.images)} pictures; {enough} patients "
+        f"it is read, the data set has {people} patients in {len(work.samples.images)} images; {enough} patients "
         "would do"
     )
 
@@ -89,7 +89,7 @@ def _second(work: Work) -> None:
         if not counts.min() >= 2:
             lone = int((counts < 2).sum())
             raise TooFewPatientsError(
-                f"Rank-1 needs two pictures of everybody in the cohort: {lone} of {len(counts)} have one only"
+                f"Rank-1 needs two images of everybody in the cohort: {lone} of {len(counts)} have one only"
             )
 
 
@@ -98,7 +98,7 @@ def _graded(work: Work) -> None:
     for seed in work.settings.seeds:
         if len(np.unique(told[work.parts(seed).test])) < 2:
             raise TooFewPatientsError(
-                "the pictures of the test part are of one grade: no classifier can be tried on them"
+                "the images of the test part are of one grade: no classifier can be tried on them"
             )
 
 
@@ -115,8 +115,8 @@ def _recognised(work: Work, name: str, which: int) -> None:
             enough = _enough(each, config.false_match_rate, config.held_out)
             raise TooFewPeopleError(
                 f"{name}: too few people to train, calibrate and judge its recognisers. The part that they learn "
-                f"from has {len(counts)} people with two pictures or more, {len(owners)} pictures in all; with "
-                f"{each:.2g} pictures each and a false match rate of {config.false_match_rate:g} it takes about "
+                f"from has {len(counts)} people with two images or more, {len(owners)} images in all; with "
+                f"{each:.2g} images each and a false match rate of {config.false_match_rate:g} it takes about "
                 f"{enough}, of {_in_all(enough, work.settings)} in the data set"
             ) from error
 

@@ -284,7 +284,7 @@ class Auditor:
         if isinstance(entry, _OfPerson):
             person = self.state.persons.get(entry.person)
             if person is None:
-                raise ExportError("a word of a person who was never appointed")
+                raise ExportError("an entry is signed for a person whom the ledger never appointed")
             return person.public
         site = entry.site if isinstance(entry, _OfSite) else self.state.open_grant(entry.grant).reserved.site
         enrolled = self.state.sites.get(site)
@@ -300,7 +300,7 @@ class Auditor:
         if isinstance(said, Reservation) and isinstance(entry, Reserved):
             kind = TERMS[entry.mechanism].kind if entry.mechanism in TERMS else ""
             account, frozen = state.accounts.get(f"{entry.site}/{kind}"), state.frozen(entry.site)
-            if (entry.site, entry.run) in state.granted:  # paid for, so sound: older ledgers may hold it; but told
+            if (entry.site, entry.run) in state.granted:  # it was paid for, so it is sound; it is reported
                 self.twice.append(f"{entry.site}, run {entry.run}: grant {entry.grant}")
             standing = AccountContext(account, state.grants.get(entry.grant), frozen=frozen, revoked=barred)
             verdict = review_reservation(said, standing, policy)
@@ -313,14 +313,14 @@ class Auditor:
             sound = verdict.admitted and isinstance(entry, Sent | Admitted) and entry.used == verdict.amount
             sound = sound and (not isinstance(entry, Admitted) or entry.level == verdict.level)
             if isinstance(entry, Sent) and self.origin == "lazaret/coordinator":
-                raise ExportError(f"{said.release}: what sets out is in its site's book, and in no other")
+                raise ExportError(f"{said.release}: only a site's own ledger says that a release was sent")
             if isinstance(entry, Sent) and not self.approved(said):
-                raise ExportError(f"{said.release}: it names an approval that nobody gave")
+                raise ExportError(f"{said.release}: an approval that it names is not in the ledger")
             if isinstance(entry, Admitted) and self.origin == f"lazaret/{entry.site}":
                 sent = state.sent.get(entry.release)
                 if sent is None or sent.envelope != entry.envelope:
-                    raise ExportError(f"{said.release}: it was admitted and never set out, by the site's own book")
-            if isinstance(entry, Sent):  # whatever is amended before its verdict arrives
+                    raise ExportError(f"{said.release}: it was admitted, but the site's own ledger never sent it")
+            if isinstance(entry, Sent):  # its verdict is judged by the same policy, even if that is amended meanwhile
                 self.sent_under[entry.envelope] = policy
         if not sound:
             rules = ", ".join(f.rule for f in verdict.findings) or "another price or level"

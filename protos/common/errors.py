@@ -1,9 +1,14 @@
 """The bases of every error of ours, one for each kind of cause. What a command prints and how it ends hangs on them.
 
 None of them derives from ``ValueError``: many places catch that of a library, and must not swallow a refusal. A class
-that used to be a ``ValueError`` remains one in addition to its base. An error's text says what happened, why, and
-what to type next; it never contains a patient's data. A name that was typed or a key of a configuration may stand in
-it.
+that used to be a ``ValueError`` remains one in addition to its base.
+
+An error's text says what happened, why, and what to type next. It may hold what a person typed (of a path the last
+part), a key or a value of a configuration, the names of classes in a network or a configuration, a name that Lazaret
+made (of a release, a grant, a file in quarantine), the number of a line, and counts. It never holds what was read
+from a patient's file or found in a folder of images: no value, no label or cell of a table, no name of a file or
+folder that nobody typed, and no text of a library's error about such a file (of an ``OSError`` the ``strerror``
+alone, without the path). ``tests/test_error_texts.py`` checks what of this can be seen in the code.
 """
 
 from __future__ import annotations

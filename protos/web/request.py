@@ -166,7 +166,7 @@ class RequestContext:
             ValueError: it is no PNG.
         """
         if not png.startswith(_PNG):
-            raise ValueError("a picture in a page is a PNG")
+            raise ValueError("an image in a page is a PNG")
         return Response(png, media_type="image/png")
 
     def envelope(self, field_name: str = "envelope") -> bytes:

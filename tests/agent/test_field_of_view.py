@@ -63,7 +63,7 @@ def test_nothing_is_enlarged() -> None:
 
 @pytest.mark.parametrize("shape", [(8,), (8, 8, 1), (8, 8, 4), (0, 8), (2, 8, 8, 3)])
 def test_what_is_no_picture_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="picture"):
+    with pytest.raises(ValueError, match="image"):
         fit(np.zeros(shape, np.float32), 1)
 
 

@@ -1,4 +1,4 @@
-"""The way in: tokens, invitations, requests; through the real port, as a hospital's agent comes."""
+"""Enrolment: tokens, invitations, requests; through the real port, as a hospital's agent comes."""
 
 from __future__ import annotations
 

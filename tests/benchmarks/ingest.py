@@ -1,4 +1,4 @@
-"""The way in: receiving beside storescp and a stock pynetdicom SCP, WADO-RS beside curl, and reading into the vault.
+"""Ingest: receiving beside storescp and a stock pynetdicom SCP, WADO-RS beside curl, and reading into the vault.
 
 Every ratio is taken in one run against a peer on the same files. Senders and peers run with TCP_NODELAY=1, or a stall
 of 46 ms for every instance is all that is measured.

@@ -1,4 +1,4 @@
-"""WADO-RS of one series from a real Orthanc into the first room, beside curl of the same URL to disk and to nothing.
+"""WADO-RS of one series from a real Orthanc into the spool, beside curl of the same URL to disk and to nothing.
 
 In turn, several times, so that whatever else the machine does is shared; the best of each counts. Also the archive's
 own client library on the same URL, which is what our reader stands instead of.

@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz [TARGET ...] --seconds N``: the parsers of the law and of the way in, with atheris.
+"""``python -m tests.fuzz [TARGET ...] --seconds N``: the parsers of the law and of ingest, with atheris.
 
 libFuzzer runs the targets one at a time.
 
@@ -195,7 +195,7 @@ def show(rows: list[Row]) -> None:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.fuzz", description="fuzz the parsers of the law and of the way in"
+        prog="python -m tests.fuzz", description="fuzz the parsers of the law and of ingest"
     )
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all without one")
     parser.add_argument("--seconds", type=int, default=60, help="for each target")

@@ -1,4 +1,4 @@
-"""Seeds for the way in: pictures of four by four pixels in every transfer syntax that can be made, and messages."""
+"""Seeds for ingest: images of four by four pixels in every transfer syntax that can be made, and messages."""
 
 # mypy: disable-error-code="no-untyped-call"
 # nibabel has no annotations on its image classes

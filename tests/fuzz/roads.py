@@ -1,4 +1,4 @@
-"""What is fuzzed on the way in: files, volumes, association requests, command sets and multipart bodies.
+"""What is fuzzed of ingest: files, volumes, association requests, command sets and multipart bodies.
 
 The reader's own steps without its process: what a parser raises there becomes a reason code, so a finding is an error
 that is no refusal where none may come out, an answer that the agent would not believe, or a promise that is broken.

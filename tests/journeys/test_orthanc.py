@@ -1,4 +1,4 @@
-"""The way between a real PACS and the first room, as CI runs it: pushed, pulled, both sides killed."""
+"""The way between a real PACS and the spool, as CI runs it: pushed, pulled, both sides killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command of the agent, run in this process as it is typed."""
+"""A command, run in this process as it is typed: of the agent, or of another program that tests give."""
 
 from __future__ import annotations
 
@@ -29,19 +29,26 @@ class CommandResult:
 Typed = Callable[..., CommandResult]
 
 
-@pytest.fixture
-def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Typed:
-    """A command as it is typed, without a site."""
+def typing(
+    run: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Typed:
+    """What types the words of a command for ``run`` and says how it ended, on lines of 200 characters."""
     for console in (output.OUT, output.ERR):
         monkeypatch.setattr(console, "_width", 200)
 
     def act(*words: object) -> CommandResult:
         capsys.readouterr()
-        status = main([str(word) for word in words])
+        status = run([str(word) for word in words])
         said = capsys.readouterr()
         return CommandResult(status, said.out, said.err)
 
     return act
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Typed:
+    """A command as it is typed, without a site."""
+    return typing(main, capsys, monkeypatch)
 
 
 def at(site: Site) -> tuple[object, ...]:

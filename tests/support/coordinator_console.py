@@ -71,7 +71,7 @@ class Hub(Federation):
             self.appoint(name, role)
 
     def appoint(self, name: str, role: str) -> None:
-        """The first of each role, by the operator alone; a later one is approved in :meth:`agree`."""
+        """The first of each role, by the operator alone."""
         if name not in self.store.state.persons:
             person = self.persons[name] = Person(name, role)
             decisions.appoint(self.store, name, role, person.public)

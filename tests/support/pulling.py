@@ -61,7 +61,7 @@ class Clock:
 
 
 class Site:
-    """A first room and what is needed to pull into it."""
+    """A spool and what is needed to pull into it."""
 
     def __init__(self, folder: Path) -> None:
         self.room = Spool(folder / "inbox", KEY)
@@ -71,7 +71,7 @@ class Site:
         self.clock = Clock()
 
     def already(self, instance: str) -> bool:
-        """In the first room, or in what stands for vault and quarantine."""
+        """In the spool, or in what stands for vault and quarantine."""
         return self.room.holds(instance, SENDERS) or instance in self.elsewhere
 
     def ports(self, progress: Callable[[Progress], None] = lambda _progress: None) -> Ports:

@@ -1,4 +1,4 @@
-"""The torture set through the product's own way in: the reader process, with rules that let in all they can."""
+"""The torture set through the product's own ingest: the reader process, with rules that let in all they can."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def through(made: Iterable[Made], rules: Rules = RULES, who: Deidentifier = WHO)
 
 
 def look(passed: Passed) -> None:
-    """Read every picture that came out, as the agent reads a sample; those with an alarm are refused.
+    """Read every picture that came out, as the agent reads a sample; those with an alert are refused.
 
     Raises:
         OcrMissingError: tesseract is not installed.

@@ -1,4 +1,4 @@
-"""No planted identifier comes through the product's way in, in tags or bytes; no burned-in name can be seen."""
+"""No planted identifier comes through the product's ingest, in tags or bytes; no burned-in name can be seen."""
 
 from __future__ import annotations
 

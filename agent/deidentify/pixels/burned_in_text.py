@@ -6,7 +6,7 @@ size and thickness which stand on one line, reach the same one or two heights, f
 nothing between them and around them are text. Anatomy, noise, metal, air and test patterns seldom do all of this.
 
 It reports that there is text, not what it says; one to three signs (a side marker, a ruler's digit) are not text. It
-is an alarm, not a guarantee: the admission rules decide which images may come in. Of 502 texts in nine fonts, drawn
+is an alert, not a guarantee: the admission rules decide which images may come in. Of 502 texts in nine fonts, drawn
 into ten slices (six real, four of a head template), it found 66 of 78 with a font size of 10 pixels, 71 of 81 of 12,
 51 of 56 of 14, 63 of 70 of 16, 188 of 189 of 20 to 48, and 24 of 28 of 60. It fired on 6 of 3151 clean images: a
 palette's indices, a skull-stripped slice, 2 of 24 head slices padded with zeros, and 2 of 24 of Poisson noise. 512 x

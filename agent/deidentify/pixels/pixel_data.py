@@ -137,7 +137,7 @@ def native(dataset: Dataset, values: Stored) -> Dataset:
 
 
 def unit_range(dataset: Dataset, values: Stored) -> NDArray[np.float32]:
-    """One frame as (h, w) or (h, w, 3) float32 in [0, 1], bright is high: the way in shows every image like this.
+    """One frame as (h, w) or (h, w, 3) float32 in [0, 1], bright is high, as ingest shows every image.
 
     The modality LUT, then the first window, without one the full range; colour stays RGB.
 

@@ -15,7 +15,7 @@ ACTIONS: Final = frozenset(get_args(Action))
 # why -> a sentence for people; a closed list, so that nothing of a file can be in a reason
 WHY: Final = MappingProxyType(
     {
-        "listed": "on the list of what a picture needs: a number, a defined term, a coded concept, a sequence",
+        "listed": "on the list of what an image needs: a number, a defined term, a coded concept, a sequence",
         "profile": "PS3.15 Table E.1-1, Basic Profile",
         "retain_longitudinal": "Retain Longitudinal Temporal Information Modified Dates Option",
         "retain_device": "Retain Device Identity Option",

@@ -133,7 +133,7 @@ def refuse_blind(gallery: Gallery, patients: Sequence[Patient]) -> None:
         if not bounds(float(again.sum()), len(again))[0] > luck.mean() + ABOVE_CHANCE:
             raise RecogniserError(
                 "a recogniser does not match different images of the same patient in this cohort: "
-                "train it on public pictures of the same kind, with the same definition of an identity"
+                "train it on public images of the same kind, with the same definition of an identity"
             )
 
 

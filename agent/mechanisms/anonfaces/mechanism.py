@@ -63,7 +63,7 @@ class AnonFaces:
         if not self.l_diversity <= self.k:
             raise UnsupportedClaimError("a cluster of k patients has at most k labels")
         if len({one.origin.sha256 for one in self.recognisers}) < 2 or len({r.name for r in self.recognisers}) < 2:
-            raise ValueError("two different recognisers judge a picture, or more")
+            raise ValueError("two different recognisers judge an image, or more")
         if self.mixing.k != self.k:
             raise ValueError("the mixing is of clusters of another k")
         for one in self.recognisers:

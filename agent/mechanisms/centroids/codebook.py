@@ -165,7 +165,7 @@ def fitted(
         most = min(MOST_DIMS, d)
         raise ValueError(f"a codebook has 1 to {MOST_CELLS} cells, and here 1 to {most} dimensions")
     if not n >= max(ENOUGH * m, q + 1):
-        raise ValueError(f"{m} cells of {q} dimensions need {max(ENOUGH * m, q + 1)} pictures, and there are {n}")
+        raise ValueError(f"{m} cells of {q} dimensions need {max(ENOUGH * m, q + 1)} images, and there are {n}")
     if not bool(np.isfinite(codes).all()):
         raise ValueError("codes must be finite")
     if not float(np.ptp(codes, axis=0).max()) > 0.0:

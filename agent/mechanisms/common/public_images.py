@@ -21,7 +21,7 @@ class PublicImages:
     def __post_init__(self) -> None:
         """A bin for each image."""
         if self.images.dtype != np.uint8 or not 0 < len(self.images) == len(self.bins):
-            raise ValueError("public pictures are uint8, with a semantic bin for each")
+            raise ValueError("public images are uint8, with a semantic bin for each")
         digest = hashlib.sha256(str(self.images.shape).encode())
         digest.update(np.ascontiguousarray(self.images).tobytes())
         object.__setattr__(self, "sha256", digest.hexdigest())

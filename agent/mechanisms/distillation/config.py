@@ -339,9 +339,8 @@ def _public(shelf: Shelf, table: PublicTable, course: Course) -> tuple[PublicIma
     places, labels = read_labels(None if table.labels == FOLDERS else shelf.folder / table.labels, files)
     unknown = sorted(set(labels) - set(names))
     if unknown:
-        some = ", ".join(unknown[:5])
-        told = "remove these images from the list: they are then learned without a condition"
-        raise ImageFolderError(f"{len(unknown)} label(s) are none of the conditions, such as {some}: {told}")
+        told = "remove their images from the list: they are then learned without a condition"
+        raise ImageFolderError(f"public.labels: {len(unknown)} label(s) are none of the conditions: {told}")
     bins = np.full(len(images), -1, np.int64)
     bins[places] = [names.index(label) for label in labels]
     public = PublicImages(images, bins, shelf.vouched)

@@ -128,9 +128,9 @@ class DistillDp:
     def __post_init__(self) -> None:
         """Refuse what does not fit together."""
         if tuple(self.public.images.shape[1:]) != self.shape:
-            raise ValueError("model and public pictures must be of one size, all grey or all in colour")
+            raise ValueError("model and public images must be of one size, all grey or all in colour")
         if not -1 <= self.public.bins.min() <= self.public.bins.max() < self.course.conditions.count:
-            raise ValueError("a public picture shows a condition that is not configured")
+            raise ValueError("a public image shows a condition that is not configured")
         if not self.pretraining_steps >= 1:
             raise ValueError("steps of the pre-training: at least 1")
         self.claim()

@@ -18,7 +18,7 @@ HELP: Final[Mapping[str, str]] = MappingProxyType(
         "distill": "a vetted, not differentially private synthetic set or model, vetted against every patient "
         "(Privacy Distillation)",
         "distill-dp": "a differentially private synthetic set or model, by a teacher under DP-SGD, vetted against "
-        "public pictures",
+        "public images",
     }
 )
 DRAW_HELP: Final = "generate images with a model that `release distill` released"

@@ -154,7 +154,7 @@ class Course:
         if not self.conditions.count * self.sampling.groups * self.sampling.candidates <= MOST:
             raise ValueError(f"conditions x groups x candidates: at most {MOST} samples in a round")
         if not self.output.pictures >= self.conditions.count:
-            raise ValueError("output: at least one picture of each condition")
+            raise ValueError("output: at least one image of each condition")
 
     def untrained(self) -> bytes:
         """A student's file before it has learned anything: a function of the public configuration alone."""

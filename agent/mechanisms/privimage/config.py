@@ -255,7 +255,9 @@ def _public(
     places, labels = read_labels(where, names)
     unknown = sorted(set(labels) - set(semantics.bins))
     if unknown:
-        told = ", ".join(unknown[:5])
-        raise ImageFolderError(f"{len(unknown)} label(s) are no semantics of the query function, such as {told}")
+        told = "use the labels that it was trained on, or remove their images from the list"
+        raise ImageFolderError(
+            f"public.labels: {len(unknown)} label(s) are no semantics of the query function: {told}"
+        )
     number = {name: index for index, name in enumerate(semantics.bins)}
     return PublicImages(images[places], np.array([number[label] for label in labels], np.int64), shelf.vouched)

@@ -78,10 +78,10 @@ class PrivImage:
         if conditions != rows:
             raise ValueError(f"the model has {conditions} conditions, and {rows} classes are drawn")
         if not self.shape == tuple(self.public.images.shape[1:]) == self.semantics.shape:
-            raise ValueError("model, semantics and public pictures must be of one size, all grey or all in colour")
+            raise ValueError("model, semantics and public images must be of one size, all grey or all in colour")
         bins = len(self.semantics.bins)
         if not 0 <= self.public.bins.min() <= self.public.bins.max() < bins:
-            raise ValueError("a public picture is of a semantic that the query function does not know")
+            raise ValueError("a public image is of a semantic that the query function does not know")
         without = sorted(set(range(bins)) - set(self.public.bins.tolist()))
         if without:
             told = ", ".join(self.semantics.bins[index] for index in without[:5])

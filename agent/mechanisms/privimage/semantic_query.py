@@ -131,7 +131,7 @@ def _above(bins: int) -> float:
 def _fit(query: Query, bins: int, classes: int) -> None:
     if not bins >= max(2, query.votes, query.keep * classes):
         raise ValueError(
-            f"{bins} semantics are too few: a picture votes for {query.votes}, and {classes} class(es) keep "
+            f"{bins} semantics are too few: an image votes for {query.votes}, and {classes} class(es) keep "
             f"{query.keep} each, of their own"
         )
 
@@ -267,7 +267,7 @@ def selection(
     classes = np.array([owner.get(int(b), -1) for b in public_bins], np.int64)
     places = np.flatnonzero(classes >= 0)
     if not len(places):
-        raise NothingSelectedError("no public picture shows a chosen semantic: every bin needs public pictures")
+        raise NothingSelectedError("no public image shows a chosen semantic: every bin needs public images")
     return places, classes[places]
 
 

@@ -47,12 +47,10 @@ class AdversarialArchitecture:
         if not all(type(v) is int for v in (self.side, self.channels, self.classes, self.latent, *widths)):
             raise ValueError("an architecture is described by whole numbers")
         if self.side not in SIDES or self.channels not in (1, 3) or self.norm not in get_args(Norm):
-            raise ValueError(
-                f"pictures have {SIDES} px a side and 1 or 3 channels, a norm is one of {get_args(Norm)}"
-            )
+            raise ValueError(f"images have {SIDES} px a side and 1 or 3 channels, a norm is one of {get_args(Norm)}")
         levels = int(math.log2(self.side // FIRST)) + 1
         if not len(self.generator) == len(self.discriminator) == levels:
-            raise ValueError(f"pictures of {self.side} px need {levels} widths in each network")
+            raise ValueError(f"images of {self.side} px need {levels} widths in each network")
         if not all(_GROUPS <= w <= 2048 and w % _GROUPS == 0 for w in widths):
             raise ValueError(f"widths are multiples of {_GROUPS}, to 2048")
         if not (1 <= self.classes <= 10_000 and 1 <= self.latent <= 4096):

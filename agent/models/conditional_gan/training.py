@@ -38,7 +38,7 @@ class Descent:
     def __post_init__(self) -> None:
         """Refuse what cannot move."""
         if not (type(self.batch) is int and self.batch >= 1 and 0 < self.learning_rate < 1):
-            raise ValueError("a batch has a picture at least, and a learning rate lies between 0 and 1")
+            raise ValueError("a batch has an image at least, and a learning rate lies between 0 and 1")
         if not (0 <= self.average < 1 and 0 <= self.first_moment < 1):
             raise ValueError("what an average keeps lies in [0, 1)")
 
@@ -218,8 +218,8 @@ def _refuse_unfit(
     images: NDArray[np.uint8], labels: NDArray[np.int64], architecture: AdversarialArchitecture
 ) -> None:
     if images.shape[1:] != architecture.shape:
-        raise ValueError(f"the networks draw pictures of shape {architecture.shape}, these are of another")
+        raise ValueError(f"the networks draw images of shape {architecture.shape}, these are of another")
     if labels.dtype != np.int64 or labels.shape != images.shape[:1]:
-        raise ValueError("there is one label for each picture, int64")
+        raise ValueError("there is one label for each image, int64")
     if not bool(((labels >= -1) & (labels < architecture.classes)).all()):
         raise ValueError(f"labels are 0 to {architecture.classes - 1}, or -1 for no condition")

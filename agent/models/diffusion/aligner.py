@@ -177,7 +177,7 @@ class Aligner(FrozenNetwork):
             raise AlignerError(
                 f"on images outside its training, an aligner must find the condition of more than {chance:.3f}, the "
                 f"share of the commonest. This one finds {right.value:.3f} [{right.low:.3f}, {right.high:.3f}]: "
-                f"train it longer, in a new folder, or on more pictures"
+                f"train it longer, in a new folder, or on more images"
             )
 
     def maps(self, images: Tensor, depth: int | None = None) -> list[Tensor]:
@@ -202,7 +202,7 @@ class Aligner(FrozenNetwork):
         """
         size = self.conditions.vocabulary.size
         if tokens.shape != (len(images), self.conditions.length) or tokens.dtype != torch.int64:
-            raise ValueError(f"prompts are {self.conditions.length} tokens for each picture, int64")
+            raise ValueError(f"prompts are {self.conditions.length} tokens for each image, int64")
         if not bool(((tokens >= 0) & (tokens < size)).all() & (tokens > 0).any(dim=1).all()):
             raise ValueError("a prompt holds a token of no word, or no word at all")
         out = [images.new_zeros(0, dtype=torch.float32)]

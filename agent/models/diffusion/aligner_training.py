@@ -63,7 +63,7 @@ class AlignmentConfig:
         """Refuse what cannot be trained."""
         counts = (self.steps, self.batch, self.checkpoint_every)
         if not all(type(c) is int and c >= 1 for c in counts) or self.batch < 2:
-            raise ValueError("steps and sizes are whole numbers, and a batch has two pictures at least")
+            raise ValueError("steps and sizes are whole numbers, and a batch has two images at least")
         if not (0 < self.learning_rate < 1 and 0 <= self.weight_decay < 1 and 0 < self.held_out < 1):
             raise ValueError("rates and the held-out share lie between 0 and 1")
 
@@ -95,9 +95,9 @@ class Labelled:
     def __post_init__(self) -> None:
         """One label and one owner for each image."""
         if not self.labels.shape == self.owners.shape == (len(self.images),):
-            raise ValueError("a label and an owner is a whole number, one for each picture")
+            raise ValueError("a label and an owner is a whole number, one for each image")
         if not all(np.issubdtype(a.dtype, np.integer) for a in (self.labels, self.owners)):
-            raise ValueError("a label and an owner is a whole number, one for each picture")
+            raise ValueError("a label and an owner is a whole number, one for each image")
 
 
 def train_aligner_of(
@@ -116,8 +116,8 @@ def train_aligner_of(
         folder: of its checkpoint; a run that was killed goes on from there.
         say: told of the progress.
     Returns:
-        The file that :func:`agent.models.diffusion.aligner.aligner_from` reads; :meth:`Aligner.demand` refuses a poor
-        one.
+        The file that :func:`agent.models.diffusion.aligner.aligner_from` reads;
+        :meth:`agent.models.diffusion.aligner.Aligner.demand` refuses a poor one.
     Raises:
         ValueError: images or labels of another shape or type, images that do not differ, an unknown label.
         TooFewPairsError: a condition has too few people.
@@ -146,7 +146,7 @@ def split(
     """
     labels, owners = labelled.labels, labelled.owners
     if not len(labels) or not -1 <= labels.min() <= labels.max() < conditions.count:
-        raise ValueError("a label is none of the conditions, or there is no picture")
+        raise ValueError("a label is none of the conditions, or there is no image")
     written = len(json.dumps(conditions.told(), separators=(",", ":"))) + 7 * len(conditions.findings)
     if not written <= _MOST_WRITTEN:
         raise ValueError("the conditions have too many findings for one aligner: shorten their names")
@@ -166,7 +166,7 @@ def split(
     shown, apart = labels >= 0, np.isin(owners, sorted(held))
     learn, judged = np.flatnonzero(shown & ~apart), np.flatnonzero(shown & apart)
     if not all(len(np.unique(labels[part])) == conditions.count for part in (learn, judged)):
-        raise TooFewPairsError("every condition needs public pictures of several people: add some, or leave it out")
+        raise TooFewPairsError("every condition needs public images of several people: add some, or leave it out")
     return learn, judged
 
 

@@ -47,7 +47,7 @@ class AutoencoderArchitecture:
         if type(self.widths) is not tuple or not 1 <= len(self.widths) <= 8:
             raise ValueError("an autoencoder has one to eight levels")
         if self.channels not in (1, 3):
-            raise ValueError("pictures have 1 or 3 channels")
+            raise ValueError("images have 1 or 3 channels")
         if self.side % self.factor:
             raise ValueError(f"{len(self.widths)} levels need a side that is a multiple of {self.factor}")
         if any(width % self.groups for width in self.widths):
@@ -184,7 +184,7 @@ class Autoencoder(FrozenNetwork):
             ValueError: another shape.
         """
         side = self.architecture.side
-        self._fit(x, (self.channels, side, side), "pictures")
+        self._fit(x, (self.channels, side, side), "images")
         parts = [self.net.encode(part) for part in self._parts(x)]
         mean = torch.cat([part[0] for part in parts]).float()
         if generator is not None:

@@ -51,7 +51,7 @@ class DiffusionArchitecture:
         if not all(type(number) is int and 1 <= number <= MOST for number in numbers):
             raise ValueError(f"an architecture is whole numbers of 1 to {MOST}")
         if self.channels not in (1, 3):
-            raise ValueError("pictures have 1 or 3 channels")
+            raise ValueError("images have 1 or 3 channels")
         if not (1 <= len(self.widths) == len(self.attention) <= 8 and all(type(a) is bool for a in self.attention)):
             raise ValueError("every level has a width, and says whether it has attention")
         if self.side % 2 ** (len(self.widths) - 1):

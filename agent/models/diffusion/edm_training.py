@@ -76,9 +76,9 @@ def planes(images: Tensor, architecture: DiffusionArchitecture) -> Tensor:
         ValueError: images of another type, size or number of channels.
     """
     if images.dtype != torch.uint8:
-        raise ValueError("pictures to learn are uint8: convert them first, and decide what a NaN is")
+        raise ValueError("images to learn are uint8: convert them first, and decide what a NaN is")
     if tuple(images.shape[1:]) != architecture.shape:
-        raise ValueError(f"the architecture draws pictures of {architecture.shape}, these are of another shape")
+        raise ValueError(f"the architecture draws images of {architecture.shape}, these are of another shape")
     stacked = images[:, None] if architecture.channels == 1 else images.permute(0, 3, 1, 2)
     return stacked.float() / 127.5 - 1.0
 
@@ -90,7 +90,7 @@ def conditions(labels: Tensor, architecture: DiffusionArchitecture) -> Tensor:
         ValueError: a label that is no condition of this network.
     """
     if labels.dtype != torch.int64 or labels.ndim != 1:
-        raise ValueError("labels are whole numbers, one for each picture")
+        raise ValueError("labels are whole numbers, one for each image")
     if not bool(((labels >= -1) & (labels < architecture.classes)).all()):
         raise ValueError(f"labels lie in 0 to {architecture.classes - 1}, or are -1 for none")
     return torch.where(labels < 0, architecture.classes, labels)
@@ -212,7 +212,7 @@ class DiffusionTrainer(DenoiserTrainer):
             ValueError: images or labels of another kind.
         """
         if not 1 <= len(images) == len(labels):
-            raise ValueError("a training needs pictures, with a label for each (-1: none)")
+            raise ValueError("a training needs images, with a label for each (-1: none)")
         planes(images[:1], training.architecture)  # refuses images of another kind
         self.training = training
         self.images = images.to(training.device)

@@ -175,9 +175,9 @@ def planes(images: Tensor, autoencoder: Autoencoder) -> Tensor:
         ValueError: images of another type or shape than the autoencoder's.
     """
     if images.dtype != torch.uint8:
-        raise ValueError("pictures are uint8: convert them first, and decide what a NaN is")
+        raise ValueError("images are uint8: convert them first, and decide what a NaN is")
     if tuple(images.shape[1:]) != autoencoder.shape:
-        raise ValueError(f"the autoencoder is for pictures of {autoencoder.shape}, these are of another shape")
+        raise ValueError(f"the autoencoder is for images of {autoencoder.shape}, these are of another shape")
     stacked = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
     return stacked.float() / 127.5 - 1.0
 
@@ -252,7 +252,7 @@ class LatentSampler:
             LatentNotFiniteError: the network says no numbers.
         """
         if len(images) != len(labels):
-            raise ValueError("pictures need a label each (-1: none)")
+            raise ValueError("images need a label each (-1: none)")
         where, begin = where or ComputeSettings(), self.drawing.begun(strength)
         noising, time = Noising(self.drawing.prediction), self.drawing.times[begin]
         tokens, draw = self.conditions.tokens(torch.from_numpy(labels), generator), where.local(generator)

@@ -99,7 +99,7 @@ def encoded(
         ValueError: images or labels that do not fit, or latents that are no numbers.
     """
     if not 1 <= len(images) == len(labels):
-        raise ValueError("a training needs pictures, with a label for each (-1: none)")
+        raise ValueError("a training needs images, with a label for each (-1: none)")
     told = torch.from_numpy(labels)
     conditions.tokens(told)  # refuses labels of no condition
     with torch.no_grad():

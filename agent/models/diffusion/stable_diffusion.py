@@ -159,13 +159,13 @@ class StableAutoencoder(FrozenNetwork):
         self.scale = float(net.config.scaling_factor)
         factor = 1 << (len(net.config.block_out_channels) - 1)
         if shape[0] != shape[1] or shape[0] % factor or shape[0] < factor:
-            raise ValueError(f"this autoencoder's pictures are squares, their side a multiple of {factor}")
+            raise ValueError(f"this autoencoder's images are squares, their side a multiple of {factor}")
         self.latent = (int(net.config.latent_channels), shape[0] // factor, shape[0] // factor)
         self.freeze()
 
     def encode(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """As :meth:`agent.models.diffusion.autoencoder.Autoencoder.encode`."""
-        self._fit(x, (self.channels, *self.shape[:2]), "pictures")
+        self._fit(x, (self.channels, *self.shape[:2]), "images")
         told = self.net.encode(with_channels(x, 3)).latent_dist
         z: Tensor = told.mean.float()
         if generator is not None:

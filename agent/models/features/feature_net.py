@@ -63,7 +63,7 @@ class FrozenNetwork(torch.nn.Module):
             ValueError: not (n, 1 | 3, h, w).
         """
         if images.ndim != 4 or images.shape[1] not in (1, 3) or 0 in images.shape:
-            raise ValueError("pictures are (n, 1, h, w) or (n, 3, h, w)")
+            raise ValueError("images are (n, 1, h, w) or (n, 3, h, w)")
         first = next(self.parameters(), None)
         if first is not None and first.device != images.device:
             self.to(images.device)

@@ -55,7 +55,7 @@ class RepresentationConfig:
         """Refuse what cannot be trained."""
         counts = (self.steps, self.batch, self.projection, self.checkpoint_every)
         if not all(type(c) is int and c >= 1 for c in counts) or self.batch < 2:
-            raise ValueError("steps and sizes are whole numbers, and a batch has two pictures at least")
+            raise ValueError("steps and sizes are whole numbers, and a batch has two images at least")
         if not (0 < self.learning_rate < 1 and 0 <= self.weight_decay < 1 and 0.01 <= self.temperature <= 10):
             raise ValueError("rates lie between 0 and 1, a temperature between 0.01 and 10")
 

@@ -211,7 +211,7 @@ def _restyle(state: Mapping[str, Tensor], origin: Origin) -> Restyle:
     generator = decoder_of(parts["decoder"], state["latent_avg"])
     a = generator.architecture
     if a.w_dim != 512 or a.channels != 3:
-        raise WeightsError("ReStyle's encoders answer styles of 512 numbers for colour pictures")
+        raise WeightsError("ReStyle's encoders answer styles of 512 numbers for colour images")
     fit = EncoderShape(a.resolution, a.num_ws)
     with torch.device("meta"):
         encoder = FaceEncoder(fit) if "input_layer.0.weight" in parts["encoder"] else ResNetEncoder(fit)

@@ -110,8 +110,8 @@ class Calibration:
         if not (true.low > KNOWN and true.low > false.high + APART):
             raise RecogniserError(
                 f"on people it was not trained on, it must match more than {KNOWN:g} of the pairs of one person's "
-                f"pictures, and {APART:g} more than of two persons'. This one matches {_said(true)} and mistakes "
-                f"{_said(false)}: train it longer, in a new folder, or on more people with more pictures each"
+                f"images, and {APART:g} more than of two persons'. This one matches {_said(true)} and mistakes "
+                f"{_said(false)}: train it longer, in a new folder, or on more people with more images each"
             )
 
 

@@ -52,7 +52,7 @@ class RecognitionConfig:
         """Refuse what cannot be trained."""
         counts = (self.steps, self.people, self.pictures, self.checkpoint_every)
         if not all(type(c) is int and c >= 1 for c in counts) or self.people < 2:
-            raise ValueError("steps, pictures and people are whole numbers, and two people at least")
+            raise ValueError("steps, images and people are whole numbers, and two people at least")
         if not (0 < self.learning_rate < 1 and 0 <= self.weight_decay < 1 and 0 < self.scale <= 256):
             raise ValueError("rates lie between 0 and 1, a scale between 0 and 256")
         if not (0 <= self.margin < 1.5 and 0 < self.false_match_rate < 0.5 and 0 < self.held_out < 0.5):
@@ -127,7 +127,8 @@ def train_recogniser(
     Raises:
         ValueError: images or identities of another shape or type, or images that do not differ.
         TooFewPeopleError: somebody has one image, or too few people to calibrate at the stated rate.
-        RecogniserError: of people whom it never saw it knows too few again (:meth:`Calibration.demand`).
+        RecogniserError: it recognises too few of the people whom it never saw
+            (:meth:`agent.models.recognition.recogniser.Calibration.demand`).
         OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     trained = fit_recogniser(images, identities, config, folder, say, device)
@@ -191,7 +192,7 @@ def divided(
         TooFewPeopleError: somebody has one image, or there are too few people.
     """
     if identities.shape != (count,) or not np.issubdtype(identities.dtype, np.integer):
-        raise ValueError("an identity is a whole number, one for each picture")
+        raise ValueError("an identity is a whole number, one for each image")
     people, counts = np.unique(identities, return_counts=True)
     if not len(people) or not counts.min() >= 2:
         raise TooFewPeopleError("every person needs two or more images")

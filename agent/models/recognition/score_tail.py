@@ -228,7 +228,7 @@ def _any(rate: float, comparisons: int) -> float:
 
 def _positive(comparisons: int) -> None:
     if type(comparisons) is not int or not comparisons >= 1:
-        raise ValueError("a picture is compared with one other at least")
+        raise ValueError("an image is compared with one other at least")
 
 
 def _checked(share: float, shape: float, scale: float, least: float) -> None:

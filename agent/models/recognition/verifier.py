@@ -223,7 +223,7 @@ class Verifier(FrozenNetwork):
                 f"on people it was not trained on, it must reach an area under the curve above {KNOWN:g}, and match "
                 f"more than {FOUND:g} of near-duplicates. This one reaches {judged.auc.value:.3f} "
                 f"[{judged.auc.low:.3f}, {judged.auc.high:.3f}], and matches {worst:.3f} at the least: train it "
-                f"longer, in a new folder, or on more people with more pictures each"
+                f"longer, in a new folder, or on more people with more images each"
             )
 
 

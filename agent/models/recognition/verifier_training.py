@@ -75,7 +75,7 @@ class VerificationConfig:
         """Refuse what cannot be trained."""
         counts = (self.steps, self.people, self.pictures, self.checkpoint_every)
         if not all(type(c) is int and c >= 1 for c in counts) or not (self.people >= 2 and self.pictures >= 2):
-            raise ValueError("steps are a whole number, and a batch has two people or more with two pictures each")
+            raise ValueError("steps are a whole number, and a batch has two people or more with two images each")
         if not (0 < self.learning_rate < 1 and 0 <= self.weight_decay < 1 and 0 < self.held_out < 0.5):
             raise ValueError("rates lie between 0 and 1, and the held-out share is below a half")
         if not (0.001 <= self.temperature <= 10 and 0 <= self.balanced <= 100 and 0 <= self.repeated <= 1):
@@ -140,7 +140,8 @@ def train_verifier(
         ValueError: images or identities of another shape or type, images that do not differ, or near-duplicates
             that are none.
         TooFewPeopleError: somebody has one image, or there are too few people for the tail.
-        RecogniserError: of people whom it never saw it knows too few again (:meth:`Verifier.demand`).
+        RecogniserError: it recognises too few of the people whom it never saw
+            (:meth:`agent.models.recognition.verifier.Verifier.demand`).
         OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     trained = fit_verifier(images, identities, config, folder, say, near)
@@ -211,7 +212,7 @@ def _made(images: NDArray[np.uint8], near: NearDuplicates, config: VerificationC
         with torch.no_grad():
             made = near(pictures, generator)
         if made.shape != pictures.shape or not bool(torch.isfinite(made).all()):
-            raise ValueError("near-duplicates are finite, and of the shape of the pictures that they are of")
+            raise ValueError("near-duplicates are finite, and of the shape of the images that they are of")
         out.append(to_bytes(to_unit(made)))
     return np.concatenate(out)
 

@@ -202,7 +202,7 @@ def semantics_from(raw: bytes, provenance: Provenance = "file") -> Semantics:
             raise ValueError("semantics are of one form, with bins, a name and a shape")
         bins, shape = named(tuple(told["bins"])), tuple(int(s) for s in told["shape"])
         if not all(2 <= s <= 1024 for s in shape[:2]):
-            raise ValueError("a picture has 2 to 1024 pixels a side")
+            raise ValueError("an image has 2 to 1024 pixels a side")
         net = _classifier(packed, len(bins)) if "classifier" in forms else _nearest(packed, len(bins), origin)
         if isinstance(net, Nearest) and not bool((net.codebook.width > 0) & (net.codebook.spread > 0).all()):
             raise ValueError("spreads are positive")
@@ -216,7 +216,7 @@ def semantics_from(raw: bytes, provenance: Provenance = "file") -> Semantics:
 def _classifier(packed: NetworkFile, bins: int) -> Classifier:
     architecture = _architecture(packed.config["classifier"])
     if packed.config["shape"] != [architecture.side] * 2 + [3] * (architecture.channels == 3):
-        raise ValueError("a classifier sees pictures of its trunk's size")
+        raise ValueError("a classifier sees images of its trunk's size")
     return built(lambda: Classifier(architecture, bins), packed.state)
 
 

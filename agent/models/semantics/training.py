@@ -141,14 +141,14 @@ def split(
         TooFewImagesError: a label has fewer than two.
     """
     if labels.shape != (count,) or not np.issubdtype(labels.dtype, np.integer):
-        raise ValueError("a label is a whole number, one for each picture")
+        raise ValueError("a label is a whole number, one for each image")
     if not count or not 0 <= labels.min() <= labels.max() < len(config.bins):
         raise ValueError("a label is the number of a bin")
-    few = [config.bins[b] for b, n in enumerate(np.bincount(labels, minlength=len(config.bins))) if n < 2]
+    few = int((np.bincount(labels, minlength=len(config.bins)) < 2).sum())
     if few:
         raise TooFewLabelledImagesError(
-            f"every label needs two pictures or more, one for training and one for testing. {len(few)} have fewer: "
-            f"{', '.join(few[:5])}{', …' if len(few) > 5 else ''}"
+            f"every label needs two images or more, one for training and one for testing. {few} of "
+            f"{len(config.bins)} labels have fewer: add images, or remove these labels"
         )
     rng = np.random.Generator(np.random.Philox(config.seed))
     learn, judge = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
@@ -224,7 +224,7 @@ def cluster_semantics(
     points, mean, spread = _standardised(features, images, device)
     if len(np.unique(points, axis=0)) < count:
         raise TooFewLabelledImagesError(
-            f"the pictures do not make {count} clusters: add pictures, or ask for fewer clusters"
+            f"the images do not make {count} clusters: add images, or ask for fewer clusters"
         )
     found = KMeans(count, n_init=_STARTS, random_state=seed % (1 << 32)).fit(points)
     codebook = Codebook(points.shape[1], count)

@@ -69,7 +69,7 @@ def augmented(images: Tensor, p: float, generator: torch.Generator) -> Tensor:
         ValueError: another shape or no probability.
     """
     if images.ndim != 4 or images.shape[1] not in (1, 3) or images.shape[2] != images.shape[3]:
-        raise ValueError("pictures are (n, 1 | 3, r, r)")
+        raise ValueError("images are (n, 1 | 3, r, r)")
     if not 0.0 <= p <= 1.0:
         raise ValueError("p is a probability")
     if p == 0.0:

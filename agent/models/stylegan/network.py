@@ -48,7 +48,7 @@ class Architecture:
         if not (8 <= self.resolution <= 1024 and self.resolution & (self.resolution - 1) == 0):
             raise ValueError("the resolution is a power of two from 8 to 1024")
         if self.channels not in (1, 3):
-            raise ValueError("pictures have 1 or 3 channels")
+            raise ValueError("images have 1 or 3 channels")
         if not (self.z_dim >= 1 and self.w_dim >= 1 and 1 <= self.mapping_layers <= 16):
             raise ValueError("latent sizes are positive, and there are 1 to 16 mapping layers")
         if not (self.channel_max >= 1 and self.channel_base >= self.resolution):

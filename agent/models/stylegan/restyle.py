@@ -288,7 +288,7 @@ def _refine(
     check_fits(encoder, generator)
     a = generator.architecture
     if images.shape[1:] != (a.channels, a.resolution, a.resolution):
-        raise ValueError("the pictures do not have the generator's shape")
+        raise ValueError("the images do not have the generator's shape")
     if not passes >= 1:
         raise ValueError("at least one pass")
     ws = average_code(generator, len(images))

@@ -130,9 +130,9 @@ class InversionTrainer(NetworkTrainer):
         a = generator.architecture
         shape = (a.resolution, a.resolution) + ((3,) if a.channels == 3 else ())
         if images is not None and (images.shape[1:] != shape or not bool(np.isfinite(images).all())):
-            raise ValueError("the pictures do not have the generator's shape, or are not finite")
+            raise ValueError("the images do not have the generator's shape, or are not finite")
         if config.image_steps and (images is None or not len(images)):
-            raise ValueError("the second stage needs pictures: give some, or no image_steps")
+            raise ValueError("the second stage needs images: give some, or no image_steps")
         self.encoder, self.config, self.images, self.features = encoder, config, images, features
         self.generator = copy.deepcopy(generator).eval().requires_grad_(requires_grad=False)
         super().__init__({"encoder": encoder}, {"adam": torch.optim.Adam(encoder.parameters(), lr=config.rate)})

@@ -342,11 +342,11 @@ def _fitted(images: NDArray[np.uint8], config: GanConfig) -> GanConfig:
     """The configuration for grey or colour; refuses images that cannot be learned."""
     side = config.architecture.resolution
     if images.dtype != np.uint8:
-        raise ValueError("pictures to learn are uint8: convert them first, and decide what a NaN is")
+        raise ValueError("images to learn are uint8: convert them first, and decide what a NaN is")
     if images.ndim not in (3, 4) or images.shape[3:] not in ((), (3,)):
-        raise ValueError("pictures to learn are (n, h, w) grey or (n, h, w, 3) RGB")
+        raise ValueError("images to learn are (n, h, w) grey or (n, h, w, 3) RGB")
     if images.shape[1:3] != (side, side):
-        raise ValueError(f"the architecture draws {side} x {side} px, the pictures are of another size")
+        raise ValueError(f"the architecture draws {side} x {side} px, the images are of another size")
     if len(images) < 2:
         raise ValueError("fewer than two images: add images")
     if images.min() == images.max():

@@ -59,7 +59,7 @@ class DicomWebArchive:
     retries: int = 6  # attempts after the first one, counted from the last instance that came
     max_bytes: int = 512 * 2**20  # of one instance
     most_studies: int = 10_000  # more matches are an error: the query is too wide
-    least_free_bytes: int = 10 * 2**30  # on the disk of the first room
+    least_free_bytes: int = 10 * 2**30  # on the disk of the spool
     connect_s: float = 10.0  # to connect
     read_s: float = 60.0  # without a byte
     whole_s: float = 7200.0  # one answer

@@ -56,7 +56,7 @@ class StowSettings:
     most_instances: int = 10_000  # of one request
     body_bytes: int = 16 * 2**30  # of one request
     memory_bytes: int = 2**30  # of instances under way
-    least_free_bytes: int = 10 * 2**30  # on the first room's disk
+    least_free_bytes: int = 10 * 2**30  # on the spool's disk
     slowest: int = 16_384  # bytes a second: a slower sender is cut off
     header_s: float = 10.0  # to say the headers of a request
     grace_s: float = 10.0  # of silence, before `slowest` counts
@@ -113,8 +113,8 @@ class Stow:
 
         Args:
             settings: what listens, and for whom.
-            room_folder: of the first room.
-            room_key: 32 bytes, the first room's; the receiver never sees it.
+            room_folder: of the spool.
+            room_key: 32 bytes, the spool's; the receiver never sees it.
             demand: which layers of the receiver's confinement must be in force.
         """
         self._settings, self._folder, self._key, self._demand = settings, room_folder, room_key, demand

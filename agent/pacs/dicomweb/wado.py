@@ -1,4 +1,4 @@
-"""Brings instances from a DICOMweb archive into the first room as they are stored there: WADO-RS (PS3.18 10.4).
+"""Bring instances from a DICOMweb archive into the spool as they are stored there: WADO-RS (PS3.18 10.4).
 
 The body is read as a stream and every part is encrypted as soon as it is complete; ``dicomweb-client`` would take two
 to four times as long (it copies each part and holds them all). The spool's own names say what was retrieved, so a

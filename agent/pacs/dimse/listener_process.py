@@ -75,7 +75,7 @@ class Listener:
 
         Args:
             settings: who may send, and what it may cost.
-            room_folder: of the first room.
+            room_folder: of the spool.
             room_key: 32 bytes, the rooms' key; the workers never see it.
             told: called from a thread with an event of ``EVENTS`` and how often it happened since; must not raise.
             demand: which layers of the workers' confinement must be in force.

@@ -1,6 +1,6 @@
 """Retrieve from an archive: find, skip what the site has, fetch the rest by C-GET or C-MOVE, count missing instances.
 
-Progress is no file of its own: an instance is fetched when the first room, the vault or the quarantine has it, so a
+Progress is no file of its own: an instance is fetched when the spool, the vault or the quarantine has it, so a
 kill of either side at any point loses nothing and doubles nothing. The journal only spares the archive questions.
 """
 
@@ -62,7 +62,7 @@ class Ports:
     """What a pull works with. All are called by one thread at a time."""
 
     room: Spool
-    already: Callable[[str], bool]  # SOP Instance UID: in the first room, the vault or the quarantine?
+    already: Callable[[str], bool]  # SOP Instance UID: in the spool, the vault or the quarantine?
     journal: Journal
     now: Callable[[], dt.datetime]  # local time
     sleep: Callable[[float], None]  # seconds; by all threads at once
@@ -157,7 +157,7 @@ class _Basket:
         return None
 
     def keep(self, instance: str, body: bytes) -> int:
-        """Into the first room."""
+        """Into the spool."""
         self._pull.keep(instance, body)
         self.missing.discard(instance)
         return SUCCESS
@@ -300,7 +300,7 @@ class Retriever:
             return self._ports.already(instance)
 
     def keep(self, instance: str, body: bytes) -> None:
-        """Seal it into the first room.
+        """Seal it into the spool.
 
         Raises:
             SpoolFullError: or the disk failed.

@@ -86,7 +86,7 @@ class Shown:
     def __post_init__(self) -> None:
         """One image for each cluster; the rest is checked by :class:`Known`."""
         if len(self.pictures) != len(self.members) or self.pictures.dtype != np.uint8:
-            raise ValueError("every cluster has its 8-bit picture")
+            raise ValueError("every cluster has its 8-bit image")
         Known(self.codes.astype(np.float64), self.members, np.zeros((len(self.members), self.codes.shape[1])))
 
 
@@ -121,7 +121,7 @@ def guessed(of: Shown, rng: np.random.Generator, among: int = 100) -> Disclosure
         near += credit(far, candidates, target)
         equal += credit(far, candidates, target) if float(far.min()) == 0.0 else 1.0 / among
     m = len(of.members)
-    figures = (rate("last member, equal picture", equal, m, 1 / among), rate("last member, near", near, m, 1 / among))
+    figures = (rate("last member, equal image", equal, m, 1 / among), rate("last member, near", near, m, 1 / among))
     return Disclosure("a guess checked by k-1 members", figures)
 
 

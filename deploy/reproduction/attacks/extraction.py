@@ -52,7 +52,7 @@ def extraction(samples: Pictures, known: Pictures, nearest: int = _NEAREST, alph
         ValueError: no samples, fewer than three training images, or another shape.
     """
     if not (len(samples) and len(known) >= 3 and samples.shape[1:] == known.shape[1:]):
-        raise ValueError("samples and three training pictures or more, of one shape")
+        raise ValueError("samples and three training images or more, of one shape")
     if not (nearest >= 1 and 0.0 < alpha < 1.0):
         raise ValueError("one neighbour or more, and alpha between 0 and 1")
     flat = known.reshape(len(known), -1).astype(np.float64) / 255.0

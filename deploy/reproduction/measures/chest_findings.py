@@ -45,7 +45,7 @@ def train_findings(images: Images, findings: Findings, recipe: Recipe, seed: int
     """
     _check(images, findings)
     if bool((findings == findings[:1]).all()):
-        raise ValueError("every picture of the set shows the same findings")
+        raise ValueError("every image of the set shows the same findings")
     seen = resized(to_tensor(images), recipe.side)
     mean, std = seen.mean(), seen.std().clamp_min(1e-3)
     seen, wanted = (seen - mean) / std, torch.from_numpy(findings.astype(np.float32))
@@ -115,12 +115,12 @@ def auc(
     several = (predictors,) if callable(predictors) else tuple(predictors)
     names = tuple(names) or tuple(str(number) for number in range(findings.shape[1]))
     if owners.shape != findings.shape[:1] or len(names) != findings.shape[1] or not several:
-        raise ValueError("one owner for each picture, one name for each finding, and a predictor")
+        raise ValueError("one owner for each image, one name for each finding, and a predictor")
     scores = [predict(images) for predict in several]
     if any(one.shape != findings.shape for one in scores):
         raise ValueError("the predictor learned other findings")
     if not bool((findings.any(axis=0) & ~findings.all(axis=0)).all()):
-        raise ValueError("a finding is shown by all or none of the test pictures")
+        raise ValueError("a finding is shown by all or none of the test images")
 
     def numbers(rows: NDArray[np.int64]) -> list[float]:
         each = [[area(one[rows, f], findings[rows, f]) for f in range(len(names))] for one in scores]

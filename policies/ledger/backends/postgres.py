@@ -123,7 +123,10 @@ class Postgres:
     """The :class:`policies.ledger.store.LedgerBackend` in one schema of a PostgreSQL database."""
 
     def __init__(self, schema: str, link: Link, hosts: Sequence[str] = ()) -> None:
-        """Use :func:`open_postgres` or :func:`look_postgres`; ``hosts``: each one's address, if there are more."""
+        """Use :func:`open_postgres` or :func:`open_read_only_postgres`.
+
+        ``hosts`` is the address of each host, if there are several.
+        """
         self._schema, self._link, self._hosts = schema, link, hosts
         self._brought_back = False
         self._term: int | None = None  # None: a reader

@@ -1,4 +1,4 @@
-"""What the commands of the way in tell: what is missing and why, mistakes as sentences, exit statuses, JSON."""
+"""What the commands of ingest tell: what is missing and why, mistakes as sentences, exit statuses, JSON."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_an_opt_out_of_ids_that_nobody_has_is_said_before_it_is_taken(
     add = ("opt-out", "add", "--patients", str(ids))
     status, out, err = typed(capsys, site, *add)
     assert (status, out) == (1, "")
-    assert "of 2 of the 4 ids there are no data here (id 2, 4 of the file)" in err
+    assert "nothing is here of 2 of the 4 ids (id 2, 4 of the file)" in err
     assert "--anyway" in err
     assert not any(word in err for word in ids.read_text().split()), "no id is in a message"
     assert told(capsys, site, "opt-out", "list") == {"patients": 0}, (

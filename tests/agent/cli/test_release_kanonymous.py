@@ -34,7 +34,7 @@ def test_a_vetted_release_shows_the_reviewer_everything_before_it_leaves(
     assert review["review"]["power"]["caught"]["low"] >= 0.9
     assert stat.S_IMODE(sheet.stat().st_mode) == 0o600
     page = sheet.read_text()
-    assert "This page shows pictures of patients" in page
+    assert "This page shows images of patients" in page
     with closing(projects.open_vault(chest_clinic.home, "main")) as vault:
         names = {head.person for head in vault.heads()}
     log = (chest_clinic.home.root / "agent.log").read_text()

@@ -137,7 +137,7 @@ def test_a_dry_run_says_price_number_and_bytes_without_an_audit_and_touches_noth
         line = released(typed, ward, tmp_path, "--dry-run", "--json").line
     assert said.status == 0, said.err
     assert re.search(r"price  epsilon \S+ by loss distributions; the ledger charges \S+", said.out)
-    assert "number  20 pictures of 8 x 8\n" in said.out
+    assert "number  20 images of 8 x 8\n" in said.out
     assert (line["samples"]["most"], line["samples"]["exact"], line["would_go"]) == (20, True, True)
     assert line["bytes"]["most"] == plain_bytes(20, (8, 8), Png())
 
@@ -240,7 +240,7 @@ def test_more_pictures_than_an_artifact_may_hold_are_refused_before_the_audit_an
     with monkeypatch.context() as patch:
         patch.setattr(release_resumable, "gate", lambda *_: pytest.fail("audited"))
         patch.setattr(Vault, "cohort", lambda *_: pytest.fail("read"))
-        told = "20 pictures of this size may take more than the policy's max_artifact_bytes, 40960: {} would fit"
+        told = "20 images of this size may take more than the policy's max_artifact_bytes, 40960: {} would fit"
         for more, fitting in (((), 19), (("--form", "dicom"), 15)):
             said = released(typed, ward, tmp_path, *more)
             assert (said.status, told.format(fitting) in said.err) == (1, True), said.err
@@ -299,7 +299,7 @@ def test_centroids_are_released_as_well(typed: Typed, ward: Site, tmp_path: Path
     written = (ward.home.root / "policy.toml").read_text()
     tightened(ward, "max_artifact_bytes", "10240")
     before, refused = sizes(ward), typed(*order, "--form", "dicom")
-    assert "3 pictures of this size may take more than the policy's max_artifact_bytes, 10240" in refused.err
+    assert "3 images of this size may take more than the policy's max_artifact_bytes, 10240" in refused.err
     assert "2 would fit; take a codebook of so many cells" in refused.err
     assert (refused.status, sizes(ward)) == (1, before)
     (ward.home.root / "policy.toml").write_text(written)

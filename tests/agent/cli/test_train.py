@@ -143,7 +143,7 @@ def test_two_recognisers_of_two_seeds_are_two_opinions_for_one_release(
 def test_what_people_are_told_is_what_they_must_do_next(typed: Typed, patterns: Path, tmp_path: Path) -> None:
     said = typed(*knowing(patterns, tmp_path, 0))
     file = tmp_path / "recogniser-0.safetensors"
-    assert f"{file}: trained, on 360 pictures in 80 steps" in said.out
+    assert f"{file}: trained, on 360 images in 80 steps" in said.out
     assert "if no patient of the cohort is in them, vouch for it in site.toml's public_components" in said.out
     assert digest(file) in said.out.splitlines()
     assert re.search(r"on people outside the training: rank-1 \d\.\d+ \[", said.out)
@@ -190,7 +190,7 @@ def test_pictures_that_cannot_be_used_are_counted_and_said(typed: Typed, eyes: P
     said = typed(*words("features", tmp_path, tmp_path / "f", "--steps", 1))
     told = "3 skipped: not readable, or smaller than 32 pixels a side once their dark border is cut"
     assert told in said.out
-    assert "on 4 pictures" in said.out
+    assert "on 4 images" in said.out
 
 
 ORDERS: list[tuple[str, Sequence[object], str]] = [
@@ -246,8 +246,8 @@ def test_pictures_that_do_not_differ_are_a_sentence_and_not_a_fault(typed: Typed
 def test_a_list_of_too_few_people_says_how_many_it_takes(typed: Typed, eyes: Path, tmp_path: Path) -> None:
     said = typed(*words("recogniser", eyes, tmp_path, "--steps", 1, "--identities", eyes / "who.csv"))
     assert said.status == 1
-    assert "the list has 30 people, 0 of them with one picture" in said.err
-    needed = re.search(r"takes 300 pairs of two people: about (\d+) people with 2 pictures each", said.err)
+    assert "the list has 30 people, 0 of them with one image" in said.err
+    needed = re.search(r"takes 300 pairs of two people: about (\d+) people with 2 images each", said.err)
     assert needed
     pairs = (int(needed[1]) // 4) * (int(needed[1]) // 4 - 1) // 2 * 4
     assert 300 <= pairs < 400, "no more people than it takes"
@@ -302,7 +302,7 @@ def test_semantics_are_learned_from_a_list_or_from_folders_and_what_they_reach_i
     file = tmp_path / "semantics.safetensors"
     said = typed(*queried(shapes, tmp_path, "--labels", shapes / "labels.csv", "--steps", 40))
     assert said.status == 0, said.err
-    assert f"{file}: trained, on 60 pictures in 40 steps" in said.out
+    assert f"{file}: trained, on 60 images in 40 steps" in said.out
     told = r"on images outside the training it names 1.000 \[0.\d+, 1.000\], of 2 labels; always the commonest label "
     assert re.search(told, said.out), said.out
     assert digest(file) in said.out.splitlines()
@@ -330,7 +330,7 @@ def test_without_labels_semantics_are_clusters_of_features(typed: Typed, shapes:
     more = ("--clusters", 3, "--features", tmp_path / "features.safetensors")
     said = typed(*queried(shapes, tmp_path / "learned", *more))
     assert said.status == 0, said.err
-    assert re.search(r"3 clusters of \d+ to \d+ pictures", said.out)
+    assert re.search(r"3 clusters of \d+ to \d+ images", said.out)
     assert semantics_from((tmp_path / "learned" / "semantics.safetensors").read_bytes()).bins[2] == "cluster-2"
 
 
@@ -342,7 +342,7 @@ def test_an_order_for_semantics_that_cannot_be_done_is_a_sentence(typed: Typed, 
         (("--clusters", 61), "do not make 61 clusters"),
         (("--clusters", 2, "--features", shapes / "labels.csv"), "not safetensors"),
         (("--clusters", 2, "--features", shapes / "q"), "--features: file not found: q"),
-        (("--labels", tmp_path / "labels.csv"), "1 have fewer: a"),
+        (("--labels", tmp_path / "labels.csv"), "1 of 2 labels have fewer: add images"),
         (("--labels", tmp_path / "gone.csv"), "gone.csv is not a CSV file"),
     ):
         said = typed(*queried(shapes, tmp_path / "out", *more, "--steps", 1))

@@ -211,7 +211,7 @@ def test_an_autoencoder_of_other_pictures_is_refused_before_one_is_read(
 ) -> None:
     (file := tmp_path / "colour.safetensors").write_bytes(tiny_autoencoder_file(3))
     said = typed(*words("verifier", radiographs, tmp_path, "--identities", "x", "--autoencoder", file))
-    assert (said.status, "colour.safetensors is of colour pictures of 16 pixels" in said.err) == (1, True), said.err
+    assert (said.status, "colour.safetensors is of colour images of 16 pixels" in said.err) == (1, True), said.err
 
 
 def test_what_the_parser_offers_is_what_there_is() -> None:
@@ -292,7 +292,7 @@ def test_a_release_of_level_c_goes_to_a_verdict_and_the_sheet_is_written_before_
     assert seen == [True]
     assert stat.S_IMODE(sheet.stat().st_mode) == 0o600
     page = sheet.read_text()
-    assert "This page shows pictures of patients" in page
+    assert "This page shows images of patients" in page
     assert "FOR THIS SITE ONLY" in page
     assert "default-src 'none'" in page
     assert "<script" not in page
@@ -309,7 +309,7 @@ def test_a_release_of_level_c_goes_to_a_verdict_and_the_sheet_is_written_before_
     assert "admitted at level C" in told
     assert re.search(r"effusion: 4 drawn, 3 kept, 1 too similar to a patient; the student learned 2", told)
     assert "re-identified by the second verifier: 0.00% (0.00% to 1.00%) of what leaves" in told
-    assert re.search(r"own pictures: 6 drawn, 2 too similar to a patient; 4 leave, or stand for the model", told)
+    assert re.search(r"own images: 6 drawn, 2 too similar to a patient; 4 leave, or stand for the model", told)
     assert re.search(
         r"threshold, verifier: odds of \S+; \S+% to \S+% of samples without a similar patient reach it \(95 %\)", told
     )
@@ -435,7 +435,7 @@ def test_a_noisy_teacher_is_audited_priced_and_shown_beside_public_pictures_alon
     assert "admitted at level A" in said.out
     assert re.search(r"epsilon \S+ by loss distributions; the ledger charges", said.out)
     assert "No patient is on this page" in sheet.read_text()
-    assert "nearest public picture" in sheet.read_text()
+    assert "nearest public image" in sheet.read_text()
 
 
 def test_an_exchanged_network_or_the_other_forms_configuration_prices_nothing(

@@ -71,7 +71,7 @@ def test_two_people_review_and_sign_in_their_browsers_and_the_operator_sends(mad
                 look(dora, f"{page.strip('/').replace('/', '-').partition('?')[0] or 'overview'}", page)
             dora.go(path)
             dora.page.get_by_role("button", name="Compare with the vault").click()
-            until(dora, path, "Compared with 24 pictures")
+            until(dora, path, "Compared with 24 images")
             loaded = "[...document.images].every(i => i.complete && i.naturalWidth > 0)"
             dora.page.wait_for_function(loaded)
             look(dora, "release")

@@ -125,7 +125,7 @@ def test_hostile_text_in_any_field_is_text_or_refused(place: Hospital) -> None:
     assert all(json.loads(line) for line in log.splitlines())
 
 
-# -- the way in
+# -- ingest
 
 
 def test_refused_files_are_listed_tried_again_and_given_up(place: Hospital) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import agent.release.approval
+import agent.console.releases
 import agent.runtime
 from agent.console import review_images
 from agent.console.descriptions import REFUSALS
@@ -184,9 +184,8 @@ def test_a_refusal_stands_while_the_coordinator_is_away_and_nothing_can_be_sent(
         approve(dora, "dora", release, value)
         approve(hugo, "hugo", release, value)
         with monkeypatch.context() as patch:
-            patch.setattr(
-                agent.release.approval, "withdraw", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full"))
-            )
+            full = OSError(28, "disk full")
+            patch.setattr(agent.console.releases, "withdraw", lambda *_: (_ for _ in ()).throw(full))
             assert "disk full" in refuse(hugo, "hugo", release, f"{value} purpose").lower()
         assert "Refused by hugo" in words(dora.get(f"/releases/{release}"))
         assert "so it cannot be sent" in words(dora.post(f"/releases/{release}/send"))
@@ -223,9 +222,9 @@ def test_a_copy_of_a_patient_among_the_pictures_is_shown_first_and_marked(made: 
         vault.close()
     with serving(made), made.client("dora") as dora:
         assert dora.post(f"/releases/{release}/compare").status_code == 303
-        assert "Compared with 24 pictures" in settled(dora)
+        assert "Compared with 24 images" in settled(dora)
         page = dora.get(f"/releases/{release}")
-        first = words(page).partition("1. Picture")[2]
+        first = words(page).partition("1. Image")[2]
         assert first.startswith(" 2: 0.")
         assert "less than a quarter as far as strangers are" in first[:200]
         pictures = re.findall(r'src="(/releases/[^"]+\.png)"', page.text)

@@ -1,4 +1,4 @@
-"""The way in removes who the patient is: planted identities, keyed replacements, refusals."""
+"""De-identification removes who the patient is: planted identities, keyed replacements, refusals."""
 
 from __future__ import annotations
 

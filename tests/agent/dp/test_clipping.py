@@ -317,7 +317,7 @@ def test_a_parameter_without_a_rule_is_refused_by_the_name_of_its_module(make, n
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = nn.Sequential(nn.Linear(4, 4), make())
-    with pytest.raises(UnsuitableModelError, match=rf"\b{named}\b.*looped"):
+    with pytest.raises(UnsuitableModelError, match=rf"\b{named}\b.*loop_engine"):
         bookkeeping_engine(2)(model, _scored, [], 0.3)
     for module in model[1].modules():
         module.requires_grad_(False)
@@ -361,7 +361,7 @@ def test_what_one_backward_pass_would_get_wrong_in_silence_is_found_by_comparing
     with seeded(0):
         model = make()
         units = [PrivacyUnit((torch.randn(n, 4),)) for n in (2, 2, 1)]
-    with pytest.raises(UnsuitableModelError, match=r"without its layer.*looped"):
+    with pytest.raises(UnsuitableModelError, match=r"outside its layer.*loop_engine"):
         bookkeeping_engine(3)(model, _scored, units, 0.3)
     monkeypatch.setattr(clipping, "PROBES", 0)
     bookkeeping_engine(3)(model, _scored, units, 0.3)  # nothing else finds it
@@ -429,7 +429,7 @@ def test_a_wrong_engine_is_found_though_every_patient_fills_a_pass(counts):
     with seeded(0):
         model = _Borrowed()
         units = [PrivacyUnit((torch.randn(n, 4),)) for n in counts]
-    with pytest.raises(UnsuitableModelError, match="looped can train it"):
+    with pytest.raises(UnsuitableModelError, match="`loop_engine` can train it"):
         bookkeeping_engine(3, most_rows=4)(model, _scored, units, 0.3)
 
 
@@ -470,7 +470,7 @@ def test_the_gpu_engine_is_compared_too(counts, monkeypatch):
     with seeded(0):
         model = _MeetingInside()
         units = [PrivacyUnit((torch.randn(n, 4),)) for n in counts]
-    with pytest.raises(UnsuitableModelError, match=r"patients meet.*looped can train it"):
+    with pytest.raises(UnsuitableModelError, match=r"of different patients.*`loop_engine` can train it"):
         vmap_engine(3, most_rows=8)(model, _scored, units, 0.3)
     monkeypatch.setattr(clipping, "PROBES", 0)
     vmap_engine(3, most_rows=8)(model, _scored, units, 0.3)  # nothing else finds it

@@ -1,4 +1,4 @@
-"""The way in from a folder, with real scanner files, broken files and a worker that is stopped on purpose."""
+"""Ingest from a folder, with real scanner files, broken files and a worker that is stopped on purpose."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_every_file_is_kept_known_or_refused_with_the_right_reason(hospital: Hos
 
 
 def test_every_reason_code_is_reached_by_a_file_of_these_tests(hospital: Hospital) -> None:
-    # those that are missing here have tests of their own: a stopped worker, the vault, the alarm, a medium, a network
+    # those that are missing here have tests of their own: a stopped worker, the vault, the alert, a medium, a network
     elsewhere = {"parser_stopped", "inconsistent_series", "opted_out", "residual_identifier", "burned_in_text"}
     elsewhere |= {"instance_mismatch", "nifti_without_modality", "missing_from_medium", "manufacturer_not_allowed"}
     assert set(hospital[3].quarantined) | elsewhere == set(REASONS)

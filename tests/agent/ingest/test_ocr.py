@@ -1,4 +1,4 @@
-"""The alarm for text in pictures: what it finds, what it leaves alone, and what happens when it cannot look."""
+"""The alert for text in images: what it finds, what it leaves alone, and what happens when it cannot look."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_most_names_are_read_whatever_the_font_size_and_colour(ocr: Ocr) -> None
         for inverse in (False, True):
             hits = [hit for job, hit in zip(jobs, found, strict=True) if job[:2] == (size, inverse)]
             print(f"{size:3d} px {'inverse' if inverse else 'plain':8s} {sum(hits)}/{len(hits)}")
-    # an alarm, not a guarantee: nine in ten on this slice is what makes it worth its time
+    # an alert, not a guarantee: nine in ten on this slice is what makes it worth its time
     assert sum(found) >= 0.9 * len(found)
 
 

@@ -1,4 +1,4 @@
-"""The way in as hospital IT uses it: the commands, typed, on real files; and what a crash leaves."""
+"""Ingest as hospital IT uses it: the commands, typed, on real files; and what a crash leaves."""
 
 from __future__ import annotations
 

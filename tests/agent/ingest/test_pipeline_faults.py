@@ -1,4 +1,4 @@
-"""The way in when things go wrong: two processes, faults, junk under a real UID, corrections, a patient's no."""
+"""Ingest when things go wrong: two processes, faults, junk under a real UID, corrections, a patient's no."""
 
 from __future__ import annotations
 

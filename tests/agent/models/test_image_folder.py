@@ -69,7 +69,7 @@ def test_what_cannot_be_used_is_passed_over_and_counted(tmp_path: Path) -> None:
     save(tmp_path / "small.png", noise(7, 20))
     save(tmp_path / "cut.png", noise(64, 64, 3))
     (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:200])
-    (tmp_path / "text.jpg").write_text("no picture")
+    (tmp_path / "text.jpg").write_text("no image")
     (tmp_path / "empty.bmp").write_bytes(b"")
     (tmp_path / "folder.png").mkdir()
     told: list[tuple[int, int]] = []
@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_trained_on_is_a_sentence(tmp_path: Path, kind: 
         folder.mkdir()
     if kind == "small":
         save(folder / "a.png", noise(8, 8))
-    said = {"missing": "not a folder", "file": "not a folder", "empty": "0 picture file", "small": "16 pixels a side"}
+    said = {"missing": "not a folder", "file": "not a folder", "empty": "0 image file", "small": "16 pixels a side"}
     with pytest.raises(ImageFolderError, match=said[kind]):
         read_image_folder(folder, 16, grey=True)
 

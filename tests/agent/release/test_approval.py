@@ -179,7 +179,7 @@ def test_a_dry_run_says_price_number_and_bytes_and_touches_nothing(typed: Typed,
         said = typed(*at(site), *ksame_words(tmp_path), "--dry-run")
         line = typed(*at(site), *ksame_words(tmp_path), "--dry-run", "--json").line
     assert said.status == 0, said.err
-    for words in ("1 of 1 are left", "at most 4 pictures of 8 x 8", "keep it here", "the policies admit 268435456"):
+    for words in ("1 of 1 are left", "at most 4 images of 8 x 8", "keep it here", "the policies admit 268435456"):
         assert words in said.out
     assert line["samples"] == {"most": 4, "exact": False, "shape": [8, 8]}
     assert (line["would_go"], line["price"]["amount"], line["findings"]) == (True, 1, [])
@@ -195,7 +195,7 @@ def test_a_dry_run_says_price_number_and_bytes_and_touches_nothing(typed: Typed,
 @pytest.mark.parametrize(
     "rule",
     [
-        ("max_artifact_bytes", "1024", "4 pictures of this size may take more than the policy's max_artifact_bytes"),
+        ("max_artifact_bytes", "1024", "4 images of this size may take more than the policy's max_artifact_bytes"),
         ("artifact_types", '["model"]', "does not admit image-set"),
         ("levels", '["A"]', "does not admit releases of level B"),
     ],

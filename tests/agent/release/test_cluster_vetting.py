@@ -226,7 +226,7 @@ def test_where_nothing_new_is_left_nothing_leaves_and_the_reviewer_sees_why(exam
     (found,) = seen
     assert (found.left, found.after, found.lost, len(found.exhibits)) == (0, None, ("a",), 3)
     page, lines = render(found, "ksalsa").decode(), in_words(found)
-    assert "They do not leave either, since no new picture passed." in page
+    assert "They do not leave either, since no new image passed." in page
     assert "They leave, as they are." not in page
     assert "nothing leaves: no new image passed" in lines
     assert as_json(found)["reidentified"]["after"] is None

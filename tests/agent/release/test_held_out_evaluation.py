@@ -110,7 +110,7 @@ def test_the_distance_names_its_network_and_stands_beside_other_held_out_patient
 def test_semantics_are_those_of_the_set_of_all_public_pictures_and_of_a_selection_without_noise() -> None:
     found = whole().semantics
     assert isinstance(found, tuple)
-    names = ["the patients themselves", "the set", "all public pictures"]
+    names = ["the patients themselves", "the set", "all public images"]
     assert [one.name for one in found] == [*names, "those that a histogram without noise would select"]
     assert found[0].value > 0
     assert judged().semantics == "the configuration has no semantics"
@@ -126,7 +126,7 @@ def test_the_same_dice_give_the_same_figures() -> None:
 def test_what_cannot_be_measured_is_said_and_the_rest_is_measured() -> None:
     one = SyntheticSet(released().images, ("any",) * 60)
     pooled = evaluate(Subject(one, ("any",), CLASSES), people(), np.random.default_rng(0), effort=QUICK)
-    assert pooled.taught == "all pictures of the set are of one class: there is nothing to learn"
+    assert pooled.taught == "all images of the set are of one class: there is nothing to learn"
     assert not isinstance(pooled.fidelity, str)
     few = SyntheticSet(released().images[:9], released().labels[:9])
     assert judged(few).fidelity == "the set has too few images for a Fréchet distance"
@@ -237,7 +237,7 @@ def test_a_sheet_holds_the_sets_own_pictures_and_a_class_without_one_is_said() -
     few = SyntheticSet(released().images[:2], ("dark", "bright"))
     page = render(whole(), few, "", 1)
     assert b"Class striped" in page
-    assert b"the set has no picture of it" in page
+    assert b"the set has no image of it" in page
     assert b"This is the first look" in page
 
 

@@ -61,7 +61,7 @@ def test_a_set_one_byte_too_large_is_refused_and_nothing_is_read_priced_or_writt
     s = site_world(tmp_path, patients=PATIENTS, max_artifact_bytes=size - 1)
     before = s.site.ledger.store.state.size, s.intake.register.store.state.size, dict(s.vault.notes)
     with pytest.raises(
-        RefusedBeforehandError, match=f"{case.pictures} pictures of this size may take more than the policy's"
+        RefusedBeforehandError, match=f"{case.pictures} images of this size may take more than the policy's"
     ):
         case.release(s)
     after = s.site.ledger.store.state.size, s.intake.register.store.state.size, dict(s.vault.notes)

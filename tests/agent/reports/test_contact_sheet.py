@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from agent.intervals import Proportion, bounds
 from agent.mechanisms.distillation.teacher_student import Exhibit, Review, Tally
 from agent.reports.contact_sheet import PATIENTS, PUBLIC, format_odds, overlay, render
 from agent.vetting.filter import REASONS, Power
+from tests.support.html_pages import HtmlPage
 
 SIDE = 32
 
@@ -75,34 +75,8 @@ def review(exhibits: Sequence[Exhibit] | None = None) -> Review:
     )
 
 
-class Reader(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "img", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
-def read(page: bytes) -> Reader:
-    reader = Reader()
-    reader.feed(page.decode())
-    assert not reader.open, "every element is closed, in order"
-    return reader
-
-
 def words(page: bytes) -> str:
-    return " ".join(" ".join(read(page).text).split())
+    return HtmlPage(page).text
 
 
 def drawn(page: bytes) -> list[Image.Image]:
@@ -118,7 +92,7 @@ def test_the_sheet_says_on_top_whose_pictures_it_shows_and_that_it_stays() -> No
 
 
 def test_the_sheet_is_one_file_without_a_script_or_an_address() -> None:
-    reader = read(render(review(), "distill."))
+    reader = HtmlPage(render(review(), "distill."))
     policies = [a["content"] for _, a in reader.tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert policies == ["default-src 'none'; style-src 'unsafe-inline'; img-src data:"]
     assert not {tag for tag, _ in reader.tags} & {"script", "link", "iframe", "object", "form", "base"}
@@ -191,13 +165,13 @@ def test_what_has_an_interval_is_said_to_have_one_and_nothing_else() -> None:
 def test_the_sheet_says_which_pictures_leave_and_that_of_a_model_nothing_is_held_back() -> None:
     told = words(render(review(), "distill."))
     kept, dropped = (
-        told.index("pictures of the student: they leave"),
-        told.index("samples of the last teacher, which"),
+        told.index("images of the student: they leave"),
+        told.index("samples of the last teacher."),
     )
     assert told.index("Kept: does any") < kept < told.index("Dropped, and why") < dropped
     model = replace(review(), leaving=Tally("", 100, {"verifier": 4}, 100, 0))
     told = words(render(model, "distill."))
-    assert "100 drawn, 4 too similar to a patient; the model leaves, and draws such pictures again" in told
+    assert "100 drawn, 4 too similar to a patient; the model leaves, and draws such images again" in told
 
 
 def test_a_bar_is_as_long_as_the_share_that_was_kept() -> None:
@@ -240,7 +214,7 @@ def test_a_condition_cannot_write_markup() -> None:
 
 
 def test_every_drawing_has_words_for_who_cannot_see_it() -> None:
-    alts = [a.get("alt") or "" for tag, a in read(render(review(), "distill.")).tags if tag == "img"]
+    alts = [a.get("alt") or "" for tag, a in HtmlPage(render(review(), "distill.")).tags if tag == "img"]
     assert len(alts) == 1 + 3 * 8
     assert all(len(alt) > 30 for alt in alts)
 

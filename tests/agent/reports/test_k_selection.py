@@ -4,7 +4,6 @@ import base64
 import io
 import re
 import stat
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from agent.domain import Latents
 from agent.evaluation.k_selection import Curves, Menu, tune
 from agent.reports.html_page import write
 from agent.reports.k_selection import render
+from tests.support.html_pages import HtmlPage
 
 
 def curves(probe: bool = True, attributes: bool = True) -> Curves:
@@ -33,25 +33,6 @@ def curves(probe: bool = True, attributes: bool = True) -> Curves:
     )
 
 
-class Reader(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
-def read(page: bytes) -> Reader:
-    reader = Reader()
-    reader.feed(page.decode())
-    return reader
-
-
 def drawings(page: bytes) -> list[bytes]:
     return [base64.b64decode(data) for data in re.findall(rb"base64,([A-Za-z0-9+/=]+)", page)]
 
@@ -65,7 +46,7 @@ def test_the_page_says_that_it_must_not_leave_and_holds_no_pseudonym() -> None:
 
 def test_the_page_is_one_file_without_a_script_or_an_address() -> None:
     page = render(curves(), np.zeros((3, 8, 8, 3), np.uint8))
-    reader = read(page)
+    reader = HtmlPage(page)
     policies = [a["content"] for tag, a in reader.tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert policies == ["default-src 'none'; style-src 'unsafe-inline'; img-src data:"]
     assert not {tag for tag, _ in reader.tags} & {"script", "link", "iframe", "object", "form", "base"}
@@ -76,7 +57,7 @@ def test_the_page_is_one_file_without_a_script_or_an_address() -> None:
 
 
 def test_every_drawing_has_words_for_who_cannot_see_it() -> None:
-    reader = read(render(curves(), np.zeros((3, 8, 8, 3), np.uint8)))
+    reader = HtmlPage(render(curves(), np.zeros((3, 8, 8, 3), np.uint8)))
     alts = [a.get("alt") or "" for tag, a in reader.tags if tag == "img"]
     assert len(alts) == 6
     assert all(len(alt) > 30 for alt in alts)
@@ -97,7 +78,7 @@ def test_an_attributes_name_cannot_write_markup() -> None:
 
 def test_the_choice_and_every_refusal_are_told() -> None:
     found = curves()
-    text = " ".join(read(render(found)).text)
+    text = HtmlPage(render(found)).text
     assert f"k = {found.recommended}" in text
     assert {r.k for r in found.refused} >= {2, 200}
     for refused in found.refused:
@@ -123,7 +104,7 @@ def test_the_contact_sheet_holds_the_representatives_in_their_order() -> None:
 
 
 def test_the_same_curves_give_the_same_words() -> None:
-    one, two = (read(render(curves())).text for _ in range(2))
+    one, two = (HtmlPage(render(curves())).text for _ in range(2))
     assert one == two
 
 

@@ -241,7 +241,7 @@ def test_a_person_sees_why_and_decides_and_the_decision_is_logged(
     assert (group["ids"], group["why"], group["studies"]) == (2, ["picture"], studies)
     status, out, _ = typed(capsys, site, "cohort", "--same")
     assert group["name"] in out
-    assert "equal pictures" in out
+    assert "equal images" in out
     assert all(study in out for study in studies)
     assert not any(key_of(n, 3) in out for n in range(3)), "no pseudonym is shown"
     assert typed(capsys, site, "cohort", "--apart", "0" * 16)[0] == 1

@@ -1,4 +1,4 @@
-"""The first room and the quarantine: sealed, whole or not at all, and nothing of a patient in a name."""
+"""The spool and the quarantine: sealed, whole or not at all, and nothing of a patient in a name."""
 
 import os
 import time

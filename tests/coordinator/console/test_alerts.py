@@ -1,4 +1,4 @@
-"""When an alarm sounds and when it does not, and that what cannot be told is one."""
+"""When an alert is shown and when it is not, and that a figure that cannot be read is one."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import html.parser
 import io
 import json
 import re
@@ -30,6 +29,7 @@ from coordinator.reports.report_inputs import Item, Particulars, ReportInputs, b
 from policies.accounting.rounding import epsilon_text
 from policies.ledger.entries import encode
 from protos.operations import toml_file
+from tests.support.html_pages import HtmlPage
 from tests.support.peers import lacking
 from tests.support.report_world import LAX, NOW, Stage, stage
 
@@ -61,26 +61,6 @@ def every(world: Stage) -> Iterator[ReportFile]:
                     yield make(world.home, report.name, form, subject, NOW)
                 except ReportError:
                     assert report.name in ("croissant", "registry-entry")
-
-
-class Page(html.parser.HTMLParser):
-    """The text of a page, and its elements."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.words: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
 
 
 ZERO = re.compile(r"""(epsilon|ε)["']?\s*(=|of|:|is)?\s*["']?0(?![.\d]*[1-9])""")
@@ -126,7 +106,7 @@ def test_no_report_claims_more_than_the_level_or_gives_a_crowd_an_epsilon(world:
 
 def test_an_epsilon_has_its_unit_relation_and_order(world: Stage) -> None:
     for name, form in (("card", "md"), ("card", "html")):
-        text = Page(made(world, name, form, world.run)).text
+        text = HtmlPage(made(world, name, form, world.run)).text
         assert "at delta 4e-06 per patient, neighbours differ by one patient added or removed; Rényi" in text
 
 
@@ -138,7 +118,7 @@ def test_the_burn_down_ends_where_the_books_are(world: Stage, inputs: ReportInpu
         assert (last["spent"], last["held"], last["limit"]) == (state.spent, state.held, state.limit)
         used = [moment["spent"] + moment["held"] for moment in account["history"]]
         assert used == sorted(used), "nothing was given back in this history"
-    text = Page(made(world, "burn-down", "html")).text
+    text = HtmlPage(made(world, "burn-down", "html")).text
     assert "epsilon 8 at delta 4e-06 per patient, neighbours differ by one patient added or removed" in text
     share = 100 * inputs.state.accounts["north/rdp"].spent / inputs.state.accounts["north/rdp"].limit
     printed = float(re.findall(r"([\d.]+) %: epsilon", text)[0])
@@ -154,7 +134,7 @@ def test_a_curve_is_drawn_in_steps_and_never_of_what_is_no_number() -> None:
 
 
 def test_every_refusal_is_listed_with_its_reason_and_what_a_hospital_gave_up_is_not_one(world: Stage) -> None:
-    text = Page(made(world, "denied", "html")).text
+    text = HtmlPage(made(world, "denied", "html")).text
     assert "2 refusals, and 1 grant given up by hospitals." in text
     for rule in ("min_k", "artifact_changed", "restart"):
         why, todo = explanations.RULES[rule]
@@ -190,12 +170,12 @@ def test_the_threshold_is_said_to_be_about_cells_and_nothing_else(inputs: Report
     assert [(r["k"], r["meets_k_11"]) for r in data["releases"]] == [
         (11, True), (5, False), *[(None, None)] * 4,
     ]  # fmt: skip
-    assert "0.09" not in re.sub(r"0\.09 is about cells", "", Page(made(world, "disclosure", "html")).text)
+    assert "0.09" not in re.sub(r"0\.09 is about cells", "", HtmlPage(made(world, "disclosure", "html")).text)
 
 
 def test_what_only_the_controller_knows_is_left_open_until_it_is_filled_in(inputs: ReportInputs) -> None:
     def rows(given: Particulars) -> str:
-        return Page(as_html(gdpr.processing(dataclasses.replace(inputs, particulars=given)))).text
+        return HtmlPage(as_html(gdpr.processing(dataclasses.replace(inputs, particulars=given)))).text
 
     assert rows(Particulars()).count(OPEN) == 10
     filled = Particulars(controller="Clinic of Łódź", contact="dpo@clinic.example", purposes="research", officer="X")
@@ -227,9 +207,9 @@ def test_nothing_that_is_filled_in_becomes_markup(inputs: ReportInputs) -> None:
     odd = dataclasses.replace(inputs, particulars=evil)
     for document in (gdpr.processing(odd), disclosure.annex(odd), sp800_226.checklist(odd)):
         page = as_html(document)
-        assert {tag for tag, _ in Page(page).tags} & {"script", "img", "iframe", "object", "link"} == set()
+        assert {tag for tag, _ in HtmlPage(page).tags} & {"script", "img", "iframe", "object", "link"} == set()
         assert "\u202e" not in page
-        assert "{{ 7*7 }}" in Page(page).text or document.name == "sp-800-226"
+        assert "{{ 7*7 }}" in HtmlPage(page).text or document.name == "sp-800-226"
         assert as_pdf(document, NOW).startswith(b"%PDF-")
         text = as_markdown(document)
         assert "<script" not in text.replace("\\<", "")
@@ -239,7 +219,7 @@ def test_nothing_that_is_filled_in_becomes_markup(inputs: ReportInputs) -> None:
 def test_a_page_loads_nothing_and_runs_nothing(world: Stage) -> None:
     for name in WHOLE:
         text = made(world, name, "html")
-        page = Page(text)
+        page = HtmlPage(text)
         assert "default-src 'none'" in text
         for tag, attributes in page.tags:
             assert tag not in ("script", "img", "link", "iframe")
@@ -478,7 +458,7 @@ def test_the_epsilon_of_shared_noise_is_never_told_without_what_it_stands_on(
     assert re.search(rf"^epsilon .*; {given}", item.strength)
     assert given not in inputs.item(world.run).strength
     for name in ("sp-800-226", "disclosure", "processing"):
-        assert given in Page(made(world, name, "html")).text, name
+        assert given in HtmlPage(made(world, name, "html")).text, name
     listed = json.loads(made(world, "sp-800-226", "json"))["items"]
     assert [(i["level"], bool(i["assumption"])) for i in listed] == [("A", False), ("A*", True)]
     told = json.loads(made(world, "disclosure", "json"))["releases"]
@@ -514,7 +494,7 @@ def test_patients_own_heads_are_never_told_as_images_that_stay_or_as_synthetic(
 ) -> None:
     """C-DeID-GAN: what leaves is the patient's own scan, and whoever has the brain knows whose it is."""
     pages = [
-        [Page(as_html(report(shown))).text for shown in (inputs, before(inputs, world))]
+        [HtmlPage(as_html(report(shown))).text for shown in (inputs, before(inputs, world))]
         for report in (gdpr.processing, disclosure.annex)
     ]
     for after, old in pages:
@@ -567,8 +547,8 @@ def test_only_methods_that_were_used_are_methods_in_use(world: Stage, inputs: Re
     assert told(before(inputs, world)) == [*noise, crowd, "Tested only"]
     nothing = dataclasses.replace(inputs, told=LedgerView((), ()))
     assert told(nothing) == []
-    assert "No set and no model was released yet." in Page(as_html(disclosure.annex(nothing))).text
-    assert "no set and no model was released yet" in Page(as_html(gdpr.processing(nothing))).text
+    assert "No set and no model was released yet." in HtmlPage(as_html(disclosure.annex(nothing))).text
+    assert "no set and no model was released yet" in HtmlPage(as_html(gdpr.processing(nothing))).text
 
 
 def test_the_record_of_processing_knows_that_staff_are_in_the_ledger(inputs: ReportInputs) -> None:

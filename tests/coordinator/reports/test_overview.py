@@ -6,7 +6,6 @@ import ast
 import base64
 import copy
 import hashlib
-import html.parser
 import io
 import json
 import math
@@ -42,33 +41,24 @@ from policies.review.policy import parse as parse_policy
 from policies.statements import Settlement, release_id
 from protos.artifacts.arrays import pack_images, pack_vector
 from tests.support.coordinator_runs import signed
+from tests.support.html_pages import HtmlPage
 from tests.support.ledger_world import BOTH, DP, K5, Clock, Hospital, policy
 from tests.support.report_world import books_of_store, page_of
 from tests.support.upload_server import staged
 
 SOURCE = Path(__file__).parents[3]
 EVIL = "\"><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7*7 }}'\u202e"
-VOID = {"meta", "br", "img", "link", "input", "hr"}
 
 
-class Page(html.parser.HTMLParser):
-    """Elements with their attributes, nesting checked, and the text people read."""
+class Page(HtmlPage):
+    """The same, with what is in its tables."""
 
     def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.words: list[str] = []
         self.tables: list[list[list[str]]] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
+        super().__init__(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        assert len(attrs) == len(dict(attrs))
-        if tag not in VOID:
-            self.open.append(tag)
+        super().handle_starttag(tag, attrs)
         if tag == "table":
             self.tables.append([])
         elif tag == "tr":
@@ -76,22 +66,10 @@ class Page(html.parser.HTMLParser):
         elif tag in ("td", "th"):
             self.tables[-1][-1].append("")
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "style":
-            return
-        self.words.append(data)
+        super().handle_data(data)
         if {"td", "th"} & set(self.open):
             self.tables[-1][-1][-1] += data
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
 
     def table(self, heading: str) -> list[list[str]]:
         """The body rows of the table that has this column."""
@@ -100,7 +78,7 @@ class Page(html.parser.HTMLParser):
         return [[" ".join(cell.split()) for cell in row] for row in found[0][1:]]
 
     def all(self, tag: str) -> Iterator[dict[str, str | None]]:
-        return (attrs for name, attrs in self.elements if name == tag)
+        return (attrs for name, attrs in self.tags if name == tag)
 
 
 @dataclass
@@ -544,10 +522,10 @@ def test_hostile_texts_change_nothing_but_words(world: World) -> None:
     evil = Page(text)
 
     assert evil.text.count("alert(1)") > 20
-    assert {tag for tag, _ in evil.elements} <= {tag for tag, _ in plain.elements}
-    names = {name for _, attrs in evil.elements for name in attrs}
+    assert {tag for tag, _ in evil.tags} <= {tag for tag, _ in plain.tags}
+    names = {name for _, attrs in evil.tags for name in attrs}
     assert not {n for n in names if n.startswith("on")}
-    assert names <= {name for _, attrs in plain.elements for name in attrs}
+    assert names <= {name for _, attrs in plain.tags for name in attrs}
     assert "\u202e" not in text
     assert "{{ 7*7 }}" in evil.text  # shown, not computed
 
@@ -566,7 +544,7 @@ def test_the_page_loads_nothing_and_runs_nothing(world: World) -> None:
     page = Page(text)
     policy_tag = next(m for m in page.all("meta") if m.get("http-equiv") == "Content-Security-Policy")
     assert policy_tag["content"] == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    assert not {"script", "link", "iframe", "object", "embed", "form", "base"} & {tag for tag, _ in page.elements}
+    assert not {"script", "link", "iframe", "object", "embed", "form", "base"} & {tag for tag, _ in page.tags}
     assert "@import" not in text
     assert "@font-face" not in text
     assert not re.search(r"https?:", text)
@@ -584,10 +562,10 @@ def test_the_page_can_be_read_without_seeing_it(world: World) -> None:
     assert count["table"] == count["caption"] == len(page.tables)
     assert all(th.get("scope") in ("row", "col") for th in page.all("th"))
     assert all(i.get("alt") for i in page.all("img"))
-    ids = [str(attrs["id"]) for _, attrs in page.elements if "id" in attrs]
+    ids = [str(attrs["id"]) for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
     targets = [str(a["href"]) for a in page.all("a")]
-    targets += [f"#{i}" for _, attrs in page.elements for i in str(attrs.get("aria-labelledby") or "").split()]
+    targets += [f"#{i}" for _, attrs in page.tags for i in str(attrs.get("aria-labelledby") or "").split()]
     assert targets
     assert all(t.removeprefix("#") in ids for t in targets)
     for svg in page.all("svg"):

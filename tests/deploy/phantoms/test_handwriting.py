@@ -62,5 +62,5 @@ def test_a_printed_digit_resembles_a_written_one() -> None:
     ("count", "side", "characters"), [(0, 8, "a"), (1, 7, "a"), (1, 8, "aa"), (1, 8, "é"), (1, 8, "")]
 )
 def test_what_cannot_be_drawn_is_refused(count: int, side: int, characters: str) -> None:
-    with pytest.raises(ValueError, match=r"there is a picture|characters are"):
+    with pytest.raises(ValueError, match=r"there is an image|characters are"):
         glyphs(count, side, np.random.default_rng(0), characters)

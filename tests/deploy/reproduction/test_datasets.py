@@ -47,7 +47,7 @@ def _rafd(folder: Path) -> None:
     for name in ("090_01_Caucasian_female_angry_frontal", "045_01_Caucasian_female_happy_left"):
         _picture(folder / f"Rafd{name}.jpg", (68, 102))
     _picture(folder / "Rafd090_23_Moroccan_male_neutral_right.jpg", (68, 102))
-    (folder / "Readme.txt").write_text("not a picture")
+    (folder / "Readme.txt").write_text("not an image")
 
 
 def test_aptos_comes_back_as_it_was_written_and_every_picture_is_a_patient(
@@ -86,7 +86,7 @@ def test_a_limit_never_cuts_a_patient_in_two(
 ) -> None:
     fundus.write_eyepacs(tmp_path, patients)
     if count == 0:
-        with pytest.raises(DatasetError, match="no pictures"):
+        with pytest.raises(DatasetError, match="no images"):
             eyepacs(tmp_path, 32, limit)
     else:
         assert len(eyepacs(tmp_path, 32, limit)) == count
@@ -120,7 +120,7 @@ def test_a_missing_folder_file_or_column_is_named(tmp_path: Path) -> None:
             load(tmp_path)
     with pytest.raises(DatasetError, match="folder is missing"):
         rafd(tmp_path / "nowhere")
-    with pytest.raises(DatasetError, match="no pictures"):
+    with pytest.raises(DatasetError, match="no images"):
         rafd(tmp_path)
     (tmp_path / "train.csv").write_text("id_code,level\na,1\n")
     with pytest.raises(DatasetError, match=r"train\.csv: missing columns: diagnosis"):
@@ -138,9 +138,9 @@ def test_a_missing_folder_file_or_column_is_named(tmp_path: Path) -> None:
         ("id_code,diagnosis\nSMITH,1,2\n", "one cell for each column"),
         ("id_code,diagnosis\n../SMITH,1\n", "entry 1 is not the name"),
         ("id_code,diagnosis\n,1\n", "entry 1 is not the name"),
-        ("id_code,diagnosis\nSMITH,1\n", "the file of a picture is missing: number 1 of"),
+        ("id_code,diagnosis\nSMITH,1\n", "the file of an image is missing: number 1 of"),
         ("id_code,diagnosis\n" + "SMITH,1\n" * 9, "number 1, 2, 3, 4, 5 and more"),
-        ("id_code,diagnosis\n", "no pictures"),
+        ("id_code,diagnosis\n", "no images"),
     ],
 )
 def test_a_wrong_row_is_told_by_its_number_and_never_by_what_it_says(
@@ -181,10 +181,10 @@ def test_a_picture_that_is_none_or_too_small_is_told_by_its_number(
 ) -> None:
     fundus.write_aptos(tmp_path, patients)
     found = aptos(tmp_path, 64)
-    with pytest.raises(DatasetError, match="picture 1 of the list is smaller than 64 x 64"):
+    with pytest.raises(DatasetError, match="image 1 of the list is smaller than 64 x 64"):
         found.image(0)
     found.paths[1].write_bytes(found.paths[1].read_bytes()[:200])
-    with pytest.raises(DatasetError, match="picture 2 of the list cannot be read") as caught:
+    with pytest.raises(DatasetError, match="image 2 of the list cannot be read") as caught:
         found.images([1])
     assert found.paths[1].stem not in str(caught.value)
     assert caught.value.__suppress_context__
@@ -248,7 +248,7 @@ def test_the_label_of_imagenet_is_its_synset_and_a_limit_takes_of_each(tmp_path:
     assert found.labels == ("n01440764", "n01443537") * 3
     assert found.image(0).shape == (32, 32, 3)
     assert imagenet(tmp_path / "train", 32, 4).labels == found.labels[:4]
-    with pytest.raises(DatasetError, match="there are no pictures"):
+    with pytest.raises(DatasetError, match="there are no images"):
         imagenet(tmp_path / "train" / "notes")
     with pytest.raises(DatasetError, match="folder is missing"):
         imagenet(tmp_path / "gone")

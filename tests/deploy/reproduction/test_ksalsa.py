@@ -174,7 +174,7 @@ def assert_overlap(work: Work, table: Table, method: str) -> None:
 
 
 def test_rank_1_needs_a_second_picture_of_everybody(aptos_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="two pictures"):
+    with pytest.raises(ValueError, match="two images"):
         anonfaces.run("anonfaces-table1", aptos(aptos_folder, 32), TINY, tmp_path, lambda _: None)
 
 
@@ -210,7 +210,7 @@ def test_an_experiment_says_how_many_patients_would_do_and_takes_exactly_these(n
     settings = replace(TINY, ks=(2, 5, 10))
     needs = replace({**ksalsa.NEEDS, **anonfaces.NEEDS}[name], recognisers=())
     told = re.search(
-        r"has 9 patients in 18 pictures; (\d+) patients", refused(graded(9), settings, tmp_path, name, needs)
+        r"has 9 patients in 18 images; (\d+) patients", refused(graded(9), settings, tmp_path, name, needs)
     )
     assert told
     enough = int(told[1])
@@ -223,7 +223,7 @@ def test_an_experiment_says_how_many_patients_would_do_and_takes_exactly_these(n
 def test_recognisers_get_the_people_that_they_need_or_nothing_is_trained(rate: float, tmp_path: Path) -> None:
     settings, needs = replace(TINY, false_match_rate=rate), Needs(recognisers=(0, 1, 2))
     said = refused(graded(13), settings, tmp_path, "anonfaces-fig10", needs)
-    told = re.search(r"has 4 people with two pictures or more, 8 pictures .* of (\d+) in the data set", said)
+    told = re.search(r"has 4 people with two images or more, 8 images .* of (\d+) in the data set", said)
     assert told
     enough = int(told[1])
     assert refused(graded(enough), settings, tmp_path, "anonfaces-fig10", needs) == ""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from agent.cli import output as cli_output
 from agent.mechanisms.ksalsa.style_alignment import Alignment
 from agent.models.stylegan.network import PRESETS
 from deploy.phantoms.fundus import fundus_patients, write_aptos, write_eyepacs
@@ -34,37 +29,15 @@ from deploy.reproduction.experiment import PRESETS as EXPERIMENTS
 from deploy.reproduction.experiment import Settings
 from deploy.reproduction.feature_networks import FEATURES
 from deploy.reproduction.result_cache import BusyError, CellError
+from tests.support.command_line import Typed, typing
 
 ROOT = Path(__file__).parents[3]
-
-
-@dataclass(frozen=True)
-class Said:
-    status: int
-    out: str
-    err: str
-
-    @property
-    def line(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.out)
-        return found
-
-
-Typed = Callable[..., Said]
 
 
 @pytest.fixture
 def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Typed:
     """The command as it is typed."""
-    monkeypatch.setattr(cli_output.ERR, "_width", 200)
-
-    def act(*words: object) -> Said:
-        capsys.readouterr()
-        status = __main__.main([str(word) for word in words])
-        said = capsys.readouterr()
-        return Said(status, said.out, said.err)
-
-    return act
+    return typing(__main__.main, capsys, monkeypatch)
 
 
 TINY = Settings(
@@ -127,7 +100,7 @@ def test_what_an_experiment_cannot_be_done_with_is_a_sentence(typed: Typed, tmp_
     assert "--preset is one of: tiny" in asked("ksalsa-table1", "aptos", "--preset", "huge")
     assert "trainLabels.csv is missing" in asked("ksalsa-table1", "aptos", "--layout", "eyepacs")
     assert "too few patients" in asked("ksalsa-table1", "aptos", "--limit", 2)
-    assert "two pictures" in asked("anonfaces-table1", "aptos")
+    assert "two images" in asked("anonfaces-table1", "aptos")
     (tmp_path / "aptos" / "trainLabels.csv").write_text("image,level\n")
     assert "several of the known layouts" in asked("ksalsa-table1", "aptos")
 

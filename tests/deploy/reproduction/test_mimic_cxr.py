@@ -114,7 +114,7 @@ BAD = {
     ),
     "a patient that is a path": (_set("metadata", 2, subject_id="10/../..1"), "an id is not"),
     "a line that goes on": (_set("metadata", 2, study_id="53189527\n1"), "an id is not"),
-    "a picture twice": (_set("metadata", 1, dicom_id=_name(0)), "a picture is there twice: number 2"),
+    "a picture twice": (_set("metadata", 1, dicom_id=_name(0)), "an image is there twice: number 2"),
     "a study of two": (_set("metadata", 2, study_id="57375967"), "a study is of two patients: number 4"),
     "a study labelled twice": (
         lambda lists: lists["chexpert"].append(lists["chexpert"][0]),
@@ -125,10 +125,10 @@ BAD = {
     "a label that is no number": (_set("chexpert", 1, Edema="nan"), "a label is not"),
     "an unknown part": (_set("split", 3, split="holdout"), "a part is not one of"),
     "a patient in two parts": (_set("split", 4, split="train"), "a patient is in two parts: number 6"),
-    "a picture in two parts": (lambda lists: lists["split"].append(lists["split"][0]), "a picture is there twice"),
-    "a picture in no part": (lambda lists: lists["split"].pop(0), "1 pictures of the metadata are in no part"),
+    "a picture in two parts": (lambda lists: lists["split"].append(lists["split"][0]), "an image is there twice"),
+    "a picture in no part": (lambda lists: lists["split"].pop(0), "1 images of the metadata are in no part"),
     "a short row": (lambda lists: lists["split"].append(("x",)), "one cell for each column"),
-    "no frontal view": (lambda lists: lists["metadata"].clear(), "no frontal picture has labels"),
+    "no frontal view": (lambda lists: lists["metadata"].clear(), "no frontal image has labels"),
 }
 
 
@@ -155,15 +155,15 @@ def test_a_file_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 def test_files_that_are_no_radiograph_are_refused_by_their_number(tmp_path: Path) -> None:
     folder = _write(tmp_path)
-    with pytest.raises(DatasetError, match="picture 1 of the list is smaller than 81 x 81"):
+    with pytest.raises(DatasetError, match="image 1 of the list is smaller than 81 x 81"):
         mimic_cxr.mimic_cxr(folder, 81)
     whole = _path(folder, 2).read_bytes()
     for content in (b"", whole[: len(whole) // 2], b"GIF89a" + whole):
         _path(folder, 2).write_bytes(content)
-        with pytest.raises(DatasetError, match="picture 3 of the list cannot be read"):
+        with pytest.raises(DatasetError, match="image 3 of the list cannot be read"):
             mimic_cxr.mimic_cxr(folder, 16)
     Image.new("L", (9000, 9000)).save(_path(folder, 2))
-    with pytest.raises(DatasetError, match="picture 3 of the list has more pixels"):
+    with pytest.raises(DatasetError, match="image 3 of the list has more pixels"):
         mimic_cxr.mimic_cxr(folder, 16)
 
 
@@ -174,7 +174,7 @@ def test_lists_that_are_missing_or_fill_the_memory_are_refused(
         mimic_cxr.mimic_cxr(tmp_path / "nowhere", 16)
     folder = _write(tmp_path)
     monkeypatch.setattr(mimic_cxr, "_MOST_BYTES", 4 * 16 * 16)
-    with pytest.raises(DatasetError, match="a limit of at most 4 pictures"):
+    with pytest.raises(DatasetError, match="a limit of at most 4 images"):
         mimic_cxr.mimic_cxr(folder, 16)
     assert len(mimic_cxr.mimic_cxr(folder, 16, 3)) == 3
     with monkeypatch.context() as patch:
@@ -234,7 +234,7 @@ def test_parts_that_leave_nobody_are_refused() -> None:
             mimic_cxr.parted(made, share, np.random.default_rng(0))
     single = mimic_cxr.parted(_made(4, 1), 0.5, np.random.default_rng(0))
     for wrong, share in ((made, 0.1), (single, 0.1), (mimic_cxr.parted(made, 0.5, np.random.default_rng(0)), 0.0)):
-        with pytest.raises(ValueError, match="two pictures"):
+        with pytest.raises(ValueError, match="two images"):
             mimic_cxr.moved(wrong, np.random.default_rng(0), share)
 
 

@@ -1,7 +1,7 @@
 """The mutation run over the law, in short: a sample is killed, and without the law's tests nothing is.
 
-The long form is ``python -m tests.mutation``: every mutant of ``accounts.py``, ``ledger.py``, ``review.py`` and
-``terms.py``.
+The long form is ``python -m tests.mutation``: every mutant of ``ledger/state.py``, ``review/rules.py`` and
+``review/mechanism_terms.py`` of ``policies``.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from agent.errors import DivergedError, OtherRunError
 from agent.models.training_loop import CHECKPOINT, Progress, load_state, save_state, torch_generator
 from deploy.demo.heads import heads
 from deploy.demo.train_networks import kept_network
+from tests.support.killed_training import KilledError, killed_at
 from tests.support.volume_gans import TINY, config, example, some
 
 
@@ -141,23 +142,13 @@ def test_mirrored_and_turned_heads_keep_their_own_gamma() -> None:
 
 
 def test_a_run_that_was_killed_ends_with_the_same_weights(tmp_path: Path) -> None:
-    class KilledError(Exception):
-        pass
-
-    def kill(at: int) -> Any:
-        def say(progress: Progress) -> None:
-            if progress.step == at:
-                raise KilledError
-
-        return say
-
     state = torch.get_rng_state()
     whole_run = train_volume_gan(some(), config(), tmp_path / "whole").state_dict()
     assert torch.equal(state, torch.get_rng_state())
     for at in (3, 6):
         folder = tmp_path / f"killed-{at}"
         with pytest.raises(KilledError):
-            train_volume_gan(some(), config(), folder, kill(at))
+            train_volume_gan(some(), config(), folder, killed_at(at))
         again = train_volume_gan(some(), config(), folder).state_dict()
         assert all(torch.equal(t, whole_run[n]) for n, t in again.items())
         assert (folder / CHECKPOINT).read_bytes() == (tmp_path / "whole" / CHECKPOINT).read_bytes()

@@ -1,4 +1,4 @@
-"""Text drawn into real pictures by another program (Pillow) is found, and clean real pictures raise no alarm."""
+"""Text drawn into real pictures by another program (Pillow) is found, and clean real pictures raise no alert."""
 
 from __future__ import annotations
 

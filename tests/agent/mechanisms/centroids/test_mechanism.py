@@ -819,7 +819,7 @@ def test_a_codebook_is_made_of_a_folder_of_pictures_and_read_back(folder, pictur
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (("--cells", 5, "--dims", 3), "need 50 pictures, and there are"),
+        (("--cells", 5, "--dims", 3), "need 50 images, and there are"),
         (("--cells", 2, "--dims", 33), "1 to 32 dimensions"),
         (("--cells", 2, "--generator", "stylegan2-ada:nothing.pkl"), "get the SHA-256"),
         (("--cells", 2, "--encoder", ""), "needs an encoder"),

@@ -226,7 +226,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("too many samples", {"sampling": {"candidates": 1000, "groups": 100_000}}, "at most 1000000 samples"),
     ("an output of no kind", {"output": {"release": "gan"}}, "output.release: gan not in"),
     ("an output of nothing", {"output": {"pictures": 0}}, "pictures: 1 to 100000"),
-    ("fewer pictures than conditions", {"output": {"pictures": 1}}, "at least one picture of each condition"),
+    ("fewer pictures than conditions", {"output": {"pictures": 1}}, "at least one image of each condition"),
     ("a network without a name", {"networks": {"verifier": ""}}, "verifier: must name a file"),
     ("a digest that is none", {"networks": {"verifier_sha256": "abc"}}, "verifier_sha256: the file's SHA-256, 64"),
     ("a network that is not there", {"networks": {"aligner": "gone"}}, "gone: No such file"),
@@ -247,7 +247,7 @@ WRONG_DP: list[tuple[str, dict[str, Any], str]] = [
     ("no labels", {"public": {"labels": ""}}, "labels: must name"),
     ("a delta of a patient", {"privacy": {"noise_multiplier": None, "epsilon": 1.0, "delta": 5e-3}}, r"\(P1\)"),
     ("no delta", {"privacy": {"noise_multiplier": None, "epsilon": 1.0, "delta": 0.0}}, r"\(P1\)"),
-    ("no pictures", {"public": {"pictures": "gone"}}, "gone is not a folder"),
+    ("no images", {"public": {"pictures": "gone"}}, "gone is not a folder"),
     ("no list", {"public": {"labels": "gone.csv"}}, "gone.csv is not a CSV file"),
     ("pictures in no folders", {"public": {"labels": "folders"}}, "are not in a folder"),
 ]
@@ -302,10 +302,11 @@ def test_a_table_says_its_name_once(shelf: Path, table: str, key: str) -> None:
     assert f"{table}: " in said
 
 
-def test_public_labels_that_are_no_conditions_are_named_and_what_to_do_is_said(shelf: Path) -> None:
+def test_public_labels_that_are_no_conditions_are_counted_and_what_to_do_is_said(shelf: Path) -> None:
     (shelf / "other.csv").write_text("file,label\n000.png,zebra\n001.png,none\n")
     told = refused(shelf, changed(DISTILL_DP, public={"labels": "other.csv"}))
-    assert told.startswith("1 label(s) are none of the conditions, such as zebra: remove these images from the list")
+    assert told.startswith("public.labels: 1 label(s) are none of the conditions: remove their images from the list")
+    assert "zebra" not in told
 
 
 def test_a_condition_that_no_public_picture_shows_is_told(shelf: Path) -> None:

@@ -271,7 +271,7 @@ def test_one_patient_more_moves_nothing_but_the_noisy_teacher(monkeypatch: pytes
     ("change", "told"),
     [
         ({"student_steps": 0}, "student"),
-        ({"output": Output("samples", 5)}, "at least one picture"),
+        ({"output": Output("samples", 5)}, "at least one image"),
         ({"sampling": Sampling(1000, 100_000)}, "at most"),
         ({"conditions": Conditions(("a", "b"))}, "other"),
     ],

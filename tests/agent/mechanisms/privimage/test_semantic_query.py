@@ -450,7 +450,7 @@ def test_a_selected_picture_bears_the_class_that_chose_its_semantic() -> None:
     assert places.tolist() == [1, 2, 3, 4]
     assert labels.tolist() == [0, 1, 0, 0]
     assert (places.dtype, labels.dtype) == (np.int64, np.int64)
-    with pytest.raises(NothingSelectedError, match="every bin needs public pictures"):
+    with pytest.raises(NothingSelectedError, match="every bin needs public images"):
         selection(np.array([4, 4]), ((0, 5), (2,)))
 
 

@@ -22,6 +22,7 @@ from agent.models.conditional_gan.training import Descent, Pretraining, row_loss
 from agent.models.training_loop import FileCheckpointStore, seeded
 from agent.models.weights import WeightsError
 from tests.support.entropy import UnsafeSeededEntropy
+from tests.support.killed_training import KilledError
 from tests.support.memory_place import MemoryPlace
 
 LEAVES = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.Embedding)
@@ -290,9 +291,6 @@ def test_a_pretraining_that_was_interrupted_ends_with_the_same_bytes(tmp_path):
 
 def test_a_private_job_that_was_killed_goes_on_with_generator_average_pool_and_stream(monkeypatch):
     monkeypatch.setattr("agent.dp.dpsgd.CHECKPOINT_EVERY", 3)
-
-    class KilledError(Exception):
-        pass
 
     def job(place, kill=None):
         model = Adversarial(CONFIG, UnsafeSeededEntropy(5))

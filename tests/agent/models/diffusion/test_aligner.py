@@ -46,6 +46,7 @@ from tests.support.aligners import (
     untrained,
     untrained_file,
 )
+from tests.support.killed_training import KilledError, killed_at
 
 
 def config(**changes):
@@ -169,15 +170,8 @@ def test_a_run_that_was_killed_ends_with_the_same_file(tmp_path):
     whole = train_aligner(images, labels, CHESTS, config(), tmp_path / "whole")
     assert torch.equal(state, torch.get_rng_state())
 
-    class KilledError(Exception):
-        pass
-
-    def kill(progress):
-        if progress.step == 6:
-            raise KilledError
-
     with pytest.raises(KilledError):
-        train_aligner(images, labels, CHESTS, config(), tmp_path / "killed", kill)
+        train_aligner(images, labels, CHESTS, config(), tmp_path / "killed", killed_at(6))
     assert train_aligner(images, labels, CHESTS, config(), tmp_path / "killed") == whole
     others = Conditions(CHESTS.names, ("{}",))
     for change in ((images, labels, others), (images, labels[::-1].copy(), CHESTS), (255 - images, labels, CHESTS)):

@@ -40,6 +40,7 @@ from agent.models.diffusion.autoencoder_training import (
 from agent.models.features.extractors import RandomFeatures
 from agent.models.training_loop import CHECKPOINT, Progress, seeded, torch_generator
 from agent.models.weights import Origin, WeightsError, pack
+from tests.support.killed_training import KilledError, killed_at
 from tests.support.latents import tiny_autoencoder, tiny_autoencoder_file
 
 SMALL = AutoencoderArchitecture(8, 1, 2, (8, 16), 1, 4)
@@ -93,7 +94,7 @@ def test_latents_and_pictures_have_the_stated_shapes_range_and_type() -> None:
         assert made.encode(x[:0]).shape == (0, 2, 8, 8)
         assert made.decode(z[:0]).shape == (0, channels, 16, 16)
         for wrong in (x[:, :, :8], x.repeat(1, 2, 1, 1), x[0]):
-            with pytest.raises(ValueError, match="pictures are"):
+            with pytest.raises(ValueError, match="images are"):
                 made.encode(wrong)
         with pytest.raises(ValueError, match="latents are"):
             made.decode(z[:, :1])
@@ -329,23 +330,13 @@ def test_pictures_it_never_saw_come_back_much_as_they_were() -> None:
 
 
 def test_a_run_that_was_killed_ends_with_the_same_file_and_no_global_generator_moves(tmp_path: Path) -> None:
-    class KilledError(Exception):
-        pass
-
-    def kill(at: int) -> Any:
-        def say(progress: Progress) -> None:
-            if progress.step == at:
-                raise KilledError
-
-        return say
-
     images, plan = blobs(20, 8), config(ema=0.9)
     state = torch.get_rng_state()
     whole = train_autoencoder(images, plan, tmp_path / "whole")
     assert torch.equal(state, torch.get_rng_state())
     for at in (3, 5, 6):  # before the discriminator's first step, behind it, and at the end
         with pytest.raises(KilledError):
-            train_autoencoder(images, plan, tmp_path / f"killed-{at}", kill(at))
+            train_autoencoder(images, plan, tmp_path / f"killed-{at}", killed_at(at))
         assert (tmp_path / f"killed-{at}" / CHECKPOINT).exists()
         assert train_autoencoder(images, plan, tmp_path / f"killed-{at}") == whole
     assert train_autoencoder(images, plan, tmp_path / "whole") == whole
@@ -368,7 +359,7 @@ def test_colour_and_other_sizes_are_learned_as_the_architecture_says(tmp_path: P
 def test_pictures_that_hold_nothing_to_learn_are_refused(tmp_path: Path) -> None:
     images = blobs(10, 8)
     for wrong in (images[:0], images[:1], np.zeros_like(images), images.astype(np.float32), images[:, 0]):
-        with pytest.raises(ValueError, match="pictures"):
+        with pytest.raises(ValueError, match="images"):
             train_autoencoder(wrong, config(), tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -38,22 +38,13 @@ from agent.models.diffusion.edm import (
 from agent.models.diffusion.edm_training import Average, DiffusionTraining, row_losses, train_denoiser
 from agent.models.training_loop import Progress, seeded
 from agent.models.weights import WeightsError
+from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.memory_place import MemoryPlace
 
 SMALL = DiffusionArchitecture(8, 1, 2, (8, 16), 1, (False, True), 8, 4)
 COLOUR = replace(SMALL, channels=3, classes=3)
 KNOWN = {nn.Linear, nn.Conv2d, nn.GroupNorm, nn.Embedding}
 ENGINES = {"chunked": vmap_engine(4), "bookkept": bookkeeping_engine(4)}
-
-
-class Counted:
-    """Bytes that a test can foresee."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
-
-    def take(self, count: int) -> bytes:
-        return self.rng.bytes(count)
 
 
 def shaken(denoiser: Denoiser, seed: int = 7) -> Denoiser:
@@ -253,7 +244,7 @@ def units(of: Callable[[PrivacyUnit], PrivacyUnit], sizes: tuple[int, ...] = (1,
 def tuned(rank: int, reach: str = "linear", seed: int = 1) -> Diffusion:
     """A model with weights as if it were trained, its task begun."""
     config = DiffusionConfig(SMALL, 3, draws=3, lora_rank=rank, lora_reach=reach)  # type: ignore[arg-type]
-    model = Diffusion(config, Counted(seed))
+    model = Diffusion(config, UnsafeSeededEntropy(seed))
     model.restore(denoiser().state_dict())
     for parameter in model.task().model.parameters():
         if parameter.requires_grad and not bool(parameter.any()):
@@ -289,7 +280,9 @@ def test_draws_from_one_stream_for_all_patients_would_break_the_bound() -> None:
     task, clip = tuned(0).task(), 1e-3
 
     def total(raw: list[PrivacyUnit]) -> Tensor:
-        shared = Diffusion(DiffusionConfig(SMALL, 3, draws=3), Counted(9)).task().expand  # the same stream anew
+        shared = (
+            Diffusion(DiffusionConfig(SMALL, 3, draws=3), UnsafeSeededEntropy(9)).task().expand
+        )  # the same stream anew
         return loop_engine(task.model, task.loss, [shared(unit) for unit in raw], clip)
 
     raw = units(lambda unit: unit)
@@ -320,7 +313,7 @@ def test_a_picture_is_drawn_k_times_with_the_law_of_the_paper() -> None:
     images = torch.full((300, 8, 8), 255, dtype=torch.uint8)
     config = DiffusionConfig(SMALL, 3, draws=8, label_drop=0.25)
     noisy, sigma, clean, labels = (
-        Diffusion(config, Counted(1)).task().expand(PrivacyUnit((images, torch.ones(300).long()))).rows
+        Diffusion(config, UnsafeSeededEntropy(1)).task().expand(PrivacyUnit((images, torch.ones(300).long()))).rows
     )
     assert noisy.shape == clean.shape == (2400, 1, 8, 8)
     assert torch.equal(clean, torch.ones_like(clean))

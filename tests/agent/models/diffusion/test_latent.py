@@ -38,6 +38,7 @@ from agent.models.diffusion.noise_schedule import BETAS, TIMES, Drawing, Noising
 from agent.models.diffusion.prompts import Conditions
 from agent.models.training_loop import Progress, seeded, torch_generator
 from agent.models.weights import WeightsError, pack, unpack
+from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.memory_place import MemoryPlace
 
 CONDITIONS = Conditions(("none", "edema", "edema+effusion"), ("image with {}", "{}"), 6)
@@ -71,16 +72,6 @@ def denoiser(architecture: LatentArchitecture = SMALL) -> LatentDenoiser:
     return net
 
 
-class Counted:
-    """Bytes that a test can foresee."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
-
-    def take(self, count: int) -> bytes:
-        return self.rng.bytes(count)
-
-
 class Same:
     def take(self, count: int) -> bytes:
         return b"\x05" * count
@@ -97,7 +88,7 @@ def model(entropy: Any = None, **changes: Any) -> LatentDiffusion:
 
 def tuned(seed: int = 1) -> LatentDiffusion:
     """A model with weights as if it were trained."""
-    out = model(Counted(seed))
+    out = model(UnsafeSeededEntropy(seed))
     out.restore(denoiser().state_dict())
     return out
 
@@ -325,7 +316,7 @@ def test_draws_from_one_stream_for_all_patients_would_break_the_bound() -> None:
     task, clip = tuned().task(), 1e-3
 
     def total(raw: list[PrivacyUnit]) -> Tensor:
-        shared = model(Counted(9)).task().expand  # the same stream anew
+        shared = model(UnsafeSeededEntropy(9)).task().expand  # the same stream anew
         return loop_engine(task.model, task.loss, [shared(unit) for unit in raw], clip)
 
     raw = units(lambda unit: unit)
@@ -349,7 +340,7 @@ def test_two_models_of_one_seed_draw_different_noise_for_the_same_patient() -> N
 @pytest.mark.parametrize("prediction", ["v", "epsilon"])
 def test_a_picture_is_drawn_k_times_at_times_that_are_uniform(prediction: Any) -> None:
     images = torch.full((300, 8, 8), 200, dtype=torch.uint8)
-    own = model(Counted(1), draws=8, label_drop=0.25, prediction=prediction)
+    own = model(UnsafeSeededEntropy(1), draws=8, label_drop=0.25, prediction=prediction)
     noisy, t, target, tokens = own.task().expand(PrivacyUnit((images, torch.ones(300).long()))).rows
     assert noisy.shape == target.shape == (2400, 2, 4, 4)
     share = (t.double() + 0.5) / TIMES
@@ -380,7 +371,7 @@ def test_a_picture_is_drawn_k_times_at_times_that_are_uniform(prediction: Any) -
 
 
 def test_a_picture_is_encoded_once_and_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, seen = model(Counted(1)), []
+    own, seen = model(UnsafeSeededEntropy(1)), []
     encode = type(CODER).encode
     monkeypatch.setattr(type(CODER), "encode", lambda self, x: seen.append(len(x)) or encode(self, x))
     raw = units(lambda unit: unit)

@@ -257,7 +257,7 @@ def test_pictures_and_latents_are_those_of_diffusers(pipeline: tuple[Path, Any])
     assert grey.decode(grey.encode(y)).shape == y.shape
     assert grey.maps(x)[0].shape == (3, 4, 16, 16)
     for wrong in (x[:, :1], x[..., :8]):
-        with pytest.raises(ValueError, match="pictures are"):
+        with pytest.raises(ValueError, match="images are"):
             own.encode(wrong)
     with pytest.raises(ValueError, match="latents are"):
         own.decode(x)

@@ -128,7 +128,7 @@ NETS = [RandomFeatures(0, 8, 2), features_from(learned())]
 @pytest.mark.parametrize("shape", [(16, 16), (2, 2, 16, 16), (2, 3, 0, 16), (1, 2, 3, 16, 16)])
 def test_what_is_no_batch_of_pictures_is_refused(shape):
     for net in NETS:
-        with pytest.raises(ValueError, match="pictures"):
+        with pytest.raises(ValueError, match="images"):
             net.embed(torch.zeros(shape))
 
 

@@ -40,6 +40,7 @@ from agent.models.recognition.recogniser_training import (
 )
 from agent.models.training_loop import seeded
 from agent.models.weights import WeightsError, unpack
+from tests.support.killed_training import KilledError, killed_at
 from tests.support.networks import pattern_pictures, unsafe_calibration
 
 TINY = RecogniserArchitecture(TrunkArchitecture(side=16, channels=1, width=8, depth=2), embedding=16, grid=4)
@@ -116,15 +117,8 @@ def test_a_run_that_was_killed_ends_with_the_same_file(tmp_path):
     plan = config(steps=6, checkpoint_every=2, false_match_rate=0.2)
     whole = fit_recogniser(images, who, plan, tmp_path / "whole").file
 
-    class KilledError(Exception):
-        pass
-
-    def kill(progress):
-        if progress.step == 6:
-            raise KilledError
-
     with pytest.raises(KilledError):
-        fit_recogniser(images, who, plan, tmp_path / "killed", kill)
+        fit_recogniser(images, who, plan, tmp_path / "killed", killed_at(6))
     assert fit_recogniser(images, who, plan, tmp_path / "killed").file == whole
     with pytest.raises(OtherRunError):
         fit_recogniser(images, who, config(steps=6, false_match_rate=0.2, seed=2), tmp_path / "killed")
@@ -274,7 +268,7 @@ def test_what_cannot_train_or_calibrate_is_refused_without_saying_how_many(tmp_p
         (images.astype(np.float32), who), (images, who[:-1]), (images, who.astype(float)), (images[:, 0], who),
         (np.zeros_like(images), who), (images[..., None].repeat(2, axis=3), who),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"pictures|identity"):
+        with pytest.raises(ValueError, match=r"images|identity"):
             train_recogniser(images_, who_, config(), tmp_path)
     assert not list(tmp_path.iterdir())  # before anything was begun
 

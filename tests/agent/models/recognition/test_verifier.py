@@ -48,6 +48,7 @@ from agent.models.recognition.verifier_training import (
 )
 from agent.models.training_loop import seeded, torch_generator
 from agent.models.weights import Origin, WeightsError, pack, unpack
+from tests.support.killed_training import KilledError, killed_at
 from tests.support.verifiers import (
     TINY,
     chests,
@@ -246,19 +247,12 @@ def test_what_is_suited_can_be_built(side, channels):
 
 
 def test_a_run_that_was_killed_ends_with_the_same_file(tmp_path, people):
-    class KilledError(Exception):
-        pass
-
-    def kill(progress):
-        if progress.step == 4:
-            raise KilledError
-
     def near(pictures, generator):
         return pictures + 0.1 * torch.randn(pictures.shape, generator=generator)
 
     whole = fit_verifier(*people, config(), tmp_path / "whole", near=near).file
     with pytest.raises(KilledError):
-        fit_verifier(*people, config(), tmp_path / "killed", kill, near)
+        fit_verifier(*people, config(), tmp_path / "killed", killed_at(4), near)
     assert fit_verifier(*people, config(), tmp_path / "killed", near=near).file == whole
     for plan, maker in ((config(seed=4), near), (config(), None)):
         with pytest.raises(OtherRunError):
@@ -310,7 +304,7 @@ def test_what_cannot_train_or_calibrate_is_refused_before_anything_begins(tmp_pa
         (images.astype(np.float32), whose), (images, whose[:-1]), (images, whose.astype(float)),
         (np.zeros_like(images), whose), (images[..., None].repeat(2, axis=3), whose),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"pictures|identity"):
+        with pytest.raises(ValueError, match=r"images|identity"):
             fit_verifier(wrong_images, wrong_whose, config(), tmp_path)
     assert not list(tmp_path.iterdir())
 

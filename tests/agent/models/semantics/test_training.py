@@ -192,8 +192,8 @@ def test_colour_is_seen() -> None:
     [
         (np.full(100, 10), "the number of a bin"),
         (np.full(100, -1), "the number of a bin"),
-        (np.zeros(99, np.int64), "one for each picture"),
-        (np.zeros(100), "one for each picture"),
+        (np.zeros(99, np.int64), "one for each image"),
+        (np.zeros(100), "one for each image"),
     ],
 )
 def test_labels_that_are_no_bins_are_refused(labels: Any, told: str, tmp_path: Path) -> None:
@@ -201,9 +201,9 @@ def test_labels_that_are_no_bins_are_refused(labels: Any, told: str, tmp_path: P
         train_semantics(IMAGES[:100], labels, CONFIG, tmp_path)
 
 
-def test_what_is_too_few_is_said_by_name(tmp_path: Path) -> None:
+def test_what_is_too_few_is_counted(tmp_path: Path) -> None:
     labels = np.r_[np.arange(9).repeat(11), 9]
-    with pytest.raises(TooFewLabelledImagesError, match="1 have fewer: 9"):
+    with pytest.raises(TooFewLabelledImagesError, match="1 of 10 labels have fewer"):
         train_semantics(IMAGES[:100], labels, CONFIG, tmp_path)
     same = np.repeat(IMAGES[:3], 5, axis=0)
     with pytest.raises(TooFewLabelledImagesError, match="do not make 4 clusters"):

@@ -258,7 +258,7 @@ def test_bf16_trains_float32_weights(tmp_path):
     [None, np.zeros((0, 16, 16), np.float32), np.zeros((3, 32, 32), np.float32), np.zeros((3, 16, 16, 3), "f4")],
 )
 def test_a_second_stage_without_fitting_pictures_is_refused(images, tmp_path):
-    with pytest.raises(ValueError, match="pictures"):
+    with pytest.raises(ValueError, match="images"):
         train_encoder(_generator(SMALL), images, QUICK, tmp_path)
     assert not (tmp_path / "encoder.safetensors").exists()
 

@@ -137,7 +137,7 @@ def test_broken_input_is_refused():
     with pytest.raises(ValueError, match="finite"):
         Known(np.full((4, 2), np.nan), ((0, 1),), np.zeros((1, 2)))
     codes, pictures = np.zeros((4, 2), np.float32), np.zeros((1, 3, 3), np.uint8)
-    with pytest.raises(ValueError, match="picture"):
+    with pytest.raises(ValueError, match="image"):
         Shown(codes, ((0, 1), (2, 3)), pictures, BASIS.decode)
     with pytest.raises(ValueError, match="candidates"):
         guessed(Shown(codes, ((0, 1),), pictures, BASIS.decode), np.random.default_rng(0), 4)

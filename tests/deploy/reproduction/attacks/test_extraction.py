@@ -62,7 +62,7 @@ def test_a_set_of_equal_pictures_does_not_divide_by_zero() -> None:
     [(scenes(2, 0)[:0], scenes(9, 0)), (scenes(2, 0), scenes(2, 0)), (scenes(2, 0)[:, :8], scenes(9, 0))],
 )
 def test_nothing_to_compare_is_no_result(samples: np.ndarray, known: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="samples and three training pictures"):
+    with pytest.raises(ValueError, match="samples and three training images"):
         extraction(samples, known)
     with pytest.raises(ValueError, match="alpha between 0 and 1"):
         extraction(scenes(2, 0), scenes(9, 0), alpha=1.0)
