@@ -104,7 +104,7 @@ class LatentConfig:
 
 
 class LatentDiffusion(DenoisingModel[LatentDenoiser]):
-    """A ``GenerativeModel``: a denoiser of an autoencoder's latents, its average while it is fine-tuned, sampling."""
+    """A denoiser of an autoencoder's latents, its average while it is fine-tuned, sampling."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class LatentDiffusion(DenoisingModel[LatentDenoiser]):
         On public images it is the pre-training of a private model. On patients it is the whole training of a
         teacher, which promises nothing and must not leave; ``place`` is then the vault's.
 
-        Args and errors as of ``GenerativeModel.pretrain`` and ``train_latent_denoiser``.
+        Args and errors as of ``encoded`` and ``train_latent_denoiser``.
         """
         self._refuse_begun()
         data = encoded(images, labels, self.autoencoder, self.conditions, self.config.device)

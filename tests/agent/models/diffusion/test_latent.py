@@ -19,7 +19,6 @@ from agent.dp.clipping import ClippedSum, PrivacyUnit, bookkeeping_engine, loop_
 from agent.dp.dpsgd import PrivateSgd, best_engine, train_privately
 from agent.dp.noise import SystemEntropy
 from agent.errors import DivergedError, OtherRunError
-from agent.mechanisms.common.generative_model import GenerativeModel
 from agent.mechanisms.distillation.latent_model import LatentConfig, LatentDiffusion
 from agent.models.diffusion.autoencoder import Autoencoder, AutoencoderArchitecture, AutoencoderNet, autoencoder_bytes
 from agent.models.diffusion.autoencoder import autoencoder_from as read_autoencoder
@@ -509,7 +508,7 @@ def test_it_learns_in_seconds_to_draw_the_condition_that_is_asked_for() -> None:
     coder = Halves(CODER.net, 1.0, CODER.origin)
     plain = replace(SMALL, widths=(8,), attention=(False,))
     own = config(architecture=plain, lr=5e-3, batch=24, ema=0.97, sampling_steps=10)
-    first: GenerativeModel = LatentDiffusion(own, coder, CONDITIONS)
+    first = LatentDiffusion(own, coder, CONDITIONS)
     heard: list[Progress] = []
     first.pretrain(images, labels, 150, MemoryPlace(), heard.append)
     assert heard[-1].losses["loss"] < 0.5  # 1 is a network that has learned nothing
