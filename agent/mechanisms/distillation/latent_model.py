@@ -187,27 +187,6 @@ class LatentDiffusion(DenoisingModel[LatentDenoiser]):
         """
         return self._drawer().sample(labels, generator, self._where)
 
-    def redraw(
-        self,
-        images: NDArray[np.uint8],
-        labels: NDArray[np.int64],
-        strength: float,
-        generator: torch.Generator,
-    ) -> NDArray[np.uint8]:
-        """Images like these (Meng et al. 2021, SDEdit): near-duplicates at a small strength, others at 1.
-
-        Args:
-            images: (n, s, s) or (n, s, s, 3).
-            labels: (n,), -1 for no condition.
-            strength: in (0, 1], the share of the noise that is added and taken away again.
-            generator: on the CPU.
-        Returns:
-            Like ``images``.
-        Raises:
-            ValueError, LatentNotFiniteError: as :meth:`sample`, or images or a strength that do not fit.
-        """
-        return self._drawer().redraw(images, labels, strength, generator, self._where)
-
     def file(self, notes: Mapping[str, object]) -> bytes:
         """The model file of what draws: see ``latent_bytes``."""
         return latent_bytes(self._drawer(), notes)
