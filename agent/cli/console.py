@@ -7,7 +7,8 @@ import signal
 import threading
 
 from agent.cli.output import OUT
-from agent.console.app import BorrowedLedger, console_server
+from agent.console.app import console_server
+from agent.console.ledger_access import BorrowedLedger
 from agent.errors import SiteConfigError
 from agent.event_log import open_log
 from agent.storage.site_directory import SiteDirectory

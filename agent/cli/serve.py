@@ -70,7 +70,8 @@ def _beside(
     home: site_directory.SiteDirectory, runtime: AgentRuntime | None, log: Any, reception: IngestService
 ) -> Iterator[tuple[str, ...]]:
     """The console and metrics while this serves, as ``console.toml`` says; and systemd is told."""
-    from agent.console.app import BorrowedLedger, SharedLedger, console_server  # noqa: PLC0415 - a web framework, which releases never need
+    from agent.console.app import console_server  # noqa: PLC0415 - a web framework, which releases never need
+    from agent.console.ledger_access import BorrowedLedger, SharedLedger  # noqa: PLC0415 - a web framework, which releases never need
     from agent.operations import metrics  # noqa: PLC0415 - as above
     from protos.web.health import watched_over  # noqa: PLC0415 - as above
 

@@ -12,7 +12,7 @@ from agent.console import optout, overview, pacs, releases
 from agent.console import policy as policies
 from agent.console import quarantine as queues
 from agent.console.context import SiteConsoleContext
-from agent.console.ledger_access import BorrowedLedger, SharedLedger, SiteLedger
+from agent.console.ledger_access import SiteLedger
 from agent.ingest.service import IngestService
 from agent.storage.site_directory import SiteDirectory
 from policies.governance import decisions
@@ -23,11 +23,9 @@ from protos.web.client_certificates import PinnedCertificates
 from protos.web.login_cli import FOLDER
 from protos.web.router import Router
 from protos.web.server import ConsoleServer
-from protos.web.settings import ConsoleConfigError, ConsoleSettings
+from protos.web.settings import ConsoleSettings
 
 INDEX = "search.db"  # of the home: a cache of the ledger, which may be deleted
-
-__all__ = ["INDEX", "BorrowedLedger", "ConsoleConfigError", "SharedLedger", "console_server", "pages"]
 
 
 def pages(context: SiteConsoleContext, settings: ConsoleSettings, logins: PinnedCertificates) -> Router:

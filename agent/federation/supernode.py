@@ -136,8 +136,6 @@ def records_of(reply: Reply) -> RecordDict:
     return RecordDict(records)
 
 
-__all__ = ["TaskQueue", "serve"]
-
 for _name in ("flwr", "httpx", "httpcore"):  # they log addresses and exception texts
     logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
 

@@ -33,7 +33,7 @@ from agent.ingest.retrieval import check_reachable
 from agent.operations.metrics import certificates, watermark
 from agent.operations.upgrade import forms
 from agent.pacs.archive import ArchiveConfig, ArchiveError
-from agent.pacs.dicomweb.qido import DicomWebError
+from agent.pacs.dicomweb.config import DicomWebError
 from agent.pacs.dicomweb.stow_process import StowSettings
 from agent.pacs.dimse.storage_scp import EVENTS
 from agent.pacs.dimse.verification_scu import echo, knows_us

@@ -26,7 +26,7 @@ from agent.intervals import Proportion, bounds
 from agent.models.image_tensors import to_bytes, to_tensor, to_unit
 from agent.models.recognition.recogniser import RecogniserError
 from agent.vetting.nearest_neighbours import candidates, exhaustive, searches, verified
-from agent.vetting.reference import BATCH, Reference, Say, Vetting, look, reference_of
+from agent.vetting.reference import BATCH, Reference, Say, Vetting, look
 from agent.vetting.requirements import CAUGHT, PLANTED
 
 TURN: Final = torch.pi * 5 / 180  # rad
@@ -107,18 +107,6 @@ def _seen_through(images: Tensor, angles: Tensor, zooms: Tensor, shifts: Tensor)
     grid = affine_grid(theta, list(images.shape), align_corners=False)
     return grid_sample(images, grid, padding_mode="border", align_corners=False)
 
-
-__all__ = [
-    "REASONS",
-    "FilterResult",
-    "Power",
-    "Reference",
-    "Vetting",
-    "measured",
-    "power",
-    "reference_of",
-    "vet",
-]
 
 REASONS: Final = ("", "verifier", "copy", "patch", "moved", "not a number")  # "": kept
 KNOWN: Final = 0.5  # ... and this share by the verifier alone: the copy check finds some of them without any

@@ -30,7 +30,7 @@ from agent.models.recognition import verifier_training
 from agent.models.recognition.verifier import Verifier, verifier_from
 from agent.models.recognition.verifier_training import fit_verifier, second_opinion
 from agent.models.training_loop import FileCheckpointStore
-from agent.vetting.filter import Vetting
+from agent.vetting.reference import Vetting
 from deploy.phantoms.chest import conditions, label_of
 from deploy.reproduction.mimic_cxr import Chests
 from deploy.reproduction.result_cache import Kept, Say, locked, sha

@@ -31,7 +31,7 @@ from agent.models.image_folder import ImageFolderError, read_image_folder, read_
 from agent.models.recognition.verifier import Verifier, verifier_from
 from agent.toml_config import Tables, names_files
 from agent.vetting.config import VOUCH, VettingTable, demand_digest, refuse_others
-from agent.vetting.filter import Vetting
+from agent.vetting.reference import Vetting
 from policies.accounting.accountant import calibrate
 from policies.accounting.rounding import epsilon_text, format_rounded_up
 

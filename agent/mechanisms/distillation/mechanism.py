@@ -34,7 +34,7 @@ from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.distillation.latent_model import LatentDiffusion
 from agent.mechanisms.distillation.teacher_student import Course, Distilled, Work, distil
 from agent.models.image_tensors import to_bytes
-from agent.vetting.filter import reference_of
+from agent.vetting.reference import reference_of
 from policies.accounting.claims import NoClaim, SubsampledGaussian
 
 FEWER: Final = "write so many into [output] pictures"  # what makes a set smaller

@@ -28,7 +28,8 @@ from agent.models.diffusion.prompts import Conditions
 from agent.models.image_tensors import to_tensor
 from agent.models.training_loop import load_state, save_state, torch_generator
 from agent.vetting.exhibits import Exhibit, Images, Labels, ReviewSamples, exhibits
-from agent.vetting.filter import REASONS, Power, Reference, Vetting, measured, power, vet
+from agent.vetting.filter import REASONS, Power, measured, power, vet
+from agent.vetting.reference import Reference, Vetting
 from protos.common.errors import RefusedError
 
 
@@ -105,19 +106,6 @@ def best_of(scores: NDArray[np.floating], groups: NDArray[np.int64], kept: NDArr
     order = left[np.lexsort((-scores[left], groups[left]))]
     return order[np.unique(groups[order], return_index=True)[1]].astype(np.int64)
 
-
-__all__ = [
-    "Course",
-    "Distilled",
-    "Exhibit",
-    "NothingLeftError",
-    "Output",
-    "Review",
-    "Sampling",
-    "Tally",
-    "Work",
-    "distil",
-]
 
 Released = Literal["samples", "model"]
 MOST: Final = 1_000_000  # samples that are drawn in one round

@@ -216,10 +216,8 @@ class LatentSampler:
             LatentNotFiniteError: the network says no numbers.
         """
         where = where or ComputeSettings()
-        tokens, draw = (
-            self.conditions.tokens(torch.from_numpy(labels), generator),
-            device_generator(generator, where.device),
-        )
+        tokens = self.conditions.tokens(torch.from_numpy(labels), generator)
+        draw = device_generator(generator, where.device)
         drawn = [np.empty((0, *self.autoencoder.shape), np.uint8)]
         for part in torch.split(tokens, where.batch) if len(tokens) else ():
             noise = torch.randn((len(part), *self.autoencoder.latent), generator=draw, device=where.device)

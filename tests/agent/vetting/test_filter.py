@@ -26,9 +26,9 @@ from agent.models.training_loop import torch_generator
 from agent.models.weights import Origin
 from agent.vetting import filter, nearest_neighbours, reference
 from agent.vetting.copy_detection import Copies, thumbnail_vectors
-from agent.vetting.filter import REASONS, SINGLE, Power, Vetting, measured, power, reference_of
+from agent.vetting.filter import REASONS, SINGLE, Power, measured, power
 from agent.vetting.nearest_neighbours import Search, exhaustive
-from agent.vetting.reference import CEILING, FLOOR, Reference, VerifierView, look
+from agent.vetting.reference import CEILING, FLOOR, Reference, VerifierView, Vetting, look, reference_of
 
 SIDE = 32
 Floats = NDArray[np.float32]
