@@ -35,8 +35,8 @@ from agent.operations.upgrade import forms
 from agent.pacs.archive import ArchiveConfig, ArchiveError
 from agent.pacs.dicomweb.config import DicomWebError
 from agent.pacs.dicomweb.stow_process import StowSettings
+from agent.pacs.dimse.query_retrieve_scu import echo, knows_us
 from agent.pacs.dimse.storage_scp import EVENTS
-from agent.pacs.dimse.verification_scu import echo, knows_us
 from agent.pacs.secret_files import read_secret
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import SiteDirectory

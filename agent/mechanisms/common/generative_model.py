@@ -1,17 +1,45 @@
-"""What the diffusion models of private releases share, of images and of latents."""
+"""What the diffusion models of private releases share, of images and of latents; and the public images that they learn first."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agent.dp.noise import Entropy, SystemEntropy
 from agent.models.diffusion.edm_training import Average
 from agent.models.weights import fill
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublicImages:
+    """The public set D_p: nobody's patients."""
+
+    images: NDArray[np.uint8]  # (n, s, s) or (n, s, s, 3)
+    bins: NDArray[np.int64]  # (n,): the semantic of each, a bin of the query function
+    vouched: frozenset[str] = frozenset()  # digests that the site says are nobody's patients
+    sha256: str = ""  # of the images, as they are trained on; filled in
+
+    def __post_init__(self) -> None:
+        """A bin for each image."""
+        if self.images.dtype != np.uint8 or not 0 < len(self.images) == len(self.bins):
+            raise ValueError("public pictures are uint8, with a semantic bin for each")
+        digest = hashlib.sha256(str(self.images.shape).encode())
+        digest.update(np.ascontiguousarray(self.images).tobytes())
+        object.__setattr__(self, "sha256", digest.hexdigest())
+
+    @property
+    def component(self) -> str:
+        """What a statement says of the weights that were trained on them, without noise (P6)."""
+        return "public" if self.sha256 in self.vouched else "private"
+
 
 Network = TypeVar("Network", bound=nn.Module)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from agent.mechanisms.common.config import CohortTable, Shelf, document, needed, no_device
 from agent.mechanisms.common.dp_config import Prepared, PrivacyTable, PrivateFile, no_progress
-from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.common.generative_model import PublicImages
 from agent.mechanisms.distillation.latent_model import LatentConfig
 from agent.mechanisms.distillation.mechanism import Distill, DistillDp
 from agent.mechanisms.distillation.teacher_student import Course, Output, Sampling

@@ -29,7 +29,7 @@ from agent.dp.clipping import PrivacyUnit
 from agent.dp.dpsgd import PrivateSgd, best_engine, train_privately
 from agent.dp.noise import Entropy
 from agent.errors import CohortTooSmallError
-from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.common.generative_model import PublicImages
 from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.distillation.latent_model import LatentDiffusion
 from agent.mechanisms.distillation.teacher_student import Course, Distilled, Work, distil

@@ -17,7 +17,7 @@ import numpy as np
 
 from agent.mechanisms.common.config import CohortTable, Shelf, needed, no_device
 from agent.mechanisms.common.dp_config import Prepared, PrivacyTable, PrivateFile, no_progress
-from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.common.generative_model import PublicImages
 from agent.mechanisms.privimage.diffusion import DiffusionConfig
 from agent.mechanisms.privimage.mechanism import PrivImage, Synthetic
 from agent.mechanisms.privimage.semantic_query import SHARE, Query

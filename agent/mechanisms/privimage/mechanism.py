@@ -22,7 +22,7 @@ from agent.domain import Cohort, Image, Patient, SyntheticSet
 from agent.dp.clipping import PrivacyUnit
 from agent.dp.dpsgd import PrivateSgd, best_engine, train_privately
 from agent.dp.noise import Entropy
-from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.common.generative_model import PublicImages
 from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.privimage import semantic_query
 from agent.mechanisms.privimage.diffusion import Diffusion, DiffusionConfig
