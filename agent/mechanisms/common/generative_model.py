@@ -1,4 +1,4 @@
-"""What the diffusion models of private releases share, of images and of latents; and the public images that they learn first."""
+"""What diffusion models of private releases share, of images and latents; and the public images they learn first."""
 
 from __future__ import annotations
 

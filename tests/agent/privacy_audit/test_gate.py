@@ -536,7 +536,7 @@ SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytes
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_real_training_proves_no_more_than_is_claimed(seed):
-    found = dp_audit.one_run_bound(*_digits(), UnsafeSeededEntropy(seed), ENGINE)
+    found = canaries.one_run_bound(*_digits(), UnsafeSeededEntropy(seed), ENGINE)
     assert 0.9 < found.claimed < 1.1
     assert found.holds
 
@@ -553,7 +553,7 @@ def test_a_real_training_shows_large_faults_at_a_claim_of_one(what, seed):
 def test_an_audit_at_a_claim_of_eight_is_refused_for_it_would_say_nothing(monkeypatch):
     monkeypatch.setattr(canaries, "tight_epsilon", lambda claims, delta: 8.0)
     with pytest.raises(ValueError, match="cannot even see absent noise there: audit the same code at 2 or less"):
-        dp_audit.one_run_bound(*_digits(), UnsafeSeededEntropy(0))
+        canaries.one_run_bound(*_digits(), UnsafeSeededEntropy(0))
 
 
 # -- the command
