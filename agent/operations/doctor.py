@@ -57,7 +57,7 @@ from protos.web.settings import ConsoleConfigError
 _LEAST_FREE: Final = 2 * 2**30
 
 
-def doctor(home: SiteDirectory) -> dict[str, str | None]:
+def ingest_checks(home: SiteDirectory) -> dict[str, str | None]:
     """What is wrong with the way in, by check; None where nothing is."""
     found: dict[str, str | None] = {"ingest.toml": None}
     try:
