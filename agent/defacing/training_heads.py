@@ -22,13 +22,11 @@ from agent.defacing.head import HeadScan
 from agent.defacing.quality import examined
 from agent.domain import Volume
 from agent.volumes.errors import NotDefacedError
-from agent.volumes.series import series_of
+from agent.volumes.series import SESSION, SUBJECT, series_of
 from agent.volumes.volume_io import read
 from protos.common.durable_files import replace_file
 
 _KEPT: Final = "heads"
-SUBJECT: Final = re.compile(r"sub-[A-Za-z0-9]+")
-_SESSION: Final = re.compile(r"ses-[A-Za-z0-9]+")
 _T1: Final = re.compile(r"sub-.*_T1w\.nii(\.gz)?")
 
 
@@ -80,12 +78,10 @@ def find_heads(folder: Path) -> list[Public]:
 def bids_heads(folder: Path) -> Iterator[tuple[str, str, Path]]:
     """Person, session and file of every ``sub-*/[ses-*/]anat/*T1w.nii[.gz]`` (BIDS 1.10), in this order."""
     for person in sorted(p for p in folder.iterdir() if p.is_dir() and SUBJECT.fullmatch(p.name)):
-        sessions = sorted(p for p in person.iterdir() if p.is_dir() and _SESSION.fullmatch(p.name))
+        sessions = sorted(p for p in person.iterdir() if p.is_dir() and SESSION.fullmatch(p.name))
         for place in sessions or [person]:
-            files = (place / "anat").glob("*")
-            yield from (
-                (person.name, place.name if sessions else "", p) for p in sorted(files) if _T1.fullmatch(p.name)
-            )
+            session, files = place.name if sessions else "", sorted((place / "anat").glob("*"))
+            yield from ((person.name, session, path) for path in files if _T1.fullmatch(path.name))
 
 
 def examine(

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from agent.defacing.training_heads import SUBJECT, bids_heads
+from agent.defacing.training_heads import bids_heads
 from agent.deidentify.errors import FileRejectedError
 from agent.file_access import contents
+from agent.volumes.series import SUBJECT
 from protos.common.errors import ConfigError
 
 _MAX_BYTES: Final = 64 * 2**20  # of a table
