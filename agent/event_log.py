@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent.errors import SiteConfigError
-from protos.operations.event_log import LogConfigError, UnlistedKeyError, open_journal
+from protos.operations.event_log import LogConfigError, open_journal
 
-__all__ = ["KEYS", "UnlistedKeyError", "open_log"]
 KEYS: Final = frozenset(
     {
         "event", "level", "timestamp", "site", "step", "mechanism", "grant", "release", "run", "round", "epoch",

@@ -16,7 +16,7 @@ from agent.ingest.context import of_files, open_ingest, purge_pending
 from agent.pacs.dimse.config import Identity
 from agent.pacs.secret_files import make_secret
 from agent.storage import projects
-from agent.storage.site_directory import SiteDirectory
+from agent.storage.site_directory import MAIN, SiteDirectory
 
 
 def lines_of(path: Path | None) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ def opt_out(arguments: argparse.Namespace) -> int:
         else:
             OUT.print(f"{count} patients have opted out")
         return 0
-    with open_ingest(home, projects.MAIN) as way:
+    with open_ingest(home, MAIN) as way:
         named = [way.who.person(arguments.issuer, one) for one in lines_of(arguments.patients)]
     persons = set(named)
     if arguments.what == "add":

@@ -25,18 +25,11 @@ from sklearn.datasets import load_digits
 
 from agent.dp.clipping import ClippedSum, bookkeeping_engine, loop_engine, vmap_engine
 from agent.dp.noise import SystemEntropy
-from agent.privacy_audit.canaries import OneRun
+from agent.privacy_audit.canaries import OneRun, one_run_bound
 from agent.privacy_audit.conformance import Conformance
-from agent.privacy_audit.gate import (
-    conformance,
-    histogram_conformance,
-    one_run_bound,
-    part_conformance,
-    repeat_if_failed,
-    sum_conformance,
-    toy_sensitivity,
-)
+from agent.privacy_audit.gate import conformance, repeat_if_failed, toy_sensitivity
 from agent.privacy_audit.negative_controls import CONTROLS, ENGINES, LARGE, Control, proved
+from agent.privacy_audit.query_conformance import histogram_conformance, part_conformance, sum_conformance
 from policies.accounting.rounding import epsilon_at_least, epsilon_text
 
 ERR = Console(stderr=True, highlight=False)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from agent.cli.output import print_stderr, say
 from agent.errors import SiteConfigError
 from agent.operations import backup as backups
-from agent.operations import post_restore, restore, upgrade
+from agent.operations import restore, upgrade
 from agent.storage.encrypted_sqlite import FORMAT
 from agent.storage.site_directory import SiteDirectory
 from policies.audit.restore_losses import as_json, describe_losses, format_time, warning
@@ -66,9 +66,9 @@ def _restore(arguments: argparse.Namespace) -> int:
 def _recover(arguments: argparse.Namespace, tell: Callable[[str], None] = say) -> int:
     home = SiteDirectory(arguments.home)
     if arguments.spend_everything:
-        done = post_restore.spend_all_grants(home)
+        done = restore.spend_all_grants(home)
     else:
-        done = post_restore.recover(home, arguments.shared.read_bytes())
+        done = restore.recover(home, arguments.shared.read_bytes())
     tell(f"{done.lost} grant(s) that the backup lacked are spent; this ledger grants the remaining budget again")
     for account in done.full:
         tell(f"{account}: everything is spent")

@@ -11,7 +11,7 @@ from typing import Final
 from agent.errors import LedgerForkError, SiteConfigError
 from agent.gateway.witness import LedgerWitness
 from agent.ingest import errors as ingest_errors
-from agent.operations import doctor, ingest_checks, status
+from agent.operations import doctor, status
 from agent.release.release_record import RECORD, WHAT_TO_DO, named, unrecorded
 from agent.storage import read_only_access
 from agent.storage.encrypted_sqlite import OlderVaultError
@@ -200,7 +200,7 @@ def _seen(home: SiteDirectory, notes: SiteDatabase) -> CheckResult:
 
 def _way_in(home: SiteDirectory) -> Iterator[CheckResult]:
     """The checks of :mod:`agent.cli.administration`, whose disk's is made with the watermark instead."""
-    for name, wrong in ingest_checks.doctor(home).items():
+    for name, wrong in doctor.ingest_checks(home).items():
         if name != "room on the disk":
             yield failed(name, wrong) if wrong else passed(name)
 

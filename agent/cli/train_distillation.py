@@ -17,11 +17,10 @@ from agent.models.diffusion.aligner_training import Labelled, train_aligner_of
 from agent.models.diffusion.aligner_training import suited as suited_aligner
 from agent.models.diffusion.autoencoder import PRESETS, AutoencoderArchitecture, autoencoder_from
 from agent.models.diffusion.autoencoder_training import AutoencoderTraining, train_autoencoder
-from agent.models.diffusion.near_duplicates import near_duplicates
 from agent.models.diffusion.prompts import TEMPLATES, Conditions
 from agent.models.features.extractors import features_from
 from agent.models.image_folder import ImageFolderError, read_identities, read_labels
-from agent.models.recognition.verifier_training import NearDuplicates, second_opinion, train_verifier
+from agent.models.recognition.verifier_training import NearDuplicates, near_duplicates, second_opinion, train_verifier
 from agent.models.recognition.verifier_training import suited as suited_verifier
 from agent.models.stylegan.network import Generator
 from protos.common.durable_files import replace_file

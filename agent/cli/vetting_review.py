@@ -21,7 +21,8 @@ from agent.release.vetting_statement import VettingReport
 from agent.reports.contact_sheet import by_chance, caught, explain_drop, span, threshold
 from agent.reports.html_page import write
 from agent.reports.vetting import labels, render
-from agent.vetting.filter import Power, Vetting
+from agent.vetting.filter import Power
+from agent.vetting.reference import Vetting
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from agent.console import policy as policies
 from agent.console import quarantine as queues
 from agent.console.context import SiteConsoleContext
 from agent.ingest.service import IngestService
-from agent.service.ledger_access import BorrowedLedger, SharedLedger, SiteLedger
+from agent.service.ledger_access import SiteLedger
 from agent.storage.site_directory import SiteDirectory
 from policies.governance import decisions
 from policies.index.follower import IndexFollower
@@ -23,11 +23,9 @@ from protos.web.client_certificates import PinnedCertificates
 from protos.web.login_cli import FOLDER
 from protos.web.router import Router
 from protos.web.server import ConsoleServer
-from protos.web.settings import ConsoleConfigError, ConsoleSettings
+from protos.web.settings import ConsoleSettings
 
 INDEX = "search.db"  # of the home: a cache of the ledger, which may be deleted
-
-__all__ = ["INDEX", "BorrowedLedger", "ConsoleConfigError", "SharedLedger", "console_server", "pages"]
 
 
 def pages(context: SiteConsoleContext, settings: ConsoleSettings, logins: PinnedCertificates) -> Router:

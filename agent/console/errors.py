@@ -9,7 +9,7 @@ from typing import Final
 from agent.console.context import NoSuchReleaseError
 from agent.errors import CoordinatorUnreachableError, LedgerForkError, SiteStorageError
 from agent.ingest import errors as ingest_errors
-from agent.storage.vault import VaultError
+from agent.storage.encrypted_sqlite import VaultError
 from policies.ledger.entries import InvalidEntryError
 from policies.ledger.state import KeyReusedError
 from policies.ledger.store import LedgerBusyError, LedgerStoppedError, LedgerUnsoundError

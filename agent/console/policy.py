@@ -2,29 +2,113 @@
 
 What tightens comes into force as one person in office wishes. What loosens anything needs the signature of every
 approving role, over the very text: the ledger holds them before the site's key signs the amendment.
+
+A policy as it is edited: every problem at once, what changes, and which way. Pure but for the file it waits in.
 """
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from starlette.responses import Response
 
-from agent.console import policy_draft
 from agent.console.context import DECIDERS, READERS, SiteConsoleContext
 from agent.console.errors import errors_as_pages
 from agent.runtime import amend
 from policies.governance import amendments, decisions
 from policies.ledger.entries import InvalidEntryError
-from policies.review.policy import Policy, preset
+from policies.review.policy import Policy, PolicyError, parse, preset, strictest
 from policies.statements import Approval
 from protos.identity.key_files import replace_private
 from protos.web.router import PageError, RequestContext, Router
 
+FILE: Final = "policy.proposed.toml"  # of the home: what is proposed, until it is in force or taken back
+MEANINGS: Final = {
+    "name": "the policy's name, printed on certificates",
+    "epsilon": "lifetime budget of each patient for all releases with noise",
+    "delta": "must stay below 1 / patients",
+    "k_min": "minimum of distinct patients behind a released image",
+    "l_diversity": "minimum of distinct labels behind a released image",
+    "max_releases_per_patient": "releases without an epsilon that a patient may be in, ever",
+    "max_artifact_bytes": "largest file that may leave",
+    "max_reid_rate": "largest share that an attack may re-identify (upper bound)",
+    "mechanisms": "methods that may be used",
+    "modalities": "modalities that may be released",
+    "artifact_types": "kinds of files that may leave",
+    "components": "where networks and data that make a release may come from",
+    "levels": "claim levels that may leave",
+    "approvals": "roles that must approve each release before it leaves",
+    "readers": "recipients' keys to which a release may be encrypted, so that the coordinator cannot read it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyKeyDiff:
+    """One key of a policy, beside itself."""
+
+    key: str
+    meaning: str
+    signed: str  # what the site signed last
+    proposed: str
+    federation: str
+    strictest: str  # what would bind
+    change: str  # "" | "tighter" | "looser" | "other": proposed against signed
+
+
+def problems(text: str, patients: int) -> tuple[Policy | None, tuple[str, ...]]:
+    """The policy of a text, or everything that is wrong with it, one sentence each.
+
+    Args:
+        text: TOML.
+        patients: of this site (P1: delta below one in so many).
+    """
+    try:
+        policy = parse(text, "policy.toml")
+    except PolicyError as error:
+        said = str(error).removeprefix("policy.toml: ")
+        return None, tuple(said.split("; "))
+    if not patients * policy.delta < 1:
+        return None, ("delta: must be below 1 / the number of this site's patients",)
+    return policy, ()
+
+
+def compare(
+    signed: Policy, proposed: Policy, federation: Policy, binding: Policy | None = None
+) -> tuple[PolicyKeyDiff, ...]:
+    """Every key: the site's binding value, the proposed one, and the result with the federation's policy.
+
+    ``binding``: what binds, where that is known to be something else.
+    """
+    binding = binding or strictest(proposed, federation)
+    rows = []
+    for f in fields(Policy):
+        a, b, c, d = (shown(getattr(policy, f.name)) for policy in (signed, proposed, federation, binding))
+        rows.append(PolicyKeyDiff(f.name, MEANINGS[f.name], a, b, c, d, _change(f.name, signed, proposed)))
+    return tuple(rows)
+
+
+def shown(value: object) -> str:
+    """A value as people write it."""
+    if isinstance(value, frozenset):
+        return ", ".join(sorted(v if len(v) < 64 else v[:12] + "…" for v in value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _change(key: str, signed: Policy, proposed: Policy) -> str:
+    before, after = getattr(signed, key), getattr(proposed, key)
+    if before == after:
+        return ""
+    if key == "name":
+        return "other"
+    both = getattr(strictest(signed, proposed), key)
+    return "tighter" if both == after else "looser"
+
+
 _MOST: Final = 16_000  # characters: a statement holds no longer text
 PRESETS: Final = ("internal", "controlled", "public")
-_HELP: Final[dict[str, Any]] = {"presets": PRESETS, "meanings": policy_draft.MEANINGS}
+_HELP: Final[dict[str, Any]] = {"presets": PRESETS, "meanings": MEANINGS}
 
 
 def add(pages: Router, context: SiteConsoleContext) -> None:
@@ -42,7 +126,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
         text = drafted(context)
         return asked.page(
             "policy.html",
-            rows=policy_draft.compare(signed, own, federation, context.policy()),
+            rows=compare(signed, own, federation, context.policy()),
             same=own == signed,
             draft=text is not None,
             may=asked.person.role in DECIDERS,
@@ -52,9 +136,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
     def edit(asked: RequestContext, start: str = "") -> Response:
         with errors_as_pages():
             text = preset(start) if start in PRESETS else drafted(context) or context.home.policy_text()
-        return asked.page(
-            "policy_edit.html", text=text, problems=(), rows=(), presets=PRESETS, meanings=policy_draft.MEANINGS
-        )
+        return asked.page("policy_edit.html", text=text, problems=(), rows=(), presets=PRESETS, meanings=MEANINGS)
 
     @pages.post("/policy/check", DECIDERS)
     def check(asked: RequestContext) -> Response:
@@ -65,9 +147,9 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
         if made is None:
             return asked.again("policy_edit.html", text=text, problems=wrong, rows=(), **_HELP)
         if asked.form.get("keep", "") != "yes":
-            rows = policy_draft.compare(signed, made, federation)
+            rows = compare(signed, made, federation)
             return asked.page("policy_edit.html", text=text, problems=(), rows=rows, **_HELP)
-        replace_private(context.home.root / policy_draft.FILE, text.encode())
+        replace_private(context.home.root / FILE, text.encode())
         return asked.go("/policy/draft", "The draft is saved. It has no effect until it is put in force.")
 
     @pages.get("/policy/draft", DECIDERS)
@@ -85,7 +167,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
             "policy_draft.html",
             text=text,
             digest=digest,
-            rows=policy_draft.compare(signed, made, federation),
+            rows=compare(signed, made, federation),
             looser=looser,
             given=sorted(given),
             missing=missing,
@@ -117,7 +199,7 @@ def _decide(pages: Router, context: SiteConsoleContext) -> None:
 
     @pages.post("/policy/discard", DECIDERS)
     def discard(asked: RequestContext) -> Response:
-        (context.home.root / policy_draft.FILE).unlink(missing_ok=True)
+        (context.home.root / FILE).unlink(missing_ok=True)
         return asked.go("/policy", "The draft is discarded. Nothing has changed.")
 
     @pages.post("/policy/force", DECIDERS)
@@ -132,7 +214,7 @@ def _decide(pages: Router, context: SiteConsoleContext) -> None:
 def drafted(context: SiteConsoleContext) -> str | None:
     """The text of the draft; None without one."""
     with contextlib.suppress(FileNotFoundError):
-        return (context.home.root / policy_draft.FILE).read_text()
+        return (context.home.root / FILE).read_text()
     return None
 
 
@@ -160,7 +242,7 @@ def judged(context: SiteConsoleContext, text: str) -> tuple[Policy | None, tuple
     for name in context.projects():
         with context.vault(name) as vault:
             patients = max(patients, vault.patients())
-    return policy_draft.problems(text, patients)
+    return problems(text, patients)
 
 
 def in_force(context: SiteConsoleContext, text: str) -> str:
@@ -175,6 +257,6 @@ def in_force(context: SiteConsoleContext, text: str) -> str:
             told = "; ".join(f"{f.rule}: {f.detail}" for f in verdict.findings)
             raise InvalidEntryError(f"the coordinator refuses the amendment: {told}")
         replace_private(context.home.root / "policy.toml", text.encode())  # until then the stricter of both binds
-    (context.home.root / policy_draft.FILE).unlink(missing_ok=True)
+    (context.home.root / FILE).unlink(missing_ok=True)
     context.log.info("policy_amended", state=amendments.digest(text)[:16])
     return "The policy is in force: in this site's ledger and at the coordinator. The stricter of both applies."

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from agent.defacing.engine import DefacedStudy, DefacingMethod, take_off
 from agent.errors import CommandError
+from agent.volumes.dicom_series import derive_uid
 from agent.volumes.errors import REASONS, NotDefacedError
 from agent.volumes.series import Group, series_of, studies
-from agent.volumes.volume_io import Source, derive_uid, read
+from agent.volumes.volume_io import Source, read
 
 LOG: Final = "defaced.jsonl"
 DONE: Final = "defaced"

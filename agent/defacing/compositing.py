@@ -5,6 +5,18 @@ the synthetic head is pasted into the scan, and voxels of the brain and outside 
 the synthetic and the original *surface* are blended as distances, so that there is one contour. Intensities are mixed
 only deep under both surfaces, or where they agree. Air is drawn from its noise distribution, since ghosts and wrapped
 parts show a face too.
+
+Surfaces as distances: how far each voxel lies from the edge of a mask, sampled at the points of any grid.
+
+Two surfaces are blended by blending their distances; there is one surface again, and never two contours.
+
+How bright a made head is in one series: learned from the series' own voxels, as a few dozen aggregate numbers.
+
+A network writes the numbers of its training heads. They are turned in two steps into those of a series: by matching
+quantiles to the finest series of the study, and from there by the median of the series where the finest series is
+about so bright, so that a T2, a FLAIR or a CT keeps its own contrast. Both are learned outside the face, mostly from
+tissue that is published anyway; only if there is too little of that are all of the head's tissues taken. What leaks
+is at most ``KNOTS`` medians and ``LAW`` quantiles of air: how bright, never where.
 """
 
 from __future__ import annotations
@@ -18,13 +30,176 @@ from scipy import ndimage
 
 from agent.defacing import head_mask as skin
 from agent.defacing.change import Defaced
-from agent.defacing.distance_field import FAR_MM, Field, outside, signed, smooth
 from agent.defacing.face_region import Region
-from agent.defacing.intensity_model import LEAST, Contrast, learned
 from agent.defacing.privacy_transform import BRIGHT
 from agent.domain import Volume
 from agent.volumes.errors import NotDefacedError
 from agent.volumes.grid import Cube, resample, spacing
+
+KNOTS: Final = 24
+LAW: Final = 256
+LEAST: Final = 300  # voxels to learn from
+BOUNDS: Final = (0.5, 1.6)
+_TAIL: Final = 0.005
+_AIR_TAIL: Final = 0.001
+_FEWEST: Final = 25  # voxels of one median
+_RAYLEIGH: Final = 0.655  # sd of the magnitude of pure noise over the sd of the noise
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contrast:
+    """The numbers of one series."""
+
+    made: NDArray[np.float64]  # (n,) rising, of a made head in [0, 1]
+    own: NDArray[np.float64]  # (n,) of the series
+    air: NDArray[np.float64]  # (LAW,) rising quantiles of the air
+    grain: float  # sd of the series' noise in tissue
+
+    def tissue(self, made: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.float32]:
+        """The series' numbers for made ones, with the series' noise. One normal number is drawn for each voxel."""
+        bright = np.interp(made, self.made, self.own).astype(np.float32)
+        bright += np.float32(self.grain) * rng.standard_normal(made.shape, np.float32)
+        return bright
+
+    def nothing(self, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float32]:
+        """Air by its law: independent from voxel to voxel, so that no ghost is left. One number for each voxel."""
+        places = np.linspace(0.0, 1.0, len(self.air))
+        return np.interp(rng.random(shape, np.float32), places, self.air).astype(np.float32)
+
+
+def learned(
+    made: NDArray[np.float32],
+    finest: NDArray[np.float32],
+    series: NDArray[np.float32],
+    air: NDArray[Any],
+    brain: NDArray[np.float32],
+    white: float = float("inf"),
+) -> Contrast:
+    """From tissue that made head and series share.
+
+    Args:
+        made: (n,) numbers of the made head in [0, 1].
+        finest: (n,) of the study's finest series at the same points.
+        series: (n,) of the series at the same points.
+        air: (m,) of the series, of air alone.
+        brain: (b, 3) of the series, neighbours along one axis inside the brain, for the noise.
+        white: of the finest series, what a made 1 stands for. Quantiles correct that within ``BOUNDS``, and no
+            further: a made head of another size than the original has other tissues at the same points.
+
+    Raises:
+        NotDefacedError: ``other_frame``, the two share too little tissue.
+    """
+    if not len(made) >= LEAST:
+        raise NotDefacedError("other_frame")
+    steps = np.linspace(_TAIL, 1.0 - _TAIL, KNOTS)
+    low = np.asarray(np.quantile(made, steps), np.float64)
+    middle = np.asarray(np.quantile(finest, steps), np.float64)
+    if np.isfinite(white) and white > 0:
+        middle = np.clip(middle, BOUNDS[0] * white * low, BOUNDS[1] * white * low)
+    own = _medians(finest, series, middle)
+    rising, first = np.unique(low, return_index=True)
+    law = np.quantile(air, np.linspace(_AIR_TAIL, 1.0 - _AIR_TAIL, LAW))
+    return Contrast(rising, own[first], law, _grain(brain, air))
+
+
+def _medians(
+    finest: NDArray[np.float32], series: NDArray[np.float32], middle: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The series' median around each level of the finest series; levels with too few voxels are filled in."""
+    edges = (middle[1:] + middle[:-1]) / 2
+    box = np.searchsorted(edges, finest)
+    found = np.full(len(middle), np.nan)
+    for level in range(len(middle)):
+        mine = series[box == level]
+        if len(mine) >= _FEWEST:
+            found[level] = np.median(mine)
+    known = np.isfinite(found)
+    if not bool(known.any()):
+        return np.full(len(middle), float(np.median(series)))
+    return np.asarray(np.interp(np.arange(len(middle)), np.flatnonzero(known), found[known]))
+
+
+def _grain(brain: NDArray[np.float32], air: NDArray[Any]) -> float:
+    """The smaller of two estimates: structure makes that of the brain too large, masking that of air too small."""
+    in_air = float(np.std(air.astype(np.float64))) / _RAYLEIGH
+    if len(brain) < LEAST:
+        return in_air
+    bent = brain[:, 1] - (brain[:, 0] + brain[:, 2]) / 2
+    in_brain = float(1.4826 * np.median(np.abs(bent)) / np.sqrt(1.5))
+    return min(in_air, in_brain) if in_air > 0.0 else in_brain / 2
+
+
+_FINE_MM: Final = 0.75  # finer grids are thinned: distances are smooth, and need no more
+FAR_MM: Final = 1e3
+_ZOOM: Final = 2
+_SMOOTH: Final = 1.2  # fine voxels: takes the stairs off a distance to whole voxels
+_SWOLLEN: Final = 0.2  # coarse voxels by which a low level lies outside the skin, measured on phantoms
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Field:
+    """A smooth quantity on a grid."""
+
+    values: NDArray[np.float32]  # (i, j, k)
+    affine: NDArray[np.float64]  # (4, 4), index to RAS+ mm
+
+    def on(self, grid: NDArray[np.float64], shape: tuple[int, int, int], fill: float) -> NDArray[np.float32]:
+        """Its values at the points of a grid; ``fill``, a finite number, where it is not known."""
+        return resample(self.values, self.affine, shape, grid, 1, fill)
+
+
+def outside(mask: NDArray[np.bool_], affine: NDArray[np.float64]) -> Field:
+    """Distance to the nearest voxel of a mask in mm: 0 inside, never more than the truth."""
+    thin, grid = _thinned(mask, affine)
+    if not bool(thin.any()):
+        return Field(np.full(thin.shape, FAR_MM, np.float32), grid)
+    away = ndimage.distance_transform_edt(~thin, sampling=spacing(grid)).astype(np.float32)
+    if thin.shape != mask.shape:
+        np.maximum(away - np.float32(spacing(grid).max()), 0.0, out=away)
+    return Field(away, grid)
+
+
+def signed(mask: NDArray[np.bool_], affine: NDArray[np.float64]) -> Field:
+    """Distance to the surface of a mask in mm, negative inside. The image's border is no surface."""
+    thin, grid = _thinned(mask, affine)
+    mm = spacing(grid)
+    half = np.float32(mm.min() / 2)  # a surface lies between two voxels
+    if bool(thin.all()) or not bool(thin.any()):
+        return Field(np.full(thin.shape, -FAR_MM if thin.all() else FAR_MM, np.float32), grid)
+    depth = ndimage.distance_transform_edt(~thin, sampling=mm).astype(np.float32)
+    depth -= ndimage.distance_transform_edt(thin, sampling=mm).astype(np.float32)
+    depth -= np.sign(depth) * half
+    return Field(depth, grid)
+
+
+def smooth(mask: NDArray[np.bool_], values: NDArray[np.float32], cut: float, affine: NDArray[np.float64]) -> Field:
+    """As :func:`signed` for a coarse grid: twice as fine, and without stairs.
+
+    Args:
+        mask: (i, j, k), without holes.
+        values: (i, j, k), whose level at ``cut`` says where between two voxels the mask ends.
+        cut: what parts inside from outside.
+        affine: (4, 4), index to mm.
+    """
+    level = np.clip(values / np.float32(2 * cut), 0.0, 1.0)
+    level[ndimage.binary_erosion(mask, border_value=1)] = 1.0
+    level[~ndimage.binary_dilation(mask)] = 0.0
+    fine = ndimage.zoom(level, _ZOOM, order=1, mode="nearest", grid_mode=True)
+    grid = affine.copy()
+    grid[:3, :3] /= _ZOOM
+    grid[:3, 3] -= grid[:3, :3] @ np.full(3, (_ZOOM - 1) / 2)
+    depth = signed(fine > 0.5, grid).values
+    ndimage.gaussian_filter(depth, _SMOOTH, output=depth, mode="nearest")
+    depth += np.float32(_SWOLLEN * spacing(affine).mean())
+    return Field(depth, grid)
+
+
+def _thinned(mask: NDArray[np.bool_], affine: NDArray[np.float64]) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+    """Every second voxel, or third, of a very fine grid."""
+    step = np.maximum(1, np.ceil(_FINE_MM / spacing(affine) - 1e-3)).astype(int)
+    thin = mask[:: step[0], :: step[1], :: step[2]]
+    return thin, affine @ np.diag([*step.astype(np.float64), 1.0])
+
 
 COVER_MM: Final = 3.0  # of made scalp over the margin of the brain, where a made head would lie inside it
 _MEET_MM: Final = 4.0  # beyond the margin of the brain, in which intensities change over

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -20,13 +21,13 @@ from agent.defacing.brain_extraction import Brain
 from agent.defacing.head import HeadScan
 from agent.defacing.quality import examined
 from agent.domain import Volume
-from agent.volumes.bids import bids
 from agent.volumes.errors import NotDefacedError
-from agent.volumes.series import series_of
+from agent.volumes.series import SESSION, SUBJECT, series_of
 from agent.volumes.volume_io import read
 from protos.common.durable_files import replace_file
 
 _KEPT: Final = "heads"
+_T1: Final = re.compile(r"sub-.*_T1w\.nii(\.gz)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +67,21 @@ class Public:
 
 
 def find_heads(folder: Path) -> list[Public]:
-    """The heads of a BIDS folder; of any other, each volume as somebody of its own.
-
-    Raises:
-        ParticipantsTableError: of a BIDS folder.
-    """
+    """The T1-weighted heads of a BIDS folder; of any other folder, each volume as somebody of its own."""
     if (folder / "participants.tsv").exists():
-        return [Public(scan.person, (scan.path,)) for scan in bids(folder)]
+        return [Public(person, (path,)) for person, _session, path in bids_heads(folder)]
     groups = [group for group in series_of(folder) if not group.why]
     named = ((sha256(os.fspath(group.paths[0].relative_to(folder)).encode()).hexdigest(), group) for group in groups)
     return [Public(name[:16], group.paths) for name, group in named]
+
+
+def bids_heads(folder: Path) -> Iterator[tuple[str, str, Path]]:
+    """Person, session and file of every ``sub-*/[ses-*/]anat/*T1w.nii[.gz]`` (BIDS 1.10), in this order."""
+    for person in sorted(p for p in folder.iterdir() if p.is_dir() and SUBJECT.fullmatch(p.name)):
+        sessions = sorted(p for p in person.iterdir() if p.is_dir() and SESSION.fullmatch(p.name))
+        for place in sessions or [person]:
+            session, files = place.name if sessions else "", sorted((place / "anat").glob("*"))
+            yield from ((person.name, session, path) for path in files if _T1.fullmatch(path.name))
 
 
 def examine(

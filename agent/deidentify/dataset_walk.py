@@ -24,11 +24,9 @@ from agent.deidentify.ps315 import (
     value_encoding,
 )
 from agent.deidentify.ps315.action_trace import AttributeAction, step
-from agent.deidentify.ps315.actions import DUMMIES, STAMPED, Decision, decide
+from agent.deidentify.ps315.actions import DUMMIES, Decision, decide
 from agent.deidentify.ps315.options import Profile
 from agent.deidentify.ps315.value_encoding import Element, NotOneOfError, padded, texts
-
-__all__ = ["STAMPED", "DatasetWalker", "KeyedReplacements", "own_words", "raw"]
 
 _WORD: Final = re.compile(r"[^\W_]+")
 _DEVICE: Final = re.compile(r"[A-Za-z0-9 ._/+()#:,-]{1,64}")

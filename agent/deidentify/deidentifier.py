@@ -30,10 +30,9 @@ from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.prescan import EXPLICIT_LE, IMPLICIT_LE
 from agent.deidentify.ps315 import retained_attributes, structured_content, table
 from agent.deidentify.ps315.action_trace import AttributeAction, step
+from agent.deidentify.ps315.actions import STAMPED
 from agent.deidentify.ps315.options import CODES, UNKNOWN_PIXELS, USUAL, Pixels, Profile
-from agent.deidentify.ps315.value_encoding import UNREADABLE, padded, shifted
-
-__all__ = ["DeidentifiedDataset", "Deidentifier", "shifted"]
+from agent.deidentify.ps315.value_encoding import UNREADABLE, padded
 
 MIN_KEY_BYTES: Final = 32
 # 5 to 15 years back: no shifted study date falls on a date of the years that the cohort was scanned in
@@ -243,7 +242,7 @@ def _code(value: str) -> Dataset:
 
 def _stamp_steps(source: Dataset, stamps: dict[BaseTag, DataElement]) -> list[AttributeAction]:
     steps = [step("preamble", "blanked", "preamble"), step("file_meta", "replaced", "file_meta")]
-    for tag in map(BaseTag, sorted(dataset_walk.STAMPED)):
+    for tag in map(BaseTag, sorted(STAMPED)):
         path = f"{tag >> 16:04X},{tag & 0xFFFF:04X}"
         if tag in stamps:
             emptied = stamps[tag].value in ("", None)

@@ -20,11 +20,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.deidentify.identifying_values import OUR_WORDS, IdentifierSet, encodings_of, identifiers, is_identifying
+from agent.deidentify.identifying_values import OUR_WORDS, IdentifierSet, encodings_of
 from agent.deidentify.ps315 import retained_attributes
 from agent.deidentify.ps315.actions import STAMPED
-
-__all__ = ["IdentifierSet", "identifiers", "is_identifying", "residual"]
 
 _LEAST_IN_PIXELS: Final = 8
 _LEAST_DIGITS_IN_PIXELS: Final = 10

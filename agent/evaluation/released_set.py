@@ -3,28 +3,179 @@
 PrivImage's figures (section 4.3): a Fréchet distance, the accuracy of LR, MLP and CNN trained on the set and tested
 on real images, and the semantic distribution similarity of Eq. 5. Each has an interval by patient, and the figure
 that it is to be held against. All are computed from patients: they are for the site's eyes. Nothing is chosen here.
+
+The three classifiers of PrivImage (section 4.3, supplement C.3), trained on a release and tested on real patients.
+
+Logistic regression and a multi-layer perceptron are scikit-learn's with their own defaults, on pixels in [0, 1]. The
+paper's third is the ResNet-9 of FFCV, which has batch norm and some 6 million weights; ours is the small network of
+:mod:`agent.evaluation.utility`, which is made for a thousandth of the images. Nothing is chosen on the test set.
+
+How near the semantics of two sets of images are (PrivImage, Eq. 5): a check that a selection selected something.
+
+The paper's V turns a *word*, the name of a semantic, into its embedding (GloVe). There are no word vectors here, and
+a public set of letters has no words: a semantic's vector is any row of a (NS, d) matrix, such as the weights of a
+classifier's last layer for that semantic, or the mean of a public network's features over the images that have it
+(:func:`class_means`). Figures with different vectors do not compare. The frequencies of a private set are private: a
+similarity computed from them is for the site's eyes, or is charged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.neural_network import MLPClassifier
 
 from agent.domain import Cohort, SyntheticSet
 from agent.errors import DivergedError
-from agent.evaluation.classifiers import LR, trainers
 from agent.evaluation.fidelity import Features, Fidelity, Plan, Sets, TooFewImagesError, describe, fidelity
-from agent.evaluation.semantic_similarity import Meaning, class_means, frequencies, similarity
-from agent.evaluation.utility import Examples, Recipe, tstr
+from agent.evaluation.utility import Classifier, Examples, Grades, Recipe, Train, network_trainer, tstr
 from agent.intervals import Figure, Interval, Resampling, Units, percentile, resampled, wilson
 from agent.mechanisms.privimage.semantic_query import NothingSelectedError, Query, chosen, selection
 from agent.models.features.extractors import RandomFeatures
 from agent.models.semantics.classifier import Semantics
 from protos.common.errors import RefusedError
+
+Vectors = NDArray[np.float64]  # (NS, d)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Meaning:
+    """The semantics of a set of images: how often each occurs, and the vector of each."""
+
+    frequencies: NDArray[np.float64]  # (NS,): w, not negative; they sum to 1
+    vectors: Vectors
+
+    def __post_init__(self) -> None:
+        """Frequencies are a distribution; a vector of length 0 has no direction, unless nothing has that semantic."""
+        w, v = self.frequencies, self.vectors
+        if w.ndim != 1 or v.ndim != 2 or len(w) != len(v) or not len(w):
+            raise ValueError("semantics are (NS,) frequencies with (NS, d) vectors")
+        if not bool(np.isfinite(v).all()) or not (w >= 0).all() or not abs(float(w.sum()) - 1.0) <= 1e-9:
+            raise ValueError("vectors are finite; frequencies are not negative and sum to 1")
+        if not (np.linalg.norm(v[w > 0], axis=1) > 0).all():
+            raise ValueError("a semantic that occurs has a vector that is not 0")
+
+
+def frequencies(labels: NDArray[np.int64], count: int) -> NDArray[np.float64]:
+    """How often each of ``count`` semantics is among labels (n,), as shares. Raises: ValueError: none, or unknown."""
+    if not len(labels) or not 0 <= labels.min() <= labels.max() < count:
+        raise ValueError("labels are 0 .. count-1, and there is one")
+    return np.bincount(labels, minlength=count).astype(np.float64) / len(labels)
+
+
+def class_means(features: Vectors, labels: NDArray[np.int64], count: int, centre: NDArray[np.float64]) -> Vectors:
+    """The vector of each semantic: its images' mean feature, less a public centre; 0 where there is no image.
+
+    Args:
+        features: (n, d), of a public network.
+        labels: (n,), 0 .. count-1.
+        count: NS.
+        centre: (d,), the mean feature of a public set, the same for all sets that shall be compared. Without it, all
+            means of features that are never negative have nearly one direction.
+    Raises:
+        ValueError: shapes or labels do not fit.
+    """
+    if features.ndim != 2 or labels.shape != features.shape[:1] or centre.shape != features.shape[1:]:
+        raise ValueError("features are (n, d), with a label for each row and a centre (d,)")
+    shares = frequencies(labels, count)
+    sums = np.zeros((count, features.shape[1]))
+    np.add.at(sums, labels, features - centre)
+    out: Vectors = sums / np.maximum(shares * len(labels), 1.0)[:, None]
+    return out
+
+
+def similarity(first: Meaning, second: Meaning) -> float:
+    """SDS(D1, D2) of Eq. 5, in [-1, 1]: the cosine of two semantics, weighted by how often each occurs in its set.
+
+    Raises:
+        ValueError: the vectors are of different spaces.
+    """
+    if first.vectors.shape[1] != second.vectors.shape[1]:
+        raise ValueError("vectors of different length are of different spaces")
+    # Eq. 5 is a product of two sums: sum_i w_1^i V(s_1^i)/|V(s_1^i)|, and the same of the other set
+    return float(_direction(first) @ _direction(second))
+
+
+def _direction(of: Meaning) -> NDArray[np.float64]:
+    lengths = np.linalg.norm(of.vectors, axis=1)
+    out: NDArray[np.float64] = (of.frequencies / np.where(lengths > 0, lengths, 1.0)) @ of.vectors
+    return out
+
+
+LR, MLP, CNN = "LR", "MLP", "CNN"
+NAMES: Final = (LR, MLP, CNN)
+
+
+def train_logistic(release: Examples, seed: int) -> Classifier:
+    """``LogisticRegression()``, at most 100 iterations; the seed changes nothing.
+
+    Raises:
+        ValueError: the release has one grade only.
+    """
+    return _fitted(LogisticRegression(), release)
+
+
+def train_perceptron(release: Examples, seed: int) -> Classifier:
+    """``MLPClassifier()``: one hidden layer of 100, Adam, at most 200 passes.
+
+    Raises:
+        ValueError: the release has one grade only.
+    """
+    return _fitted(MLPClassifier(random_state=seed), release)
+
+
+def trainers(recipe: Recipe) -> Mapping[str, Train]:
+    """LR, MLP and CNN; the recipe is the CNN's."""
+    return {LR: train_logistic, MLP: train_perceptron, CNN: network_trainer(recipe)}
+
+
+def accuracies(
+    release: Examples, held_out: Examples, recipe: Recipe, seeds: Sequence[int], rng: np.random.Generator
+) -> dict[str, Figure]:
+    """Accuracy of LR, MLP and CNN on real held-out patients, mean over seeds, with intervals by patient.
+
+    Args:
+        release: synthetic images with their labels.
+        held_out: real images of patients of whom the release knows nothing.
+        recipe: of the CNN.
+        seeds: of the trainings.
+        rng: for the bootstrap, which does not cover the chance of training.
+    Returns:
+        LR, MLP and CNN, each in [0, 1]; ``chance`` is the commonest label for everybody.
+    Raises:
+        ValueError: see :func:`agent.evaluation.utility.tstr`.
+        DivergedError: the CNN's answers are not numbers.
+    """
+    how = Resampling(200)
+    found = {name: tstr(release, held_out, train, seeds, rng, how) for name, train in trainers(recipe).items()}
+    return {name: one.figures[0] for name, one in found.items()}
+
+
+def _fitted(model: LogisticRegression | MLPClassifier, release: Examples) -> Classifier:
+    if len(np.unique(release.grades)) < 2:
+        raise ValueError("the release has one grade only")
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", ConvergenceWarning
+        )  # the defaults are the paper's, whether they converge or not
+        model.fit(_flat(release.images), release.grades)
+
+    def classify(unseen: NDArray[np.float32]) -> Grades:
+        return np.asarray(model.predict(_flat(unseen)), np.int64)
+
+    return classify
+
+
+def _flat(images: NDArray[np.float32]) -> NDArray[np.float32]:
+    return images.reshape(len(images), -1)
+
 
 LEAST: Final = 20  # held-out patients: figures of fewer say more of them than of the set
 _LOOKED_AT: Final = 2000  # images of one side of a Fréchet distance, at most

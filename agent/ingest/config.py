@@ -16,10 +16,10 @@ from agent.errors import SiteConfigError
 from agent.ingest.folders import Folder
 from agent.ingest.ocr import OcrSettings
 from agent.ingest.patient_lists import Columns
-from agent.pacs.dicomweb.qido import DicomWebArchive
+from agent.pacs.archive import ArchiveConfig
+from agent.pacs.dicomweb.config import DicomWebArchive
 from agent.pacs.dicomweb.stow_process import StowSettings
-from agent.pacs.dimse.retrieve import ArchiveConfig
-from agent.pacs.dimse.storage_scp import ListenerSettings
+from agent.pacs.dimse.config import ListenerSettings
 from agent.storage.site_directory import Settings, SiteDirectory
 from agent.toml_config import Tables, converter
 

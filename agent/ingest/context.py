@@ -21,7 +21,7 @@ from agent.ingest.pending import PendingFile, QuarantinedFile, in_room
 from agent.ingest.pipeline import IngestDependencies, IngestPipeline, IngestReport, sender_mark
 from agent.storage import projects
 from agent.storage.quarantine import Quarantine
-from agent.storage.site_directory import SiteDirectory
+from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.spool import ReceivedFile, Spool, SpoolError
 from agent.storage.vault import Vault
 
@@ -195,7 +195,7 @@ def open_ingest(home: SiteDirectory, project: str) -> Iterator[IngestContext]:
         VaultError: a key does not open its file.
     """
     ingestion = read_ingestion(home)
-    keys = projects.keys(home, project) if project != projects.MAIN else None
+    keys = projects.keys(home, project) if project != MAIN else None
     vault = projects.open_vault(home, project)  # it makes the project main, where an older home has none
     try:
         keys = keys or projects.keys(home, project)

@@ -9,12 +9,12 @@ from agent.errors import ParserError, SiteConfigError
 from agent.ingest.ocr import OcrMissingError
 from agent.ingest.patient_lists import PatientListError
 from agent.pacs.archive import ArchiveError
-from agent.pacs.dicomweb.qido import DicomWebError
+from agent.pacs.dicomweb.config import DicomWebError
 from agent.pacs.dicomweb.stow_process import StowError
 from agent.pacs.dimse.listener_process import ListenerError
 from agent.pacs.secret_files import SecretFileError
+from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.spool import SpoolError
-from agent.storage.vault import VaultError
 
 EXPECTED: Final = (
     PatientListError,

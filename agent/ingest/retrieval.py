@@ -14,14 +14,15 @@ from agent.errors import SiteConfigError
 from agent.ingest.config import Ingestion
 from agent.ingest.context import IngestContext, open_ingest
 from agent.pacs.archive import ArchiveConfig, ArchiveError, Query
-from agent.pacs.dicomweb.qido import DicomWebArchive, DicomWebError, QidoClient, Session
+from agent.pacs.dicomweb.config import DicomWebArchive, DicomWebError
+from agent.pacs.dicomweb.qido import QidoClient, Session
 from agent.pacs.dicomweb.wado import Sink, WadoRetriever
 from agent.pacs.dimse.find import QUERY
 from agent.pacs.dimse.query_retrieve_scu import QueryRetrieveScu
 from agent.pacs.dimse.retrieve import Ports, Progress, Retriever
+from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.spool import SpoolError
-from agent.storage.vault import VaultError
 
 FAULTS: Final = (SiteConfigError, OSError, ArchiveError, SpoolError, VaultError, DicomWebError)
 Archive = ArchiveConfig | DicomWebArchive

@@ -23,12 +23,12 @@ from agent.ingest.pending import PendingFile
 from agent.ingest.pipeline import IngestReport
 from agent.ingest.retrieval import FAULTS, RetrievalThread, scheduled
 from agent.pacs.archive import ArchiveError
-from agent.pacs.dicomweb.qido import DicomWebError
+from agent.pacs.dicomweb.config import DicomWebError
 from agent.pacs.dicomweb.stow_process import Stow
 from agent.pacs.dimse.listener_process import Listener
+from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.spool import SpoolError
-from agent.storage.vault import VaultError
 
 # what a look may end with, in words for the operator that name no patient
 FAULTS_SAID: Final = (

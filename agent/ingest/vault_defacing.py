@@ -21,8 +21,9 @@ from agent.defacing.engine import DefacingMethod, take_off, tools
 from agent.deidentify.pixels import pixel_data
 from agent.errors import SiteConfigError
 from agent.ingest.context import IngestContext
+from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.instance_index import DefacedInstance, FaceInstance
-from agent.storage.vault import Vault, VaultError
+from agent.storage.vault import Vault
 from agent.storage.withheld_series import volumes_of
 from agent.volumes.errors import NotDefacedError
 from agent.volumes.volume_io import Source

@@ -30,7 +30,7 @@ from agent.dp.clipping import ClippedSum, PrivacyUnit, RowLosses, loop_engine
 from agent.dp.dpsgd import PrivateSgd, Task, train_privately
 from agent.dp.noise import Entropy
 from agent.models.training_loop import seeded
-from agent.privacy_audit.canaries import Training, one_run_bound
+from agent.privacy_audit.canaries import Training
 from agent.privacy_audit.conformance import (
     LATTICE,
     Conformance,
@@ -46,24 +46,10 @@ from agent.privacy_audit.conformance import (
 from agent.privacy_audit.query_conformance import (
     histogram_conformance,
     part_conformance,
-    query_conformance,
     sum_conformance,
 )
 from protos.common.errors import RefusedError
 
-__all__ = [
-    "NoiseAuditError",
-    "Sensitivity",
-    "conformance",
-    "gate",
-    "gradient_sum",
-    "histogram_conformance",
-    "one_run_bound",
-    "part_conformance",
-    "query_conformance",
-    "sensitivity",
-    "sum_conformance",
-]
 Someone = TypeVar("Someone")
 
 CANARIES: Final = 5000

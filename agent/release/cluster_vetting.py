@@ -30,7 +30,8 @@ from agent.microaggregation.released_clusters import ReleasedCluster
 from agent.models.training_loop import torch_generator
 from agent.release.vetting_statement import VettingReport, VettingResult
 from agent.vetting.exhibits import Exhibit, ReviewSamples, exhibits
-from agent.vetting.filter import REASONS, FilterResult, Power, Reference, Vetting, measured, power, reference_of, vet
+from agent.vetting.filter import REASONS, FilterResult, Power, measured, power, vet
+from agent.vetting.reference import Reference, Vetting, reference_of
 
 
 class NoneLeftError(CohortTooSmallError):

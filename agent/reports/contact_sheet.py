@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from PIL import Image as Picture
 
 from agent.intervals import Proportion
-from agent.mechanisms.distillation.teacher_student import Exhibit, Review, Tally
+from agent.mechanisms.distillation.teacher_student import Review, Tally
 from agent.reports.html_page import ACCENT, INK, WARN, block, page_html, plot
+from agent.vetting.exhibits import Exhibit
 from agent.vetting.filter import Power
 
 _SMALL: Final = 256  # pixels: what is smaller is drawn pixel by pixel, and two exhibits go beside each other

@@ -33,24 +33,6 @@ from agent.storage.vault import Vault
 from protos.common.durable_files import flush_directory
 from protos.identity.key_files import read_private, write_private
 
-__all__ = [
-    "MAIN",
-    "ProjectError",
-    "ProjectKeys",
-    "create",
-    "end",
-    "finish",
-    "kept_of",
-    "keys",
-    "names",
-    "open_vault",
-    "opt_in",
-    "opt_out",
-    "opted_out",
-    "project_folders",
-    "upgrade",
-]
-
 _NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,30}")
 _KEY_BYTES: Final = 32
 _BATCH: Final = 256

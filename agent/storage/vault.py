@@ -25,7 +25,6 @@ from agent.domain import Cohort, Image, Patient, Selection
 from agent.storage.encrypted_sqlite import EncryptedCheckpointStore, EncryptedDatabase, VaultError, derive
 from agent.storage.equal_patients import EqualPatients, group_equal_patients, left_out
 from agent.storage.instance_index import (
-    FaceInstance,
     InstanceRecord,
     SeriesTally,
     StateCount,
@@ -37,8 +36,6 @@ from agent.storage.instance_index import (
 from agent.storage.pixel_codec import packed, selection_view, unpacked
 from agent.storage.site_database import SiteDatabase
 from agent.storage.withheld_faces import Withheld
-
-__all__ = ["FaceInstance", "Vault", "VaultError"]
 
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS instance(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE,

@@ -12,7 +12,8 @@ from scipy.special import expit
 
 from agent.models.recognition.occlusion import heat
 from agent.models.recognition.verifier import Verifier
-from agent.vetting.filter import REASONS, Reference, Vetting
+from agent.vetting.filter import REASONS
+from agent.vetting.reference import Reference, Vetting
 
 Images = NDArray[np.uint8]  # (n, s, s) or (n, s, s, 3)
 

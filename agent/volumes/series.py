@@ -32,10 +32,9 @@ _BESIDE: Final = (".json", ".tsv", ".csv", ".xml", ".txt", ".md", ".bval", ".bve
 # structured reports, presentation states, the index of a medium: no image, and no outline of one
 _WORDS: Final = ("1.2.840.10008.5.1.4.1.1.88.", "1.2.840.10008.5.1.4.1.1.11.", MEDIA_DIRECTORY)
 _VOLUMES: Final = (".nii", ".nii.gz")
-_ONE_SERIES: Final = ("PatientID", "StudyInstanceUID", "SeriesInstanceUID")
 _STRAIGHT: Final = 1e-3  # deviation of direction cosines inside a volume
-_SUBJECT: Final = re.compile(r"sub-[A-Za-z0-9]+")
-_SESSION: Final = re.compile(r"ses-[A-Za-z0-9]+")
+SUBJECT: Final = re.compile(r"sub-[A-Za-z0-9]+")
+SESSION: Final = re.compile(r"ses-[A-Za-z0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +195,7 @@ def _study(name: str) -> str:
     """The part of a path that names a session of a BIDS folder; the path itself when there is none."""
     parts = name.split(os.sep)
     for place, part in enumerate(parts[:-1]):
-        if _SUBJECT.fullmatch(part):
-            session = place + 1 < len(parts) - 1 and bool(_SESSION.fullmatch(parts[place + 1]))
+        if SUBJECT.fullmatch(part):
+            session = place + 1 < len(parts) - 1 and bool(SESSION.fullmatch(parts[place + 1]))
             return os.sep.join(parts[: place + 1 + session])
     return name

@@ -26,10 +26,8 @@ from agent.volumes import nifti as volume_nifti
 from agent.volumes.dicom_series import DicomForm, derive_uid, keep_uid
 from agent.volumes.errors import NotDefacedError
 from agent.volumes.nifti import NiftiForm
-from agent.volumes.series import Group, grouped, is_beside, series_of, studies
+from agent.volumes.series import is_beside
 from protos.common.durable_files import flush_directory, write_new
-
-__all__ = ["Group", "Source", "derive_uid", "grouped", "keep_uid", "read", "read_bytes", "series_of", "studies"]
 
 MAX_BYTES: Final = 2**32  # of all the files of one volume
 

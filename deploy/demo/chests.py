@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from PIL import Image
 
-from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.common.generative_model import PublicImages
 from agent.models.image_folder import read_image_folder
 from deploy.phantoms import chest
 from policies.accounting.claims import SubsampledGaussian

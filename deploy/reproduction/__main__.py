@@ -21,7 +21,6 @@ from agent.defacing.remodel import around_template
 from agent.defacing.template import atlas, register
 from agent.domain import Volume
 from agent.errors import CommandError
-from agent.volumes.bids import ParticipantsTableError, adni, bids, oasis3
 from agent.volumes.volume_io import read
 from deploy.reproduction import (
     anonfaces,
@@ -33,6 +32,7 @@ from deploy.reproduction import (
     privimage,
     privimage_sources,
 )
+from deploy.reproduction.bids import ParticipantsTableError, adni, bids, oasis3
 from deploy.reproduction.datasets import LOADERS
 from deploy.reproduction.experiment import PRESETS, Official, Settings
 from deploy.reproduction.feature_networks import FEATURES

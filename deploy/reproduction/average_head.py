@@ -15,8 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.defacing.compositing import made_head
-from agent.defacing.distance_field import FAR_MM
+from agent.defacing.compositing import FAR_MM, made_head
 from agent.defacing.head import HeadScan
 from agent.defacing.privacy_transform import EXTENT_MM, Coarse, Gamma, Population, population_of, whole_head
 from agent.volumes.grid import cube_at

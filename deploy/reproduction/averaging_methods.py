@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.domain import Clusters, Cohort, Latents
-from agent.mechanisms.ksalsa.gram_matrices import Grid
-from agent.mechanisms.ksalsa.style_alignment import Alignment, Networks, align, sources_of
+from agent.mechanisms.ksalsa.style_alignment import Alignment, Grid, Networks, align, sources_of
 from agent.microaggregation.aggregation import aggregate_labels, average, patient_label
 from agent.microaggregation.partition import partition
 from deploy.reproduction.experiment import Rows, Settings, Work, cohort_of

@@ -24,13 +24,12 @@ from agent.models.diffusion.aligner import Aligner, aligner_from
 from agent.models.diffusion.aligner_training import Labelled, train_aligner_of
 from agent.models.diffusion.autoencoder import Autoencoder, autoencoder_from
 from agent.models.diffusion.autoencoder_training import AutoencoderTraining, train_autoencoder
-from agent.models.diffusion.near_duplicates import NEAR, near_duplicates
 from agent.models.diffusion.prompts import Conditions
 from agent.models.recognition import verifier_training
 from agent.models.recognition.verifier import Verifier, verifier_from
-from agent.models.recognition.verifier_training import fit_verifier, second_opinion
+from agent.models.recognition.verifier_training import NEAR, fit_verifier, near_duplicates, second_opinion
 from agent.models.training_loop import FileCheckpointStore
-from agent.vetting.filter import Vetting
+from agent.vetting.reference import Vetting
 from deploy.phantoms.chest import conditions, label_of
 from deploy.reproduction.mimic_cxr import Chests
 from deploy.reproduction.result_cache import Kept, Say, locked, sha

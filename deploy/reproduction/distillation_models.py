@@ -21,7 +21,7 @@ from agent.mechanisms.distillation.teacher_student import Course, Output, Work, 
 from agent.models.diffusion.edm_training import Average
 from agent.models.diffusion.latent_training import LatentTrainer, encoded
 from agent.models.training_loop import FileCheckpointStore, Plan, torch_generator, train
-from agent.vetting.filter import Reference, reference_of
+from agent.vetting.reference import Reference, reference_of
 from deploy.phantoms.chest import FINDINGS
 from deploy.reproduction.distillation_experiment import DistillWork, Images, Labels, aligner, autoencoder, vetting
 from deploy.reproduction.experiment import Rows, Samples, cohort_of

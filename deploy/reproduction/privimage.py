@@ -10,8 +10,8 @@ Differences from the paper, on purpose:
 * PDP-Diffusion and DPGAN-p learn all public images without a condition: a public name is no class of the cohort.
   PrivImage's selection is per class, so that it learns the condition as well (supplement C.2). That, and not nearness
   alone, is a part of its lead; figure 7's last row is the same model on all images.
-* The CNN is a small one (:mod:`agent.evaluation.classifiers`), the Fréchet distance is in random features with shrunk
-  covariances where no Inception is at hand: orders compare, figures don't. SDS (Eq. 5) uses means of the query
+* The CNN is a small one (:mod:`agent.evaluation.released_set`); the Fréchet distance is in random features with
+  shrunk covariances where no Inception is at hand: orders compare, figures don't. SDS (Eq. 5) uses means of the query
   function's own features in place of word vectors.
 * Table 3's rows without noise take the same steps with the same clip. More steps would show what a model could do.
 * Nothing is chosen by what stands in a table: a release's last step counts.
@@ -29,9 +29,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agent.evaluation.classifiers import CNN, LR, MLP, train_logistic, train_perceptron
 from agent.evaluation.fidelity import describe, frechet
-from agent.evaluation.semantic_similarity import Meaning, class_means, frequencies, similarity
+from agent.evaluation.released_set import (
+    CNN,
+    LR,
+    MLP,
+    Meaning,
+    class_means,
+    frequencies,
+    similarity,
+    train_logistic,
+    train_perceptron,
+)
 from agent.evaluation.utility import Examples, Train, network_trainer
 from agent.models.features.extractors import RandomFeatures
 from agent.models.image_tensors import to_tensor

@@ -8,28 +8,29 @@ Noise is the operating system's, as in a release: two runs have the same network
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from agent.domain import CheckpointStore
 from agent.dp.clipping import PrivacyUnit, vmap_engine
-from agent.dp.dpsgd import PrivateSgd, train_privately
+from agent.dp.dpsgd import PrivateSgd, Task, train_privately
 from agent.dp.noise import SystemEntropy
 from agent.evaluation.utility import Recipe
-from agent.mechanisms.common.generative_model import GenerativeModel
-from agent.mechanisms.privimage.conditional_gan import Adversarial, AdversarialConfig
 from agent.mechanisms.privimage.diffusion import Diffusion, DiffusionConfig
 from agent.mechanisms.privimage.semantic_query import Query, chosen, histogram, refuse_shared, selection
 from agent.models.diffusion.edm import DiffusionArchitecture
 from agent.models.semantics.classifier import Semantics, semantics_from
 from agent.models.semantics.training import SemanticsConfig, suited, train_semantics
-from agent.models.training_loop import FileCheckpointStore, torch_generator
+from agent.models.training_loop import FileCheckpointStore, Progress, torch_generator
+from deploy.reproduction.conditional_gan.model import Adversarial, AdversarialConfig
 from deploy.reproduction.experiment import Rows, Samples, cohort_of
 from deploy.reproduction.result_cache import Kept, Say, locked, sha
 from policies.accounting.accountant import calibrate, tight_epsilon
@@ -41,6 +42,69 @@ Public = Literal["none", "whole", "selected"]
 Images = NDArray[np.uint8]
 UNSAFE_NO_NOISE: Final = 2e-3  # of Table 3's non-private rows: the least that a claim may have; epsilon is a million
 _FREE: Final = ("seeds", "epsilons", "chunk", "device")  # settings on which no number depends
+
+
+class GenerativeModel(Protocol):
+    """Pre-trained on public images, fine-tuned on patients by DP-SGD, then asked for images of a class."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its images: (s, s) grey or (s, s, 3) RGB."""
+
+    @property
+    def classes(self) -> int:
+        """Conditions 0 .. classes - 1; a label of -1 is no condition."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the public configuration: of all that decides what it becomes, but the images."""
+
+    def pretrain(
+        self,
+        images: NDArray[np.uint8],
+        labels: NDArray[np.int64],
+        steps: int,
+        place: CheckpointStore,
+        say: Callable[[Progress], None] = ...,
+    ) -> None:
+        """Train on public images, and go on where ``place`` has a checkpoint of this run.
+
+        Args:
+            images: (n, s, s) or (n, s, s, 3).
+            labels: (n,), -1 for an image without a condition.
+            steps: of the optimiser.
+            place: of the checkpoint.
+            say: told of the progress.
+        Raises:
+            ValueError: images or labels that do not fit.
+        """
+
+    def task(self) -> Task:
+        """What DP-SGD trains, after the pre-training; the same model and follower whenever it is asked.
+
+        Its ``expand`` takes units of two tensors, a row for each image: images (n, s, s[, 3]) uint8 and labels (n,)
+        int64, -1 for none.
+        """
+
+    def sample(self, labels: NDArray[np.int64], generator: torch.Generator) -> NDArray[np.uint8]:
+        """An image for each label.
+
+        Args:
+            labels: (n,).
+            generator: on the CPU; the only source of randomness.
+        Returns:
+            (n, s, s) or (n, s, s, 3).
+        """
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights that draw, on the CPU: what a release holds."""
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take a state of :meth:`state` in the place of a pre-training; it can then draw, or be fine-tuned.
+
+        Raises:
+            WeightsError: it is of another configuration.
+        """
 
 
 @dataclass(frozen=True, slots=True)

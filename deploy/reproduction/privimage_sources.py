@@ -16,14 +16,14 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from agent.evaluation.utility import Recipe
-from agent.mechanisms.privimage.conditional_gan import AdversarialConfig, Fine
 from agent.mechanisms.privimage.diffusion import DiffusionConfig
 from agent.mechanisms.privimage.semantic_query import Query
-from agent.models.conditional_gan import network as adversarial
-from agent.models.conditional_gan.training import Descent, Pretraining
 from agent.models.diffusion import edm as diffusion
 from agent.models.diffusion.edm import DiffusionArchitecture
 from deploy.phantoms.handwriting import glyphs
+from deploy.reproduction.conditional_gan import network as adversarial
+from deploy.reproduction.conditional_gan.model import AdversarialConfig, Fine
+from deploy.reproduction.conditional_gan.training import Descent, Pretraining
 from deploy.reproduction.datasets import LOADERS
 from deploy.reproduction.experiment import Samples, samples_of
 from deploy.reproduction.privimage_experiment import Job, PrivateSettings, Sources

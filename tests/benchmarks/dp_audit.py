@@ -16,8 +16,9 @@ from sklearn.datasets import load_digits
 
 from agent.dp.clipping import bookkeeping_engine, loop_engine
 from agent.dp.noise import SystemEntropy
+from agent.privacy_audit.canaries import one_run_bound
 from agent.privacy_audit.conformance import SURE
-from agent.privacy_audit.gate import CANARIES, conformance, one_run_bound, toy_sensitivity
+from agent.privacy_audit.gate import CANARIES, conformance, toy_sensitivity
 from agent.privacy_audit.negative_controls import CONTROLS, ENGINES, LARGE, proved
 from tests.benchmarks.report import Report, Row
 

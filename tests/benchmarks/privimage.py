@@ -29,7 +29,7 @@ from typing import Final
 
 import torch
 
-from agent.evaluation.classifiers import CNN
+from agent.evaluation.released_set import CNN
 from agent.evaluation.utility import Recipe
 from deploy.reproduction import privimage
 from deploy.reproduction.privimage import DPDM, DPGAN, DPGAN_P, NONPRIV_D, NONPRIV_G, PDP, PRIVIMAGE_D, PRIVIMAGE_G

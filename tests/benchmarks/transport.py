@@ -10,7 +10,7 @@ the same requests, 8 calls in flight. The guard lets a site call 100 times a sec
 so many sites that none comes near the 400.
 
 ``upload_vs_stream``: seconds of a bare stream of the same bytes in 1 MiB messages into a file, with an fsync at the
-end, over seconds of :func:`agent.gateway.upload.send`: digests of the pieces, Offer, Upload, the whole's digest at
+end, over seconds of :func:`agent.gateway.client.send`: digests of the pieces, Offer, Upload, the whole's digest at
 the coordinator, review, ledger, shelf. The bytes are sealed to a reader, so no sandbox looks into them;
 the whole's digest at the site is not either: the statement has it, and was sealed before (a row). Our coordinator
 writes behind while it reads, which the plain peer does not: ``upload_vs_flushing_stream`` is against one that does.
@@ -36,7 +36,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Final
 
-from agent.gateway.upload import Patience, send
+from agent.gateway.client import Patience, send
 from protos.artifacts.chunks import CHUNK, piece
 from protos.encryption import hpke
 from protos.v1 import gateway_pb2

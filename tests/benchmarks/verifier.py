@@ -3,7 +3,7 @@
 It learns half of 1,200 people with four visits each; a quarter gives the tail, a quarter the judgement in its file.
 Everything printed is of 400 others. The false matches are counted as they happen: every one of their pictures against
 galleries of 1,000 pictures of other people, and the tail's interval stands beside. Near-duplicates are those of
-:mod:`agent.vetting.planted_copies`, at the threshold at which one of a hundred innocent pictures is matched.
+:mod:`agent.vetting.filter`, at the threshold at which one of a hundred innocent pictures is matched.
 
 Some five minutes of one processor for each seed, which ``LAZARET_BENCHMARK_STEPS`` makes less.
 """
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from agent.models.recognition.verifier import FALSE_MATCHES, GALLERY, Verifier, verifier_from
 from agent.models.recognition.verifier_training import all_logits, fit_verifier, judge, suited
 from agent.models.training_loop import torch_generator
-from agent.vetting.planted_copies import KINDS
+from agent.vetting.filter import KINDS
 from tests.benchmarks.report import Report, Row
 from tests.support.verifiers import chests
 

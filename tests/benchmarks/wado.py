@@ -18,7 +18,8 @@ import requests
 from dicomweb_client.web import DICOMwebClient
 
 from agent.pacs.archive import Query
-from agent.pacs.dicomweb.qido import DicomWebArchive, QidoClient, Series, Session
+from agent.pacs.dicomweb.config import DicomWebArchive
+from agent.pacs.dicomweb.qido import QidoClient, Series, Session
 from agent.pacs.dicomweb.wado import Sink, WadoRetriever
 from agent.storage.spool import Spool
 from tests.benchmarks.report import Report, Row

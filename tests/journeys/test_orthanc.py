@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from pydicom import dcmread
 
+from agent.pacs.archive import ArchiveConfig, ArchiveError
 from agent.pacs.dimse.config import Caller, ListenerSettings
 from agent.pacs.dimse.listener_process import Listener
-from agent.pacs.dimse.retrieve import ArchiveConfig, ArchiveError, Progress, Retriever
+from agent.pacs.dimse.retrieve import Progress, Retriever
 from tests.support.pacs import make_instances, orthanc, run
 from tests.support.ports import free_port
 from tests.support.pulling import KEY, Note, Site, data_set, killed_after, pulled, pulling

@@ -24,7 +24,7 @@ from flwr.app import ConfigRecord, Error, Message
 from flwr.supercore.task_identity import TaskIdentity
 from numpy.typing import NDArray
 
-from agent.federation.flower_records import read_task, records_of
+from agent.federation.supernode import read_task, records_of
 from agent.federation.tasks import Answer, Reply, Task, TaskDeclinedError
 from coordinator.admission import AdmissionService
 from coordinator.event_log import open_log

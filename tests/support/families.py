@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 
 from agent.dp.clipping import PrivacyUnit, RowLosses
 from agent.mechanisms.federated.mechanism import LinearSoftmax, row_losses
-from agent.models.conditional_gan import training as adversarial
-from agent.models.conditional_gan.network import PRESETS, AdversarialDiscriminator
 from agent.models.diffusion.edm import PRESETS as DIFFUSION_PRESETS
 from agent.models.diffusion.edm import Denoiser, loss_weight, with_lora
 from agent.models.training_loop import seeded
+from deploy.reproduction.conditional_gan import training as adversarial
+from deploy.reproduction.conditional_gan.network import PRESETS, AdversarialDiscriminator
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agent.pacs.dimse.retrieve import ArchiveConfig, Ports, Progress, PullReport, Retriever
+from agent.pacs.archive import ArchiveConfig
+from agent.pacs.dimse.retrieve import Ports, Progress, PullReport, Retriever
 from agent.storage.spool import Spool
 
 KEY = bytes(range(32))

@@ -28,9 +28,8 @@ from agent.models.diffusion.prompts import Conditions
 from agent.models.image_tensors import to_tensor
 from agent.models.recognition.score_tail import Tail, fit_tail
 from agent.models.weights import Origin, Provenance
-from agent.vetting.filter import FilterResult, Power, Vetting
-from agent.vetting.planted_copies import SINGLE
-from agent.vetting.reference import Reference
+from agent.vetting.filter import SINGLE, FilterResult, Power
+from agent.vetting.reference import Reference, Vetting
 from tests.support.aligners import untrained
 from tests.support.latents import tiny_autoencoder
 from tests.support.small_privimage import vouched

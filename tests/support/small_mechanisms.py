@@ -17,9 +17,8 @@ from agent.mechanisms.centroids.mechanism import Centroids
 from agent.mechanisms.common.linear_codec import fit_basis
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
 from agent.mechanisms.ksalsa.augmentation import Views
-from agent.mechanisms.ksalsa.gram_matrices import Grid
 from agent.mechanisms.ksalsa.mechanism import KSalsa
-from agent.mechanisms.ksalsa.style_alignment import Alignment
+from agent.mechanisms.ksalsa.style_alignment import Alignment, Grid
 from agent.mechanisms.ksame.mechanism import KSame
 from agent.models.features.extractors import RandomFeatures
 from agent.release.packaging import ReleaseFormat

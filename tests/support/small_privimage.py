@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from agent.dp.dpsgd import PrivateSgd
-from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.common.generative_model import PublicImages
 from agent.mechanisms.privimage.diffusion import DiffusionConfig
 from agent.mechanisms.privimage.mechanism import PrivImage, Synthetic
 from agent.mechanisms.privimage.semantic_query import Query

@@ -13,8 +13,6 @@ from agent.defacing.deid_gan.network import PRESETS as VOLUME_GANS
 from agent.defacing.deid_gan.training import Example, VolumeGanTrainer, VolumeGanTraining
 from agent.defacing.privacy_transform import Gamma
 from agent.models.augmentations import Pool
-from agent.models.conditional_gan.network import AdversarialArchitecture
-from agent.models.conditional_gan.training import AdversarialTrainer, Descent, Pretraining, averaged, fresh_networks
 from agent.models.diffusion import aligner_training
 from agent.models.diffusion.aligner import AlignerArchitecture
 from agent.models.diffusion.autoencoder import AutoencoderArchitecture
@@ -37,6 +35,14 @@ from agent.models.stylegan.restyle_training import InversionConfig, InversionTra
 from agent.models.stylegan.training import GanConfig, GanTrainer
 from agent.models.training_loop import Trainer, seeded
 from agent.volumes.grid import Cube
+from deploy.reproduction.conditional_gan.network import AdversarialArchitecture
+from deploy.reproduction.conditional_gan.training import (
+    AdversarialTrainer,
+    Descent,
+    Pretraining,
+    averaged,
+    fresh_networks,
+)
 
 CPU: Final = torch.device("cpu")
 TRUNK: Final = TrunkArchitecture(8, 1, 8, 2, 1, 16)

@@ -3,12 +3,18 @@
 Each matcher is trained on people of whom the attacker has unaltered and defaced heads of the same method, and scores
 a pair of an unaltered and a defaced head: higher is more alike. The attacker also chooses the matcher on those people
 (:func:`chosen`), never on the tested ones: the best of several on the test set would beat chance by selection alone.
+
+An attacker of defaced heads (C-DeID-GAN, Fig. 3): learns on public people, then picks a person's head.
+
+The attacker has other people's heads before and after the same method, and learns from them what the method leaves. A
+release of refaced heads is judged by how many people this attacker re-identifies. The paper's figure, with chance and
+power for each rate, is computed outside the agent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
@@ -314,3 +320,23 @@ def _people(scores: Values) -> int:
     if scores.shape != (p, p) or p < CHOICES or not bool(np.isfinite(scores).all()):
         raise ValueError(f"scores are (p, p), finite, of {CHOICES} people or more")
     return p
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attacker:
+    """The attacker's configuration."""
+
+    fit: Fit = field(default_factory=Fit)
+    only: tuple[str, ...] = ()  # names of matchers; (): all
+
+    def learned(self, public: People) -> Choice:
+        """The matcher that this attacker relies on, from people who are not tested.
+
+        Raises:
+            ValueError: too few people, or no matcher is left.
+        """
+        offered: Mapping[str, Learn] = matchers(public.known[0], len(public.known), self.fit)
+        offered = {name: one for name, one in offered.items() if not self.only or name in self.only}
+        if not offered:
+            raise ValueError("an attacker has a matcher")
+        return chosen(public, offered)

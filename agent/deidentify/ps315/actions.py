@@ -36,7 +36,6 @@ STAMPED: Final = retained_attributes.tags(
     *("DeidentificationMethodCodeSequence", "LongitudinalTemporalInformationModified", "BurnedInAnnotation"),
     "RecognizableVisualFeatures",
 )
-_STAMPED_ANYWHERE: Final = retained_attributes.tags("BurnedInAnnotation", "RecognizableVisualFeatures")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,91 +1,55 @@
-"""The interface of a generative model for a private release: a diffusion model or a GAN."""
+"""What diffusion models of private releases share, of images and latents; and the public images they learn first."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Generic, Protocol, TypeVar
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.domain import CheckpointStore
-from agent.dp.dpsgd import Task
 from agent.dp.noise import Entropy, SystemEntropy
 from agent.models.diffusion.edm_training import Average
-from agent.models.training_loop import Progress
 from agent.models.weights import fill
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublicImages:
+    """The public set D_p: nobody's patients."""
+
+    images: NDArray[np.uint8]  # (n, s, s) or (n, s, s, 3)
+    bins: NDArray[np.int64]  # (n,): the semantic of each, a bin of the query function
+    vouched: frozenset[str] = frozenset()  # digests that the site says are nobody's patients
+    sha256: str = ""  # of the images, as they are trained on; filled in
+
+    def __post_init__(self) -> None:
+        """A bin for each image."""
+        if self.images.dtype != np.uint8 or not 0 < len(self.images) == len(self.bins):
+            raise ValueError("public images are uint8, with a semantic bin for each")
+        digest = hashlib.sha256(str(self.images.shape).encode())
+        digest.update(np.ascontiguousarray(self.images).tobytes())
+        object.__setattr__(self, "sha256", digest.hexdigest())
+
+    @property
+    def component(self) -> str:
+        """What a statement says of the weights that were trained on them, without noise (P6)."""
+        return "public" if self.sha256 in self.vouched else "private"
+
 
 Network = TypeVar("Network", bound=nn.Module)
 
 
-class GenerativeModel(Protocol):
-    """Pre-trained on public images, fine-tuned on patients by DP-SGD, then asked for images of a class."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of its images: (s, s) grey or (s, s, 3) RGB."""
-
-    @property
-    def classes(self) -> int:
-        """Conditions 0 .. classes - 1; a label of -1 is no condition."""
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the public configuration: of all that decides what it becomes, but the images."""
-
-    def pretrain(
-        self,
-        images: NDArray[np.uint8],
-        labels: NDArray[np.int64],
-        steps: int,
-        place: CheckpointStore,
-        say: Callable[[Progress], None] = ...,
-    ) -> None:
-        """Train on public images, and go on where ``place`` has a checkpoint of this run.
-
-        Args:
-            images: (n, s, s) or (n, s, s, 3).
-            labels: (n,), -1 for an image without a condition.
-            steps: of the optimiser.
-            place: of the checkpoint.
-            say: told of the progress.
-        Raises:
-            ValueError: images or labels that do not fit.
-        """
-
-    def task(self) -> Task:
-        """What DP-SGD trains, after the pre-training; the same model and follower whenever it is asked.
-
-        Its ``expand`` takes units of two tensors, a row for each image: images (n, s, s[, 3]) uint8 and labels (n,)
-        int64, -1 for none.
-        """
-
-    def sample(self, labels: NDArray[np.int64], generator: torch.Generator) -> NDArray[np.uint8]:
-        """An image for each label.
-
-        Args:
-            labels: (n,).
-            generator: on the CPU; the only source of randomness.
-        Returns:
-            (n, s, s) or (n, s, s, 3).
-        """
-
-    def state(self) -> dict[str, Tensor]:
-        """The weights that draw, on the CPU: what a release holds."""
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take a state of :meth:`state` in the place of a pre-training; it can then draw, or be fine-tuned.
-
-        Raises:
-            WeightsError: it is of another configuration.
-        """
-
-
 class DenoisingModel(Generic[Network]):
-    """What every ``GenerativeModel`` with a denoiser shares: its weights, and an average while it is fine-tuned."""
+    """A denoiser, pre-trained on public images and fine-tuned on patients by DP-SGD, with an average; it then draws.
+
+    What a subclass gives to DP-SGD takes units of two tensors, a row for each image: images (n, s, s[, 3]) uint8 and
+    labels (n,) int64, -1 for none.
+    """
 
     def __init__(self, denoiser: Network, entropy: Entropy | None) -> None:
         """Keep ``denoiser`` with its initial weights; ``entropy`` is the operating system's unless it is given."""

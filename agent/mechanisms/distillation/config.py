@@ -19,7 +19,7 @@ import numpy as np
 
 from agent.mechanisms.common.config import CohortTable, Shelf, document, needed, no_device
 from agent.mechanisms.common.dp_config import Prepared, PrivacyTable, PrivateFile, no_progress
-from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.common.generative_model import PublicImages
 from agent.mechanisms.distillation.latent_model import LatentConfig
 from agent.mechanisms.distillation.mechanism import Distill, DistillDp
 from agent.mechanisms.distillation.teacher_student import Course, Output, Sampling
@@ -31,7 +31,7 @@ from agent.models.image_folder import ImageFolderError, read_image_folder, read_
 from agent.models.recognition.verifier import Verifier, verifier_from
 from agent.toml_config import Tables, names_files
 from agent.vetting.config import VOUCH, VettingTable, demand_digest, refuse_others
-from agent.vetting.filter import Vetting
+from agent.vetting.reference import Vetting
 from policies.accounting.accountant import calibrate
 from policies.accounting.rounding import epsilon_text, format_rounded_up
 

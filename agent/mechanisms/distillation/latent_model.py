@@ -104,7 +104,7 @@ class LatentConfig:
 
 
 class LatentDiffusion(DenoisingModel[LatentDenoiser]):
-    """A ``GenerativeModel``: a denoiser of an autoencoder's latents, its average while it is fine-tuned, sampling."""
+    """A denoiser of an autoencoder's latents, its average while it is fine-tuned, sampling."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class LatentDiffusion(DenoisingModel[LatentDenoiser]):
         On public images it is the pre-training of a private model. On patients it is the whole training of a
         teacher, which promises nothing and must not leave; ``place`` is then the vault's.
 
-        Args and errors as of ``GenerativeModel.pretrain`` and ``train_latent_denoiser``.
+        Args and errors as of ``encoded`` and ``train_latent_denoiser``.
         """
         self._refuse_begun()
         data = encoded(images, labels, self.autoencoder, self.conditions, self.config.device)
@@ -186,27 +186,6 @@ class LatentDiffusion(DenoisingModel[LatentDenoiser]):
             LatentNotFiniteError: the network says no numbers.
         """
         return self._drawer().sample(labels, generator, self._where)
-
-    def redraw(
-        self,
-        images: NDArray[np.uint8],
-        labels: NDArray[np.int64],
-        strength: float,
-        generator: torch.Generator,
-    ) -> NDArray[np.uint8]:
-        """Images like these (Meng et al. 2021, SDEdit): near-duplicates at a small strength, others at 1.
-
-        Args:
-            images: (n, s, s) or (n, s, s, 3).
-            labels: (n,), -1 for no condition.
-            strength: in (0, 1], the share of the noise that is added and taken away again.
-            generator: on the CPU.
-        Returns:
-            Like ``images``.
-        Raises:
-            ValueError, LatentNotFiniteError: as :meth:`sample`, or images or a strength that do not fit.
-        """
-        return self._drawer().redraw(images, labels, strength, generator, self._where)
 
     def file(self, notes: Mapping[str, object]) -> bytes:
         """The model file of what draws: see ``latent_bytes``."""

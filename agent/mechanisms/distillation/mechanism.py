@@ -18,7 +18,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,31 +29,21 @@ from agent.dp.clipping import PrivacyUnit
 from agent.dp.dpsgd import PrivateSgd, best_engine, train_privately
 from agent.dp.noise import Entropy
 from agent.errors import CohortTooSmallError
-from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.common.generative_model import PublicImages
 from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.distillation.latent_model import LatentDiffusion
 from agent.mechanisms.distillation.teacher_student import Course, Distilled, Work, distil
 from agent.models.image_tensors import to_bytes
-from agent.vetting.filter import reference_of
+from agent.vetting.reference import reference_of
 from policies.accounting.claims import NoClaim, SubsampledGaussian
 
-FEWER: Final = "write so many into [output] pictures"  # what makes a set smaller
 
+class Distillation:
+    """What both kinds of teacher say of the course that follows."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Distill:
-    """Public configuration of a distillation whose teacher learns without noise: level C, and nothing promised."""
-
+    __slots__ = ()
     course: Course
-    teacher_steps: int
-
-    name: ClassVar[str] = "distill"
-    fewer: ClassVar[str] = FEWER
-
-    def __post_init__(self) -> None:
-        """Refuse a teacher that learns nothing."""
-        if not self.teacher_steps >= 1:
-            raise ValueError("steps of the teacher: at least 1")
+    fewer: ClassVar[str] = "write so many into [output] pictures"  # what makes a set smaller
 
     @property
     def pictures(self) -> int:
@@ -68,6 +58,21 @@ class Distill:
     def shape(self) -> tuple[int, ...]:
         """(s, s[, 3]) of the images that it takes and makes."""
         return self.course.autoencoder.shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Distill(Distillation):
+    """Public configuration of a distillation whose teacher learns without noise: level C, and nothing promised."""
+
+    course: Course
+    teacher_steps: int
+
+    name: ClassVar[str] = "distill"
+
+    def __post_init__(self) -> None:
+        """Refuse a teacher that learns nothing."""
+        if not self.teacher_steps >= 1:
+            raise ValueError("steps of the teacher: at least 1")
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -113,7 +118,7 @@ class Distill:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DistillDp:
+class DistillDp(Distillation):
     """Public configuration of a distillation whose teacher learns by DP-SGD: level A, by the teacher's claim."""
 
     course: Course
@@ -123,7 +128,6 @@ class DistillDp:
     public_patients: int  # a bound that may be known to all
 
     name: ClassVar[str] = "distill-dp"
-    fewer: ClassVar[str] = FEWER
 
     def __post_init__(self) -> None:
         """Refuse what does not fit together."""
@@ -134,20 +138,6 @@ class DistillDp:
         if not self.pretraining_steps >= 1:
             raise ValueError("steps of the pre-training: at least 1")
         self.claim()
-
-    @property
-    def pictures(self) -> int:
-        """How many a release has; of a model, how many are drawn to measure it."""
-        return self.course.output.pictures
-
-    def untrained(self) -> bytes | None:
-        """The model's file before it has learned anything, where a model leaves; None where images do."""
-        return self.course.untrained() if self.course.output.release == "model" else None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(s, s[, 3]) of the images that it takes and makes."""
-        return self.course.autoencoder.shape
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -214,7 +204,7 @@ def _teacher(course: Course, entropy: Entropy) -> LatentDiffusion:
     return LatentDiffusion(course.model, course.autoencoder, course.conditions, entropy)
 
 
-def _counted(of: Distill | DistillDp, cohort: Cohort) -> tuple[Patient, ...]:
+def _counted(of: Distillation, cohort: Cohort) -> tuple[Patient, ...]:
     """The patients with their images of the conditions; who has no such image is left out, by that record alone.
 
     Raises:
@@ -230,7 +220,7 @@ def _counted(of: Distill | DistillDp, cohort: Cohort) -> tuple[Patient, ...]:
     return tuple(out)
 
 
-def _stacked(of: Distill | DistillDp, patients: Sequence[Patient]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _stacked(of: Distillation, patients: Sequence[Patient]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Every image (n, s, s[, 3]) and its condition (n,)."""
     images = [image for patient in patients for image in patient.images]
     pixels = to_bytes(np.stack([image.pixels for image in images]))

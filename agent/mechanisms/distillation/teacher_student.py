@@ -2,6 +2,8 @@
 
 Fernandez, Sanchez, Pinaya, Jacenków, Tsaftaris & Cardoso 2023, steps 2 to 5. Everything here is public configuration
 but the teacher's weights and the reference; whoever holds patients back holds those back.
+
+Drawn samples: those that the student learns, the fate of the others, and those shown to a reviewer.
 """
 
 from __future__ import annotations
@@ -20,15 +22,64 @@ from agent.domain import CheckpointStore, SyntheticSet
 from agent.dp.noise import Entropy
 from agent.intervals import Proportion
 from agent.mechanisms.distillation.latent_model import LatentConfig, LatentDiffusion
-from agent.mechanisms.distillation.samples import Drawn, Tally, tallies
 from agent.models.diffusion.aligner import Aligner
 from agent.models.diffusion.autoencoder import Autoencoder
 from agent.models.diffusion.prompts import Conditions
 from agent.models.image_tensors import to_tensor
 from agent.models.training_loop import load_state, save_state, torch_generator
 from agent.vetting.exhibits import Exhibit, Images, Labels, ReviewSamples, exhibits
-from agent.vetting.filter import REASONS, Power, Reference, Vetting, measured, power, vet
+from agent.vetting.filter import REASONS, Power, measured, power, vet
+from agent.vetting.reference import Reference, Vetting
 from protos.common.errors import RefusedError
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What became of one condition's samples, in the last round."""
+
+    name: str
+    drawn: int
+    dropped: Mapping[str, int] = field(hash=False)  # by the reason of :class:`agent.vetting.filter.FilterResult`
+    learned: int  # groups whose best sample the student learned
+    empty: int  # groups with nothing left: never filled up with what had failed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """The samples of one round: those that the student learns, and counts of the rest."""
+
+    images: Images  # (n, s, s[, 3]) kept
+    labels: Labels
+    scores: NDArray[np.float64]  # of all that was drawn
+    counts: NDArray[np.int64]  # (c, len(REASONS) + 1): samples by reason; last, groups with nothing left
+    before: NDArray[np.float64]  # (3,) R_re-id of the teacher's samples, and its interval
+    shown: ReviewSamples
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """As tensors for a checkpoint, which is stored encrypted in the vault: it contains samples too similar to
+        patients.
+        """
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "shown"}
+        more = {f"shown.{f.name}": getattr(self.shown, f.name) for f in fields(ReviewSamples)}
+        return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in {**own, **more}.items()}
+
+    @classmethod
+    def of(cls, state: Mapping[str, torch.Tensor]) -> Drawn:
+        """What :meth:`state` gave."""
+        own = {name: tensor.numpy() for name, tensor in state.items()}
+        shown = ReviewSamples(**{f.name: own.pop(f"shown.{f.name}") for f in fields(ReviewSamples)})
+        return cls(shown=shown, **own)
+
+
+def tallies(conditions: Conditions, last: Drawn) -> tuple[Tally, ...]:
+    """What became of the samples of each condition."""
+    out = []
+    for number, name in enumerate(conditions.names):
+        counts = last.counts[number]
+        dropped = {reason: int(counts[place]) for place, reason in enumerate(REASONS) if reason and counts[place]}
+        learned, empty = int((last.labels == number).sum()), int(counts[-1])
+        out.append(Tally(name, int(counts[:-1].sum()), dropped, learned, empty))
+    return tuple(out)
 
 
 def best_of(scores: NDArray[np.floating], groups: NDArray[np.int64], kept: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -55,19 +106,6 @@ def best_of(scores: NDArray[np.floating], groups: NDArray[np.int64], kept: NDArr
     order = left[np.lexsort((-scores[left], groups[left]))]
     return order[np.unique(groups[order], return_index=True)[1]].astype(np.int64)
 
-
-__all__ = [
-    "Course",
-    "Distilled",
-    "Exhibit",
-    "NothingLeftError",
-    "Output",
-    "Review",
-    "Sampling",
-    "Tally",
-    "Work",
-    "distil",
-]
 
 Released = Literal["samples", "model"]
 MOST: Final = 1_000_000  # samples that are drawn in one round

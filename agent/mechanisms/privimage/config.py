@@ -8,7 +8,7 @@ semantics`` next to it; it is public if ``site.toml`` vouches for its SHA-256, a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -17,12 +17,10 @@ import numpy as np
 
 from agent.mechanisms.common.config import CohortTable, Shelf, needed, no_device
 from agent.mechanisms.common.dp_config import Prepared, PrivacyTable, PrivateFile, no_progress
-from agent.mechanisms.common.public_images import PublicImages
-from agent.mechanisms.privimage.conditional_gan import AdversarialConfig
+from agent.mechanisms.common.generative_model import PublicImages
 from agent.mechanisms.privimage.diffusion import DiffusionConfig
 from agent.mechanisms.privimage.mechanism import PrivImage, Synthetic
 from agent.mechanisms.privimage.semantic_query import SHARE, Query
-from agent.models.conditional_gan import network as adversarial
 from agent.models.diffusion import edm as diffusion
 from agent.models.image_folder import ImageFolderError, read_image_folder, read_labels
 from agent.models.semantics.classifier import Semantics, semantics_from
@@ -68,7 +66,7 @@ class PublicTable:
 class ModelTable:
     """``[model]``: what is trained. Every other key is of the model's own configuration."""
 
-    kind: str = "diffusion"  # or "gan"
+    kind: str = "diffusion"  # the only one
     preset: str = "small32"  # size of the model
     pretraining_steps: int = 4000  # on the public images
     colour: bool = False  # RGB instead of grey
@@ -104,7 +102,7 @@ class _Parsed:
     semantics: SemanticsTable
     public: PublicTable
     model: ModelTable
-    config: DiffusionConfig | AdversarialConfig
+    config: DiffusionConfig
     synthetic: Synthetic
 
 
@@ -189,31 +187,23 @@ def _model_table(tables: Tables) -> tuple[ModelTable | None, dict[str, Any]]:
         return None, {}
     own = {key: value for key, value in raw.items() if key in _OWN}
     table = tables.made(own, ModelTable, "model")
-    if table is not None and table.kind not in ("diffusion", "gan"):
-        tables.problems.append('model.kind: "diffusion" or "gan"')
+    if table is not None and table.kind != "diffusion":  # the paper's GAN: deploy.reproduction.conditional_gan
+        tables.problems.append('model.kind: "diffusion"')
         return None, {}
     return table, {key: value for key, value in raw.items() if key not in _OWN}
 
 
-def _config(
-    tables: Tables, table: ModelTable, rest: dict[str, Any], classes: int
-) -> DiffusionConfig | AdversarialConfig | None:
+def _config(tables: Tables, table: ModelTable, rest: dict[str, Any], classes: int) -> DiffusionConfig | None:
     """The preset's architecture, for these classes, in what else the table says of the model."""
-    presets: Mapping[str, Any] = diffusion.PRESETS if table.kind == "diffusion" else adversarial.PRESETS
-    if table.preset not in presets:
-        tables.problems.append(f"model.preset: one of {', '.join(presets)}")
+    if table.preset not in diffusion.PRESETS:
+        tables.problems.append(f"model.preset: one of {', '.join(diffusion.PRESETS)}")
         return None
     if "architecture" in rest:
         tables.problems.append("model.architecture: is named by preset")
         return None
-    fitted = replace(presets[table.preset], channels=3 if table.colour else 1, classes=classes)
+    fitted = replace(diffusion.PRESETS[table.preset], channels=3 if table.colour else 1, classes=classes)
     plain = json.loads(json.dumps(asdict(fitted)))  # tuples as lists, as in TOML
-    whole = {"seed": 0, **rest, "architecture": plain}
-    made: DiffusionConfig | AdversarialConfig | None
-    if table.kind == "diffusion":
-        made = tables.made(whole, DiffusionConfig, "model")
-    else:
-        made = tables.made(whole, AdversarialConfig, "model")
+    made = tables.made({"seed": 0, **rest, "architecture": plain}, DiffusionConfig, "model")
     if made is not None and (told := no_device(made.device)):
         tables.problems.append(f"model.{told}")  # now, and not once a price is held
     return made
@@ -243,9 +233,7 @@ def _noise(privacy: PrivacyTable, query: Query, say: Callable[[str, str], None])
     )
 
 
-def _public(
-    shelf: Shelf, table: PublicTable, config: DiffusionConfig | AdversarialConfig, semantics: Semantics
-) -> PublicImages:
+def _public(shelf: Shelf, table: PublicTable, config: DiffusionConfig, semantics: Semantics) -> PublicImages:
     """The public images, each with its semantic: as it is labelled, or as the query function sees it."""
     side, grey = config.architecture.side, config.architecture.channels == 1
     images, names = read_image_folder(shelf.folder / table.pictures, side, grey)

@@ -100,7 +100,7 @@ SAMPLERS: Final = {"heun": edm.heun, "ddim": edm.ddim}
 
 
 class Diffusion(DenoisingModel[edm.Denoiser]):
-    """A ``GenerativeModel``: a denoiser, its average while it is fine-tuned, and the sampler."""
+    """A denoiser, its average while it is fine-tuned, and the sampler."""
 
     def __init__(self, config: DiffusionConfig, entropy: Entropy | None = None) -> None:
         """Draw the initial weights from ``config.seed``.
@@ -140,7 +140,7 @@ class Diffusion(DenoisingModel[edm.Denoiser]):
     ) -> None:
         """Train on public images; what is fine-tuned afterwards, and draws, are the average weights.
 
-        Args and errors as of ``GenerativeModel.pretrain`` and ``train_denoiser``.
+        Args and errors as of ``train_denoiser``.
         """
         self._refuse_begun()
         self._denoiser = edm_training.train_denoiser(images, labels, self.config.pretraining, steps, place, say)

@@ -22,11 +22,9 @@ from agent.domain import Cohort, Image, Patient, SyntheticSet
 from agent.dp.clipping import PrivacyUnit
 from agent.dp.dpsgd import PrivateSgd, best_engine, train_privately
 from agent.dp.noise import Entropy
-from agent.mechanisms.common.generative_model import GenerativeModel
-from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.common.generative_model import PublicImages
 from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.privimage import semantic_query
-from agent.mechanisms.privimage.conditional_gan import Adversarial, AdversarialConfig
 from agent.mechanisms.privimage.diffusion import Diffusion, DiffusionConfig
 from agent.models.image_tensors import to_bytes
 from agent.models.semantics.classifier import Semantics
@@ -55,7 +53,7 @@ class PrivImage:
     """Public configuration of one PrivImage release."""
 
     classes: tuple[str, ...]  # labels that count; images of others are left out
-    model: DiffusionConfig | AdversarialConfig  # PrivImage+D, PrivImage+G
+    model: DiffusionConfig  # PrivImage+D
     semantics: Semantics  # Q, trained on public images and frozen
     query: semantic_query.Query
     public: PublicImages
@@ -114,7 +112,7 @@ class PrivImage:
         """SHA-256 of the whole configuration: an interrupted making goes on only as the same."""
         told = {
             "classes": [self.classes, self.pooled],
-            "model": self._model().fingerprint,
+            "model": self.model.fingerprint,
             "semantics": self.semantics.origin.sha256,
             "query": asdict(self.query),
             "public": [self.public.sha256, hashlib.sha256(self.public.bins.astype("<i8").tobytes()).hexdigest()],
@@ -154,7 +152,7 @@ class PrivImage:
         rows, labels = semantic_query.selection(
             self.public.bins, semantic_query.chosen(noisy, self.query)
         )  # lines 14-21
-        model = self._model(entropy)
+        model = Diffusion(self.model, entropy)
         model.pretrain(  # line 22
             self.public.images[rows],
             labels,
@@ -173,11 +171,6 @@ class PrivImage:
             say=lambda done: bench.say("fine-tuning", done.step, done.steps),
         )
         return self._set(model, noisy, entropy)  # line 24
-
-    def _model(self, entropy: Entropy | None = None) -> GenerativeModel:
-        if isinstance(self.model, DiffusionConfig):
-            return Diffusion(self.model, entropy)
-        return Adversarial(self.model, entropy)
 
     def _counted(self, cohort: Cohort) -> tuple[Patient, ...]:
         """The patients with their images of the classes; who has no such image is left out, by that record alone.
@@ -211,7 +204,7 @@ class PrivImage:
         pixels = torch.from_numpy(to_bytes(np.stack([image.pixels for image in patient.images])))
         return PrivacyUnit((pixels, torch.tensor([self.drawn.index(image.label) for image in patient.images])))
 
-    def _set(self, model: GenerativeModel, noisy: NDArray[np.float64], entropy: Entropy) -> SyntheticSet:
+    def _set(self, model: Diffusion, noisy: NDArray[np.float64], entropy: Entropy) -> SyntheticSet:
         c, m = len(self.drawn), self.synthetic.pictures
         shares = (
             np.full(c, 1.0 / c) if self.synthetic.shares == "even" else semantic_query.proportions(noisy, self.query)

@@ -23,9 +23,8 @@ from agent.defacing.deface import Examine
 from agent.defacing.face_region import Region
 from agent.defacing.head import HeadScan
 from agent.defacing.head_mask import threshold
-from agent.defacing.reidentification.attack import Attacker
 from agent.defacing.reidentification.features import Eye, ScanFeatures, extract_features
-from agent.defacing.reidentification.matching import People, first
+from agent.defacing.reidentification.matching import Attacker, People, first
 from agent.defacing.reidentification.rendering import surface
 from agent.defacing.reidentification.simulated_rescan import revisited
 from agent.defacing.remodel import Network, remodel

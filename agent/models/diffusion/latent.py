@@ -1,8 +1,7 @@
 """A latent diffusion model: MONAI's UNet over an autoencoder's latents, told by cross-attention what to show.
 
 Rombach, Blattmann, Lorenz, Esser & Ommer 2022, "High-resolution image synthesis with latent diffusion models" (arXiv
-2112.10752), section 3.3; Privacy Distillation, section 2.1. Ho & Salimans 2022 (guidance, arXiv 2207.12598). Meng et
-al. 2021 (SDEdit, arXiv 2108.01073).
+2112.10752), section 3.3; Privacy Distillation, section 2.1. Ho & Salimans 2022 (guidance, arXiv 2207.12598).
 
 A prompt's tokens are looked up in a table, positions in another, and the UNet attends to their sums. Token 0,
 "nothing", has a learned row like any word: prompts are padded with it, and a prompt of nothing else is "no
@@ -23,9 +22,10 @@ from torch import Tensor, nn
 
 from agent.models.diffusion.autoencoder import KIND as AUTOENCODER
 from agent.models.diffusion.autoencoder import Autoencoder, autoencoder_from
-from agent.models.diffusion.noise_schedule import Drawing, Noising, Predict, denoised
+from agent.models.diffusion.noise_schedule import Drawing, Predict, denoised
 from agent.models.diffusion.prompts import Conditions, conditions_from
 from agent.models.image_tensors import to_bytes, to_unit
+from agent.models.training_loop import device_generator
 from agent.models.weights import Provenance, WeightsError, built, pack, unpack
 from protos.common.errors import TrainingError
 
@@ -190,12 +190,6 @@ class ComputeSettings:
     batch: int = 256  # images at once
     bfloat16: bool = False  # of the denoiser's products
 
-    def local(self, generator: torch.Generator) -> torch.Generator:
-        """The generator itself on a CPU; elsewhere one of that device, seeded from it."""
-        if torch.device(self.device).type == "cpu":
-            return generator
-        return torch.Generator(self.device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentSampler:
@@ -222,57 +216,21 @@ class LatentSampler:
             LatentNotFiniteError: the network says no numbers.
         """
         where = where or ComputeSettings()
-        tokens, draw = self.conditions.tokens(torch.from_numpy(labels), generator), where.local(generator)
+        tokens = self.conditions.tokens(torch.from_numpy(labels), generator)
+        draw = device_generator(generator, where.device)
         drawn = [np.empty((0, *self.autoencoder.shape), np.uint8)]
         for part in torch.split(tokens, where.batch) if len(tokens) else ():
             noise = torch.randn((len(part), *self.autoencoder.latent), generator=draw, device=where.device)
-            drawn.append(self._drawn(noise, part, 0, where))
-        return np.concatenate(drawn)
-
-    def redraw(
-        self,
-        images: NDArray[np.uint8],
-        labels: NDArray[np.int64],
-        strength: float,
-        generator: torch.Generator,
-        where: ComputeSettings | None = None,
-    ) -> NDArray[np.uint8]:
-        """Images like these: noised to the time ``strength`` T and drawn from there (SDEdit, Algorithm 1).
-
-        Args:
-            images: (n, s, s) or (n, s, s, 3).
-            labels: (n,) as of :meth:`sample`.
-            strength: in (0, 1]; at 1 nothing of an image is left.
-            generator: as of :meth:`sample`.
-            where: to compute.
-        Returns:
-            Like ``images``.
-        Raises:
-            ValueError: as :meth:`sample`, or images that do not fit, or another strength.
-            LatentNotFiniteError: the network says no numbers.
-        """
-        if len(images) != len(labels):
-            raise ValueError("images need a label each (-1: none)")
-        where, begin = where or ComputeSettings(), self.drawing.begun(strength)
-        noising, time = Noising(self.drawing.prediction), self.drawing.times[begin]
-        tokens, draw = self.conditions.tokens(torch.from_numpy(labels), generator), where.local(generator)
-        drawn = [np.empty((0, *self.autoencoder.shape), np.uint8)]
-        for place in range(0, len(images), where.batch):
-            given = torch.from_numpy(images[place : place + where.batch]).to(where.device)
-            with torch.no_grad():
-                clean = self.autoencoder.encode(planes(given, self.autoencoder))
-            noise = torch.randn(clean.shape, generator=draw, device=where.device)
-            noisy = noising.noised(clean, torch.full((len(clean),), time, device=where.device), noise)
-            drawn.append(self._drawn(noisy, tokens[place : place + where.batch], begin, where))
+            drawn.append(self._drawn(noise, part, where))
         return np.concatenate(drawn)
 
     @torch.no_grad()
-    def _drawn(self, noisy: Tensor, tokens: Tensor, begin: int, where: ComputeSettings) -> NDArray[np.uint8]:
-        """Images behind noisy latents (n, c, h, w), on the host."""
+    def _drawn(self, noise: Tensor, tokens: Tensor, where: ComputeSettings) -> NDArray[np.uint8]:
+        """Images drawn from noise (n, c, h, w), on the host."""
         denoiser = self.denoiser.to(where.device)
         with torch.autocast(torch.device(where.device).type, torch.bfloat16, enabled=where.bfloat16):
             predict = guided(denoiser, tokens.to(where.device), self.drawing.guidance)
-            z = denoised(predict, noisy, self.drawing, begin)
+            z = denoised(predict, noise, self.drawing)
         made = self.autoencoder.decode(z)
         if not bool(torch.isfinite(z).all() and torch.isfinite(made).all()):
             raise LatentNotFiniteError("the model's output is not finite: train it with a smaller learning rate")

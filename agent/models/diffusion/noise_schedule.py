@@ -55,18 +55,6 @@ class Drawing:
         apart = TIMES // self.steps
         return tuple(range(TIMES - apart, -1, -apart))
 
-    def begun(self, strength: float) -> int:
-        """The place in :attr:`times` where images are taken up that keep more the smaller ``strength`` is.
-
-        Meng et al. 2021 (SDEdit, arXiv 2108.01073), Algorithm 1: noise to t = strength T, and denoise from there.
-
-        Raises:
-            ValueError: a strength outside (0, 1].
-        """
-        if not 0.0 < strength <= 1.0:
-            raise ValueError("a strength lies in (0, 1]")
-        return self.steps - 1 - min(round(strength * self.steps), self.steps - 1)
-
 
 def _kept() -> Tensor:
     """(T,) float32: abar, the share of the latents' variance in z_t (DDPM, Eq. 4)."""
@@ -123,18 +111,17 @@ class Noising:
 
 
 @torch.no_grad()
-def denoised(predict: Predict, z: Tensor, drawing: Drawing, begin: int = 0) -> Tensor:
-    """Latents without noise from latents at the level of ``drawing.times[begin]``; deterministic.
+def denoised(predict: Predict, z: Tensor, drawing: Drawing) -> Tensor:
+    """Latents without noise from nothing but noise; deterministic.
 
     Args:
         predict: v or epsilon, as ``drawing.prediction`` says.
-        z: (n, ...) float32; at ``begin`` 0 standard normal.
+        z: (n, ...) float32, standard normal.
         drawing: public.
-        begin: a place in ``drawing.times``.
     Returns:
         (n, ...) float32.
     """
-    times = drawing.times[begin:]
+    times = drawing.times
     if drawing.sampler == "ddim":
         scheduler = _scheduler(drawing.prediction, "ddim")
         scheduler.set_timesteps(drawing.steps)  # how far a step goes; its times are ours

@@ -29,8 +29,6 @@ from agent.pacs.dicomweb.config import FAULTY, DicomWebArchive, DicomWebError, f
 from agent.pacs.instance_header import is_uid
 from agent.pacs.secret_files import SecretFileError, read_secret
 
-__all__ = ["DicomWebArchive", "DicomWebError", "QidoClient", "Series", "Session", "pieces"]
-
 _PAGE: Final = 500  # matches asked for at a time
 _MOST_ANSWER: Final = 64 * 2**20  # bytes of one QIDO answer
 _MOST_INSTANCES: Final = 100_000  # of one series

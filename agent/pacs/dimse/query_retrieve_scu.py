@@ -2,11 +2,14 @@
 
 What the archive answers is as hostile as any input: see :mod:`agent.pacs.dimse.requestor` for what was rejected and
 why.
+
+And C-ECHO (PS3.7 section 9.1.5), and a check that an archive has our listener configured: the doctor's PACS tests.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +20,7 @@ from pydicom.dataset import Dataset
 from pynetdicom.dsutils import encode
 
 from agent.pacs.archive import ArchiveConfig, ArchiveError, ArchiveQueryError, ArchiveUnreachableError
+from agent.pacs.dimse.acceptor import VERIFICATION
 from agent.pacs.dimse.config import MAX_PDU
 from agent.pacs.dimse.identifiers import even, identifier, read_match, us, us_of, write_fields
 from agent.pacs.dimse.messages import UID, data_values, file_head, read_command, read_fields, response
@@ -32,6 +36,8 @@ _PENDING: Final = (0xFF00, 0xFF01)
 _SERVICES: Final = {FIND: "queries (C-FIND)", GET: "C-GET", MOVE: "C-MOVE"}
 _C_STORE, _C_GET, _C_FIND, _C_MOVE, _C_CANCEL = 0x0001, 0x0010, 0x0020, 0x0021, 0x0FFF
 _NO_DATA: Final = 0x0101
+_C_ECHO: Final = 0x0030
+_IMPLICIT: Final = "1.2.840.10008.1.2"
 _LOW: Final = 0x0002  # priority: the wards come first
 _MAX_COMMAND: Final = 16384  # bytes
 _MAX_IDENTIFIER: Final = 1 << 20
@@ -357,3 +363,58 @@ class QueryRetrieveScu:
                     completed = us_of(fields, 0x1021)
                     clock.restart()
                 clock.check()
+
+
+class Echo(QueryRetrieveScu):
+    """An association for verification alone."""
+
+    def __init__(self, remote: ArchiveConfig) -> None:
+        """Open it.
+
+        Raises:
+            ArchiveUnreachableError: no connection, no TLS, rejected, or verification is not offered.
+        """
+        try:
+            super().__init__(remote, [(VERIFICATION, _IMPLICIT)])
+        except KeyError:  # the requestor has no word for a service that is no retrieval
+            raise ArchiveUnreachableError(f"{remote.name}: it does not offer C-ECHO to this site.") from None
+
+    def echo(self) -> None:
+        """Ask, and wait for the answer.
+
+        Raises:
+            ArchiveQueryError: it answers with a failure.
+            ArchiveError: the association ended.
+        """
+        self._message = 1
+        fields = {0x0002: even(VERIFICATION, b"\0"), 0x0100: us(_C_ECHO), 0x0110: us(1), 0x0800: us(_NO_DATA)}
+        with self._told():
+            self._send(write_fields(fields), b"")
+            context, _, answer = self._next()
+            status, _ = self._response(context, answer, _C_ECHO)
+        if status:
+            raise ArchiveQueryError(f"{self._remote.name}: it answers C-ECHO with status {status:04X}.")
+
+
+def echo(remote: ArchiveConfig) -> None:
+    """C-ECHO there.
+
+    Raises:
+        ArchiveError: what is wrong.
+    """
+    with Echo(remote) as association:
+        association.echo()
+
+
+def knows_us(remote: ArchiveConfig) -> bool | None:
+    """Check that the archive has the destination of C-MOVE, by a request to move a study that does not exist.
+
+    Returns:
+        None where its answer does not tell: Orthanc gives the same one for a study it lacks.
+    Raises:
+        ArchiveError: it cannot be asked.
+    """
+    nobody = f"2.25.{secrets.randbits(120)}"
+    with QueryRetrieveScu(remote, [(MOVE, _IMPLICIT)]) as association:
+        outcome = association.move("STUDY", {"StudyInstanceUID": nobody}, remote.destination or remote.calling)
+    return {SUCCESS: True, UNKNOWN_DESTINATION: False}.get(outcome.status)

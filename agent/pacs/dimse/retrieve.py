@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Final, Protocol, TypeVar
 
 from agent.deidentify.prescan import IMPLICIT_LE
-from agent.pacs.archive import ArchiveConfig, ArchiveError, ArchiveUnreachableError, Query
+from agent.pacs.archive import ArchiveConfig, ArchiveError, ArchiveUnreachableError
 from agent.pacs.dimse.find import LIST, RetrievalUnit, Series, Study, find_instances, find_studies, units
 from agent.pacs.dimse.query_retrieve_scu import (
     CANNOT_UNDERSTAND,
@@ -33,7 +33,7 @@ from agent.pacs.dimse.query_retrieve_scu import (
     explain,
 )
 from agent.pacs.dimse.requestor import MOST_CONTEXTS, storage_contexts
-from agent.pacs.schedule import Clock, Hours, OutsideHours, RateLimiter, RetrievalStopped
+from agent.pacs.schedule import Clock, OutsideHours, RateLimiter, RetrievalStopped
 from agent.storage.spool import ReceivedFile, Spool
 
 
@@ -101,18 +101,6 @@ class PullReport:
         """Does the site have all that the archive has?"""
         return not (self.stopped or self.missing or self.failed or self.unlisted or self.malformed)
 
-
-__all__ = [
-    "ArchiveConfig",
-    "ArchiveError",
-    "Hours",
-    "Journal",
-    "Ports",
-    "Progress",
-    "PullReport",
-    "Query",
-    "Retriever",
-]
 
 _T = TypeVar("_T")
 _CLASSES: Final = 12  # of one association, so that each has room for the transfer syntaxes in use

@@ -23,7 +23,6 @@ from agent.pacs.dimse.messages import UID, Command, data_values, file_head, read
 from agent.pacs.tls import Tls
 from agent.storage.spool import ReceivedFile, Spool
 
-__all__ = ["EVENTS", "Association", "EventTally", "ListenerSettings", "Services", "read_settings"]
 EVENTS: Final = {
     "accepted": "Associations opened.",
     "released": "Associations that ended normally.",

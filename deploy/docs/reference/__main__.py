@@ -43,10 +43,10 @@ from agent.mechanisms.privimage import config as privimage
 from agent.mechanisms.privimage.mechanism import Synthetic
 from agent.mechanisms.remodel import config as remodel
 from agent.operations import metrics as agent_metrics
+from agent.pacs.archive import ArchiveConfig
 from agent.pacs.dicomweb.config import DicomWebArchive
 from agent.pacs.dicomweb.stow_process import StowSettings
 from agent.pacs.dimse.config import ListenerSettings
-from agent.pacs.dimse.retrieve import ArchiveConfig
 from agent.storage import site_directory
 from agent.vetting.config import JudgesTable, VettingTable
 from coordinator.cli import options as coordinator_cli

@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from agent.defacing.reidentification.attack import Attacker
 from agent.defacing.reidentification.features import BEHIND, Cloud, Eye, ScanFeatures, Values, in_zone
-from agent.defacing.reidentification.matching import CHOICES, People, first, five_way
+from agent.defacing.reidentification.matching import CHOICES, Attacker, People, first, five_way
 from agent.defacing.reidentification.rendering import VIEWS, Surface, axes_of, render, renderings
 from agent.intervals import Interval, wilson
 

@@ -19,11 +19,11 @@ import torch
 
 from agent.cli import distillation_review, release_resumable, train_distillation
 from agent.mechanisms.distillation import options
-from agent.models.diffusion import near_duplicates
 from agent.models.diffusion.aligner import aligner_from
 from agent.models.diffusion.autoencoder import PRESETS, autoencoder_from
 from agent.models.diffusion.latent import KIND as MODEL
 from agent.models.diffusion.prompts import TEMPLATES
+from agent.models.recognition import verifier_training
 from agent.models.recognition.recogniser_training import TooFewPeopleError
 from agent.models.recognition.verifier import MADE, Verifier
 from agent.models.recognition.verifier_training import VerificationConfig
@@ -154,7 +154,7 @@ def test_an_autoencoder_gives_the_verifier_near_duplicates_of_its_own_kind(
     typed: Typed, radiographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.Tensor] = []
-    whole = near_duplicates.near_duplicates
+    whole = verifier_training.near_duplicates
 
     def watched(through: Any) -> Any:
         make = whole(through)

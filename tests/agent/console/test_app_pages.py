@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from agent.console.context import SiteConsoleContext
-from agent.console.optout import preview
-from agent.console.optout_preview import Consequences
+from agent.console.optout import Consequences, preview
 from agent.deidentify.record import Record
 from agent.domain import Selection
 from agent.event_log import open_log

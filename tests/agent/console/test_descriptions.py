@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.console import descriptions, log_reader, policy_draft
+from agent.console import descriptions, log_reader
+from agent.console import policy as policy_pages
 from agent.console.background_task import BackgroundTask
 from agent.console.errors import errors_as_pages, sentence
 from agent.mechanisms.registry import __file__ as mechanisms
@@ -130,17 +131,17 @@ def test_what_is_left_is_rounded_down_and_what_is_gone_up() -> None:
 
 
 def test_all_problems_of_a_draft_are_said_at_once() -> None:
-    made, wrong = policy_draft.problems(
+    made, wrong = policy_pages.problems(
         policy(epsilon=0, k_min=1, levels='["D"]', odd=1).replace("delta", "dleta"), 3
     )
     assert made is None
     assert {line.partition(":")[0] for line in wrong} == {"delta", "dleta", "epsilon", "k_min", "levels"}
-    assert policy_draft.problems("= no TOML", 1)[1]
+    assert policy_pages.problems("= no TOML", 1)[1]
 
 
 def test_a_delta_too_large_for_the_patients_is_a_problem() -> None:
-    assert policy_draft.problems(policy(delta="1e-3"), 999)[1] == ()
-    assert "number of this site's patients" in policy_draft.problems(policy(delta="1e-3"), 1000)[1][0]
+    assert policy_pages.problems(policy(delta="1e-3"), 999)[1] == ()
+    assert "number of this site's patients" in policy_pages.problems(policy(delta="1e-3"), 1000)[1][0]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_a_delta_too_large_for_the_patients_is_a_problem() -> None:
 )
 def test_a_change_is_told_from_the_law_that_takes_the_strictest(key: str, value: object, change: str) -> None:
     before, after = parse(policy(), "a"), parse(policy(**{key: value}), "b")
-    (row,) = [row for row in policy_draft.compare(before, after, before) if row.key == key]
+    (row,) = [row for row in policy_pages.compare(before, after, before) if row.key == key]
     assert row.change == change
     assert amendments.loosened_keys(before, after) == ((key,) if change == "looser" else ())
     assert amendments.loosened_keys(before, before) == ()
@@ -168,7 +169,7 @@ def test_a_change_is_told_from_the_law_that_takes_the_strictest(key: str, value:
 def test_presets_loosen_as_their_names_say() -> None:
     known = {name: parse(preset(name), name) for name in ("internal", "controlled", "public")}
     assert amendments.loosened_keys(known["controlled"], known["internal"])
-    assert set(policy_draft.MEANINGS) == {row.key for row in policy_draft.compare(*known.values())}
+    assert set(policy_pages.MEANINGS) == {row.key for row in policy_pages.compare(*known.values())}
 
 
 def test_a_proposal_is_of_one_text_and_of_one_place_in_history() -> None:

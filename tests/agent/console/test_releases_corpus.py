@@ -12,7 +12,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from agent.console import app, policy_draft
+from agent.console import app
+from agent.console import policy as policy_pages
 from agent.console.context import SiteConsoleContext
 from agent.console.releases import REFUSE, refusal_serial
 from agent.event_log import open_log
@@ -55,7 +56,7 @@ class Clerk:
         if head.startswith("/releases") and tail in ("approve", "refuse"):
             return self._signed(form, self.of_release(name, head.rpartition("/")[2], tail))
         if form.path == "/policy/approve":
-            text = (self.place.home.root / policy_draft.FILE).read_text()
+            text = (self.place.home.root / policy_pages.FILE).read_text()
             serial = amendments.amendment_serial(text, self.context.ledger.read().state.amended.get("site-a", 0))
             words = (serial, amendments.ACTION, "site-a", amendments.digest(text))
             return self._signed(form, self.place.approval(name, *words))
@@ -146,7 +147,7 @@ def _side(place: Hospital, context: SiteConsoleContext) -> Side:
 
 def _happens(place: Hospital, context: SiteConsoleContext, trial: Trial, release: str) -> None:
     """A site's days: after each of them, whatever was not there before is tried."""
-    clerk, draft = Clerk(place, context), place.home.root / policy_draft.FILE
+    clerk, draft = Clerk(place, context), place.home.root / policy_pages.FILE
     tighter, looser = policy(approvals=BOTH, k_min=7), policy(approvals='["compliance"]')
     with open_ingest(place.home, MAIN) as way:
         way.inbox.put(ReceivedFile("dimse", "PACS1", b"no image either"))

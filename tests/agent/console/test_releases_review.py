@@ -367,7 +367,7 @@ def test_a_release_that_another_process_forgets_meanwhile_is_no_such_release(
 
 
 def test_an_opt_out_names_the_way_out_where_nobody_approves() -> None:
-    from agent.console.optout_preview import Consequences, sentences
+    from agent.console.optout import Consequences, sentences
 
     told = " ".join(text for _, text in sentences(Consequences(1, 1, 0, (), ("release-a",), (), 0, 0, 0)))
     assert "`release withdraw`" in told

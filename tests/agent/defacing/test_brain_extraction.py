@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from scipy import ndimage
 
 from agent.defacing.bet import bet, filled, levels, sphere
-from agent.defacing.brain_extraction import Atlas, Brain, carried, dice, extract, grown, likeness
-from agent.defacing.ct_brain import cavity, hounsfield
+from agent.defacing.brain_extraction import Atlas, Brain, carried, cavity, dice, extract, grown, hounsfield, likeness
 from agent.defacing.head_mask import head_mask
 from agent.defacing.template import atlas, register
 from agent.domain import Volume

@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 from scipy import ndimage
 
 from agent.defacing.change import Defaced, checked
-from agent.defacing.compositing import Paste, made_head, pasted
-from agent.defacing.distance_field import Field, outside, signed
+from agent.defacing.compositing import LEAST, Contrast, Field, Paste, learned, made_head, outside, pasted, signed
 from agent.defacing.face_region import Region
 from agent.defacing.head_mask import head_mask, noise
-from agent.defacing.intensity_model import LEAST, Contrast, learned
 from agent.defacing.privacy_transform import transform
 from agent.defacing.remodel import remodel
 from agent.domain import Volume

@@ -61,6 +61,25 @@ def test_a_bids_folder_trains_a_network_and_goes_on(
     assert "vouch for it" in said
 
 
+def test_of_a_bids_folder_only_the_t1_weighted_heads_of_its_subjects_are_found(tmp_path: Path) -> None:
+    (tmp_path / "participants.tsv").write_text("participant_id\nsub-1\n")  # a training needs no age
+    for name in (
+        "sub-1/ses-b/anat/sub-1_ses-b_T1w.nii.gz",
+        "sub-1/ses-a/anat/sub-1_ses-a_T1w.nii",
+        "sub-1/ses-a/anat/sub-1_ses-a_T2w.nii",
+        "sub-1/ses-a/func/sub-1_ses-a_T1w.nii",
+        "sub-2/anat/sub-2_T1w.nii.gz",
+        "sub-2/anat/sub-2_T1w.json",
+        "derivatives/sub-9/anat/sub-9_T1w.nii",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = [(head.person, *(path.name for path in head.paths)) for head in find_heads(tmp_path)]
+    assert found == [
+        ("sub-1", "sub-1_ses-a_T1w.nii"), ("sub-1", "sub-1_ses-b_T1w.nii.gz"), ("sub-2", "sub-2_T1w.nii.gz"),
+    ]  # fmt: skip
+
+
 def test_kept_heads_are_what_was_examined(public: Path, known: list[int], tmp_path: Path) -> None:
     heads, left = examine(find_heads(public), tmp_path)
     assert left == {}

@@ -17,9 +17,10 @@ from pydicom.data import get_testdata_file
 
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.identifying_values import identifiers
 from agent.deidentify.pixels import pixel_data
 from agent.deidentify.ps315.options import Profile
-from agent.deidentify.residual_check import identifiers, residual
+from agent.deidentify.residual_check import residual
 
 WHO = Deidentifier(bytes(range(32)), "H")
 

@@ -9,7 +9,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from agent.federation.flower_records import read_task, records_of
+from agent.federation.supernode import read_task, records_of
 from agent.federation.tasks import (
     Answer,
     FrameError,

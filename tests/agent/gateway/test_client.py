@@ -11,7 +11,7 @@ import pytest
 
 import coordinator.event_log as coordinator_log
 from agent import errors as agent_errors
-from agent.event_log import UnlistedKeyError, open_log
+from agent.event_log import open_log
 from agent.federation.service import TICK_S, response_delay
 from agent.gateway.enrolment import Given, enrol
 from agent.storage import site_directory
@@ -23,6 +23,7 @@ from policies.ledger.backends.sqlite import open_sqlite
 from policies.ledger.store import Store
 from policies.review.policy import PolicyError, preset
 from protos.identity.certificates import KeyFileError
+from protos.operations.event_log import UnlistedKeyError
 from tests.support.ledger_world import Clock, Hospital, open_register, policy
 
 KEY = bytes(range(32))

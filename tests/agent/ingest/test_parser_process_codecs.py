@@ -20,7 +20,7 @@ from agent.deidentify.admission_rules import Rules
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.pixel_redaction import Blank, Rectangle
-from agent.deidentify.pixels import codestream
+from agent.deidentify.pixels import pixel_data
 from agent.deidentify.record import Record
 from agent.ingest.parser_process import Limits, ParserProcess
 from tests.support.peers import need
@@ -314,17 +314,17 @@ def test_a_stream_of_another_codec_than_the_transfer_syntax_says_is_refused(
 
 @pytest.mark.parametrize("syntax", _STREAMS)
 def test_a_stream_cut_or_damaged_anywhere_in_its_head_is_refused_or_read_and_never_faults(syntax: str) -> None:
-    shape, whole = codestream.Shape(40, 56, 1, 16), _STREAMS[syntax]
-    codestream.check(whole, f"1.2.840.10008.1.2.4.{syntax}", shape)
+    shape, whole = pixel_data.Shape(40, 56, 1, 16), _STREAMS[syntax]
+    pixel_data.check(whole, f"1.2.840.10008.1.2.4.{syntax}", shape)
     rng = np.random.default_rng(2)
     for end in range(24):
         with pytest.raises(FileRejectedError, match="undecodable"):
-            codestream.check(whole[:end], f"1.2.840.10008.1.2.4.{syntax}", shape)
+            pixel_data.check(whole[:end], f"1.2.840.10008.1.2.4.{syntax}", shape)
     for _ in range(300):
         damaged = bytearray(whole[:200])
         damaged[rng.integers(0, 60)] = rng.integers(0, 256)
         try:
-            codestream.check(bytes(damaged), f"1.2.840.10008.1.2.4.{syntax}", shape)
+            pixel_data.check(bytes(damaged), f"1.2.840.10008.1.2.4.{syntax}", shape)
         except FileRejectedError as refusal:
             assert refusal.code == "undecodable"  # noqa: PT017
 

@@ -18,9 +18,9 @@ from agent.ingest.context import IngestContext, open_ingest, purge_pending
 from agent.ingest.folders import Folder, FolderWatcher
 from agent.ingest.pipeline import IngestReport
 from agent.storage import projects
+from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.spool import ReceivedFile
-from agent.storage.vault import VaultError
 from tests.support.ingest_site import ingest_site
 from tests.support.pacs import make_instances
 

@@ -364,7 +364,7 @@ def pictures(shape: tuple[int, ...], count: int = 3) -> np.ndarray[Any, np.dtype
 
 def test_a_published_stylegan_with_an_encoder_of_our_own_is_a_codec(tmp_path: Path) -> None:
     raw, theirs = ada_file()
-    from agent.models.published.stylegan import generator_of
+    from agent.models.published.loading import generator_of
 
     read_back = generator_of(dict(theirs.state_dict()))  # the sizes that a published file tells may be other words
     encoder = own_encoder(read_back)

@@ -21,9 +21,9 @@ from agent.cli import backup as backup_commands
 from agent.cli.main import main
 from agent.deidentify.record import Record
 from agent.errors import SiteConfigError
-from agent.operations import post_restore, restore
+from agent.operations import restore
 from agent.operations.backup import backup
-from agent.operations.post_restore import spend_all_grants
+from agent.operations.restore import spend_all_grants
 from agent.runtime import AgentRuntime, open_runtime, sync_with_coordinator
 from agent.storage import projects
 from agent.storage.encrypted_sqlite import EncryptedCheckpointStore, VaultError
@@ -156,7 +156,7 @@ def test_a_site_that_was_lost_comes_back_with_everything_that_was_granted_since_
         assert not ward.grant(runtime, "early"), "nothing is granted before the lost is spent"
         assert "frozen" in str(lines(open_read_only(ward.root / "ledger.db"))[-1].record.entry)
         assert runtime.vault.patients() == 6, "the vault opens with the keys of before"
-    made = post_restore.recover(SiteDirectory(ward.root), ward.shared())
+    made = restore.recover(SiteDirectory(ward.root), ward.shared())
     assert (made.lost, made.full) == (2, ())
     assert all(used(ward.root)[name] >= owed[name] for name in owed)
     found = audited(ward.root)
@@ -165,7 +165,7 @@ def test_a_site_that_was_lost_comes_back_with_everything_that_was_granted_since_
         assert ward.grant(runtime, "after"), "what is left is granted again"
         assert not ward.grant(runtime, "lost-1"), "a lost grant's name is not given again"
     with pytest.raises(SiteConfigError, match="nothing to do"):
-        post_restore.recover(SiteDirectory(ward.root), ward.shared())
+        restore.recover(SiteDirectory(ward.root), ward.shared())
 
 
 def test_no_budget_comes_back_whenever_the_backup_was_made(ward: Ward, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_no_budget_comes_back_whenever_the_backup_was_made(ward: Ward, tmp_path:
     for n in range(len(steps)):
         root = tmp_path / f"again-{n}" / "site-a"
         restore.restore(root, tmp_path / f"backup-{n}", keys, NONCE)
-        made = post_restore.recover(SiteDirectory(root), shared)
+        made = restore.recover(SiteDirectory(root), shared)
         assert all(used(root)[name] >= owed[name] for name in owed), n
         assert audited(root).epoch == 2
         assert made.lost == len(steps) - n
@@ -201,7 +201,7 @@ def test_after_a_lost_release_without_an_epsilon_there_is_no_other_for_its_patie
         assert wide.grant(runtime, "k", K5, "ksame")
     keys, shared = wide.lose(tmp_path / "gone"), wide.shared()
     restore.restore(wide.root, tmp_path / "backup", keys, NONCE)
-    made = post_restore.recover(SiteDirectory(wide.root), shared)
+    made = restore.recover(SiteDirectory(wide.root), shared)
     assert (made.lost, made.full) == (3, ("site-b/k",)), "the lost one, and two that nobody can give safely now"
     assert used(wide.root) == {"site-b/k": 3, "site-b/rdp": 0}
     assert audited(wide.root).grants == 3
@@ -225,7 +225,7 @@ def test_a_second_restore_forgets_nothing_that_the_first_had_to_make_good(
     backup(SiteDirectory(wide.root), tmp_path / "second")
     wide.lose(tmp_path / "gone-again")
     assert restore.restore(wide.root, tmp_path / "second", keys, "cd" * 16).closed == 0, "it is spent already"
-    assert post_restore.recover(SiteDirectory(wide.root), shared).full == ("site-b/k",), (
+    assert restore.recover(SiteDirectory(wide.root), shared).full == ("site-b/k",), (
         "and its patients are as unknown as before"
     )
     with wide.runtime() as runtime:
@@ -247,14 +247,14 @@ def test_a_recovery_that_died_after_it_spent_a_lost_release_is_not_forgotten_by_
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(post_restore, "_amended", dies)
+        patch.setattr(restore, "_amended", dies)
         with pytest.raises(KeyboardInterrupt):
-            post_restore.recover(SiteDirectory(wide.root), shared)
+            restore.recover(SiteDirectory(wide.root), shared)
     assert used(wide.root)["site-b/k"] == 1
     backup(SiteDirectory(wide.root), tmp_path / "second")
     wide.lose(tmp_path / "gone-again")
     restore.restore(wide.root, tmp_path / "second", keys, "cd" * 16)
-    made = post_restore.recover(SiteDirectory(wide.root), shared)
+    made = restore.recover(SiteDirectory(wide.root), shared)
     assert made.full == ("site-b/k",), "the ledger knows the grant now; whose pictures it showed is unknown still"
     assert used(wide.root)["site-b/k"] == 3
 
@@ -271,7 +271,7 @@ def test_a_backup_of_before_the_first_desk_brings_no_budget_back(wide: Ward, tmp
     assert (done.entries, done.epoch) == (0, 2)
     with wide.runtime() as runtime:
         assert not wide.grant(runtime, "early"), "nothing is granted before the lost is spent"
-    made = post_restore.recover(SiteDirectory(wide.root), shared)
+    made = restore.recover(SiteDirectory(wide.root), shared)
     assert made.full == ("site-b/k",)
     assert all(used(wide.root)[name] >= owed[name] for name in owed)
     assert audited(wide.root).epoch == 2
@@ -289,8 +289,8 @@ def test_an_export_of_before_the_site_joined_is_not_believed(tmp_path: Path) -> 
         keys = ward.lose(tmp_path / "gone")
         restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
         with pytest.raises(SiteConfigError, match="before this site was enrolled"):
-            post_restore.recover(SiteDirectory(ward.root), early)
-        assert post_restore.recover(SiteDirectory(ward.root), ward.shared()).lost == 0
+            restore.recover(SiteDirectory(ward.root), early)
+        assert restore.recover(SiteDirectory(ward.root), ward.shared()).lost == 0
 
 
 def test_a_site_that_is_not_enrolled_has_no_backup_that_could_give_it_a_second_budget(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_a_coordinator_that_was_itself_brought_back_meanwhile_is_not_believed(wa
     brought_back(ward, tmp_path / "theirs", "ef" * 16)
     reachable(ward)
     with pytest.raises(SiteConfigError, match=r"itself restored.*--spend-everything"):
-        post_restore.recover(SiteDirectory(ward.root), ward.shared())
+        restore.recover(SiteDirectory(ward.root), ward.shared())
     with ward.runtime() as runtime:
         sync_with_coordinator(
             runtime
@@ -342,17 +342,17 @@ def test_a_coordinator_that_was_itself_brought_back_meanwhile_is_not_believed(wa
         assert not ward.grant(runtime, "early")
     again = ward.shared()
     with pytest.raises(SiteConfigError, match="itself restored"):
-        post_restore.recover(SiteDirectory(ward.root), again)
+        restore.recover(SiteDirectory(ward.root), again)
     backup(
         SiteDirectory(ward.root), tmp_path / "second"
     )  # its watch/ has met the new epoch; the first backup had not
     ward.lose(tmp_path / "gone-again")
     restore.restore(ward.root, tmp_path / "second", keys, "cd" * 16)
     with pytest.raises(SiteConfigError, match="itself restored"):
-        post_restore.recover(SiteDirectory(ward.root), again)
+        restore.recover(SiteDirectory(ward.root), again)
     ward.root.rename(tmp_path / "gone-thrice")
     restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
-    assert post_restore.recover(SiteDirectory(ward.root), whole).lost == 2, (
+    assert restore.recover(SiteDirectory(ward.root), whole).lost == 2, (
         "an export of before that knows what was granted"
     )
 
@@ -371,7 +371,7 @@ def test_a_coordinator_that_still_awaits_this_sites_receipts_is_not_believed(war
     restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
     assert ward.fed.store.state.sites_awaited == {"site-a"}
     with pytest.raises(SiteConfigError, match="itself restored"):
-        post_restore.recover(SiteDirectory(ward.root), ward.shared())
+        restore.recover(SiteDirectory(ward.root), ward.shared())
     assert set(spend_all_grants(SiteDirectory(ward.root)).full) == {"site-a/k", "site-a/rdp"}
 
 
@@ -388,7 +388,7 @@ def test_a_site_that_met_the_coordinators_new_epoch_before_its_backup_recovers_a
         assert ward.grant(runtime, "lost")
     keys = ward.lose(tmp_path / "gone")
     restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
-    assert post_restore.recover(SiteDirectory(ward.root), ward.shared()).lost == 1
+    assert restore.recover(SiteDirectory(ward.root), ward.shared()).lost == 1
 
 
 def test_without_an_export_everything_is_spent(ward: Ward, tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_a_recovery_that_is_interrupted_goes_on_and_counts_each_grant_once(
         assert ward.grant(runtime, "dp")
     keys, shared, owed = ward.lose(tmp_path / "gone"), ward.shared(), used(tmp_path / "gone")
     restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
-    take, taken = post_restore.decisions.recover_grant, []
+    take, taken = restore.decisions.recover_grant, []
 
     def dies(*words: Any) -> bool:
         if taken:
@@ -421,12 +421,12 @@ def test_a_recovery_that_is_interrupted_goes_on_and_counts_each_grant_once(
         return take(*words)
 
     with monkeypatch.context() as patch:
-        patch.setattr(post_restore.decisions, "recover_grant", dies)
+        patch.setattr(restore.decisions, "recover_grant", dies)
         with pytest.raises(KeyboardInterrupt):
-            post_restore.recover(SiteDirectory(ward.root), shared)
+            restore.recover(SiteDirectory(ward.root), shared)
     with ward.runtime() as runtime:
         assert not ward.grant(runtime, "between")
-    made = post_restore.recover(SiteDirectory(ward.root), shared)
+    made = restore.recover(SiteDirectory(ward.root), shared)
     assert made.lost == 2
     assert used(ward.root) == owed
     entries = [line.record.entry for line in lines(open_read_only(ward.root / "ledger.db"))]
@@ -457,10 +457,10 @@ def test_only_the_coordinators_own_whole_and_newer_ledger_is_believed(ward: Ward
     }
     for what, raw in bad.items():
         with pytest.raises(SiteConfigError, match="export"):
-            post_restore.recover(SiteDirectory(ward.root), raw)
+            restore.recover(SiteDirectory(ward.root), raw)
         with ward.runtime() as runtime:
             assert not ward.grant(runtime, f"x-{len(what)}"), what
-    assert post_restore.recover(SiteDirectory(ward.root), good).lost == 1
+    assert restore.recover(SiteDirectory(ward.root), good).lost == 1
 
 
 def test_a_policy_that_was_signed_after_the_backup_binds_again(ward: Ward, tmp_path: Path) -> None:
@@ -473,7 +473,7 @@ def test_a_policy_that_was_signed_after_the_backup_binds_again(ward: Ward, tmp_p
         assert runtime.gateway.amend("amend-1", sealed).admitted
     keys, shared = ward.lose(tmp_path / "gone"), ward.shared()
     restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
-    assert post_restore.recover(SiteDirectory(ward.root), shared).amended
+    assert restore.recover(SiteDirectory(ward.root), shared).amended
     with ward.runtime() as runtime:
         assert runtime.site.ledger.policy_of("site-a").epsilon == 0.5
 
@@ -622,7 +622,7 @@ def test_what_waited_for_persons_does_not_come_back(ward: Ward, tmp_path: Path) 
             "nothing private outlives its use"
         )
         assert notes.note("restored")["unsure"], "it may have left after the backup: whose pictures it showed is open"
-    assert post_restore.recover(SiteDirectory(ward.root), shared).lost == 0
+    assert restore.recover(SiteDirectory(ward.root), shared).lost == 0
 
 
 @pytest.mark.parametrize("what", ["vault.db", "ledger.db"])
@@ -637,11 +637,11 @@ def test_nothing_is_made_good_where_ledger_or_vault_was_lost_again(ward: Ward, t
         (ward.root / f"{what}{suffix}").unlink(missing_ok=True)
     if what == "ledger.db":
         with pytest.raises(LedgerTurnedBackError, match=r"ledger\.mark exists"):
-            post_restore.recover(SiteDirectory(ward.root), shared)
+            restore.recover(SiteDirectory(ward.root), shared)
         for name in ("ledger.db", "ledger.mark"):  # and the mark, too: the vault knows
             (ward.root / name).unlink()
     for act in (
-        lambda: post_restore.recover(SiteDirectory(ward.root), shared),
+        lambda: restore.recover(SiteDirectory(ward.root), shared),
         lambda: spend_all_grants(SiteDirectory(ward.root)),
     ):
         with pytest.raises(

@@ -18,7 +18,7 @@ from agent.event_log import open_log
 from agent.operations import doctor
 from agent.operations.upgrade import upgrade
 from agent.pacs.archive import ArchiveConfig, ArchiveError
-from agent.pacs.dimse.verification_scu import echo, knows_us
+from agent.pacs.dimse.query_retrieve_scu import echo, knows_us
 from agent.storage.encrypted_sqlite import FORMAT
 from agent.storage.site_directory import SiteDirectory
 from coordinator.gateway.server import ServerTimeInterceptor

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pynetdicom import AllStoragePresentationContexts
 
+from agent.pacs.archive import ArchiveConfig, Query
 from agent.pacs.dimse.requestor import storage_contexts
-from agent.pacs.dimse.retrieve import ArchiveConfig, Query
 from agent.pacs.schedule import Clock, Hours, RateLimiter
 
 

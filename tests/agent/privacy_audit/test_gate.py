@@ -24,9 +24,17 @@ from agent.dp.clipping import bookkeeping_engine, loop_engine, vmap_engine
 from agent.dp.dpsgd import best_engine
 from agent.dp.noise import SystemEntropy
 from agent.mechanisms.privimage import semantic_query
-from agent.privacy_audit import canaries, lower_bounds, negative_controls, query_conformance
+from agent.privacy_audit import canaries, negative_controls, query_conformance
 from agent.privacy_audit import conformance as dp_law
 from agent.privacy_audit import gate as dp_audit
+from agent.privacy_audit.canaries import (
+    epsilon_curved,
+    epsilon_guessed,
+    gaussian_delta,
+    gaussian_mu,
+    lower_bound,
+    p_value,
+)
 from agent.privacy_audit.conformance import Conformance, Trial, of_noise, of_sampling
 from agent.privacy_audit.gate import (
     NoiseAuditError,
@@ -36,14 +44,6 @@ from agent.privacy_audit.gate import (
     gradient_sum,
     sensitivity,
     toy_sensitivity,
-)
-from agent.privacy_audit.lower_bounds import (
-    epsilon_curved,
-    epsilon_guessed,
-    gaussian_delta,
-    gaussian_mu,
-    lower_bound,
-    p_value,
 )
 from tests.support.entropy import UnsafeSeededEntropy
 
@@ -452,7 +452,7 @@ def test_the_bounds_are_those_of_jax_privacy(shift, guessed, curved):
         trial = [eps + 1e-6 for eps in best]
         if p_value(2 * n, guesses, right, trial[0], delta) < risk:
             best[0] = epsilon_guessed(2 * n, guesses, right, delta, risk)
-        if lower_bounds.rules_out(2 * n, guesses, right, gaussian_mu(trial[1], delta), risk):
+        if canaries.rules_out(2 * n, guesses, right, gaussian_mu(trial[1], delta), risk):
             best[1] = epsilon_curved(2 * n, guesses, right, delta, risk)
     assert best == pytest.approx([guessed, curved], rel=1e-5)
 
@@ -486,7 +486,7 @@ def test_gaussian_curves_are_those_of_dp_accounting(epsilon, delta):
 def test_a_bound_exceeds_the_truth_no_more_often_than_its_confidence():
     rng, m, runs = np.random.default_rng(7), 200, 80
     too_high = dict.fromkeys(("response", "gaussian"), 0)
-    truth = dp_accounting.get_epsilon_gaussian(1.0, lower_bounds.DELTA)
+    truth = dp_accounting.get_epsilon_gaussian(1.0, canaries.DELTA)
     for _ in range(runs):
         coins = rng.random(m) < 0.5
         told = np.where(rng.random(m) < math.e / (1 + math.e), coins, ~coins)  # epsilon 1, and no more
@@ -498,7 +498,7 @@ def test_a_bound_exceeds_the_truth_no_more_often_than_its_confidence():
 def test_the_bound_finds_what_is_there():
     rng = np.random.default_rng(0)
     coins = rng.random(2000) < 0.5
-    truth = dp_accounting.get_epsilon_gaussian(1.0, lower_bounds.DELTA)
+    truth = dp_accounting.get_epsilon_gaussian(1.0, canaries.DELTA)
     found = lower_bound(coins + rng.normal(size=2000), coins)
     assert 0.2 * truth < found.epsilon < truth
     assert found.curved > found.guessed > 0.5
@@ -510,8 +510,8 @@ def test_the_claims_own_curve_lies_above_the_gaussian_one_that_stands_for_it():
     job = canaries.JOB
     event = pld.from_gaussian_mechanism(job.noise_multiplier, sampling_prob=job.sampling_rate)
     loss = event.self_compose(job.steps)
-    claimed = loss.get_epsilon_for_delta(lower_bounds.DELTA)
-    mu = gaussian_mu(claimed, lower_bounds.DELTA)
+    claimed = loss.get_epsilon_for_delta(canaries.DELTA)
+    mu = gaussian_mu(claimed, canaries.DELTA)
     at = np.linspace(0.0, 0.999 * claimed, 40)
     assert all(loss.get_delta_for_epsilon(e) <= gaussian_delta(e, mu) * 1.001 for e in at)
 
@@ -536,7 +536,7 @@ SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytes
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_real_training_proves_no_more_than_is_claimed(seed):
-    found = dp_audit.one_run_bound(*_digits(), UnsafeSeededEntropy(seed), ENGINE)
+    found = canaries.one_run_bound(*_digits(), UnsafeSeededEntropy(seed), ENGINE)
     assert 0.9 < found.claimed < 1.1
     assert found.holds
 
@@ -553,7 +553,7 @@ def test_a_real_training_shows_large_faults_at_a_claim_of_one(what, seed):
 def test_an_audit_at_a_claim_of_eight_is_refused_for_it_would_say_nothing(monkeypatch):
     monkeypatch.setattr(canaries, "tight_epsilon", lambda claims, delta: 8.0)
     with pytest.raises(ValueError, match="cannot even see absent noise there: audit the same code at 2 or less"):
-        dp_audit.one_run_bound(*_digits(), UnsafeSeededEntropy(0))
+        canaries.one_run_bound(*_digits(), UnsafeSeededEntropy(0))
 
 
 # -- the command

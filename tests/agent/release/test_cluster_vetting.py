@@ -41,8 +41,8 @@ from agent.release.vetting_statement import (
     round_up_coarse,
 )
 from agent.reports.vetting import render
-from agent.vetting.filter import Vetting
-from agent.vetting.planted_copies import KINDS
+from agent.vetting.filter import KINDS
+from agent.vetting.reference import Vetting
 from agent.vetting.requirements import CAUGHT, PLANTED, has_statistical_power
 from coordinator.admission import AdmissionService
 from deploy.demo.train_networks import kept_network

@@ -14,8 +14,9 @@ import pytest
 from PIL import Image
 
 from agent.intervals import Proportion, bounds
-from agent.mechanisms.distillation.teacher_student import Exhibit, Review, Tally
+from agent.mechanisms.distillation.teacher_student import Review, Tally
 from agent.reports.contact_sheet import PATIENTS, PUBLIC, format_odds, overlay, render
+from agent.vetting.exhibits import Exhibit
 from agent.vetting.filter import REASONS, Power
 from tests.support.html_pages import HtmlPage
 

@@ -20,12 +20,12 @@ from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.record import Record, keyed_name
 from agent.microaggregation.released_clusters import place_of
 from agent.storage import projects, site_directory
-from agent.storage.encrypted_sqlite import OlderVaultError
+from agent.storage.encrypted_sqlite import OlderVaultError, VaultError
 from agent.storage.projects import ProjectError
 from agent.storage.quarantine import Quarantine
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.spool import ReceivedFile, Spool
-from agent.storage.vault import Vault, VaultError
+from agent.storage.vault import Vault
 from protos.identity.certificates import KeyFileError
 from tests.support.ledger_world import policy
 

@@ -26,10 +26,10 @@ from agent.deidentify.manifest import InstanceChange, manifest
 from agent.deidentify.ps315.action_trace import AttributeAction
 from agent.deidentify.record import Record
 from agent.domain import Selection, Split
-from agent.storage.encrypted_sqlite import FORMAT
+from agent.storage.encrypted_sqlite import FORMAT, VaultError
 from agent.storage.instance_index import DefacedInstance, StateCount, part_of
 from agent.storage.site_database import SiteDatabase
-from agent.storage.vault import Vault, VaultError
+from agent.storage.vault import Vault
 from tests.support.vault_records import KEY, OTHER, key_of, open_vault, record
 
 SHAPE = (8, 8)

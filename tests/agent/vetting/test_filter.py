@@ -24,12 +24,11 @@ from agent.models.recognition.recogniser import RecogniserError
 from agent.models.recognition.score_tail import Tail, fit_tail
 from agent.models.training_loop import torch_generator
 from agent.models.weights import Origin
-from agent.vetting import filter, nearest_neighbours, planted_copies, reference
+from agent.vetting import filter, nearest_neighbours, reference
 from agent.vetting.copy_detection import Copies, thumbnail_vectors
-from agent.vetting.filter import REASONS, Power, Vetting, measured, power, reference_of
+from agent.vetting.filter import REASONS, SINGLE, Power, measured, power
 from agent.vetting.nearest_neighbours import Search, exhaustive
-from agent.vetting.planted_copies import SINGLE
-from agent.vetting.reference import CEILING, FLOOR, Reference, VerifierView, look
+from agent.vetting.reference import CEILING, FLOOR, Reference, VerifierView, Vetting, look, reference_of
 
 SIDE = 32
 Floats = NDArray[np.float32]
@@ -101,9 +100,9 @@ def opened(some: Reference, **thresholds: float) -> Reference:
     return replace(some, thresholds=MappingProxyType({**some.thresholds, **thresholds}))
 
 
-@pytest.mark.parametrize("kind", sorted(planted_copies.KINDS))
+@pytest.mark.parametrize("kind", sorted(filter.KINDS))
 def test_near_duplicates_of_every_kind_are_dropped(kind: str) -> None:
-    made = planted_copies.KINDS[kind](to_tensor(images_of(REFERENCE)), torch_generator(1))
+    made = filter.KINDS[kind](to_tensor(images_of(REFERENCE)), torch_generator(1))
     made8 = torch.round((made[:, 0] + 1) * 127.5).to(torch.uint8).numpy()
     vetted = filter.vet(made8, REFERENCE, VETTING)
     assert (~vetted.kept).mean() >= 0.95
@@ -372,9 +371,9 @@ def test_measured_is_the_unseen_verifiers_share_with_wilsons_interval() -> None:
 
 def test_power_finds_what_was_planted_by_kind() -> None:
     found = power(reference_of(patients(40, visits=2), VETTING), VETTING, torch_generator(0))
-    assert sorted(found.kinds) == sorted(planted_copies.KINDS)
+    assert sorted(found.kinds) == sorted(filter.KINDS)
     assert found.caught.low >= 0.9
-    single = [found.kinds[kind].value for kind in planted_copies.KINDS if kind != "combined"]
+    single = [found.kinds[kind].value for kind in filter.KINDS if kind != "combined"]
     assert found.caught.value == pytest.approx(np.mean(single))  # and of nothing that is planted one on the other
     assert found.kinds["exact"].value == 1.0
     assert found.other_visits is not None
@@ -505,9 +504,9 @@ def test_coloured_pictures_are_vetted_too() -> None:
     assert seen.image(3).shape == (SIDE, SIDE, 3)
 
 
-@pytest.mark.parametrize("kind", sorted(planted_copies.KINDS))
+@pytest.mark.parametrize("kind", sorted(filter.KINDS))
 def test_planted_copies_are_pictures_and_the_same_for_the_same_generator(kind: str) -> None:
-    change: Callable[[Tensor, torch.Generator], Tensor] = planted_copies.KINDS[kind]
+    change: Callable[[Tensor, torch.Generator], Tensor] = filter.KINDS[kind]
     real = to_tensor(people(6, 3))
     one, other = (change(real, torch_generator(5)) for _ in range(2))
     assert torch.equal(one, other)
@@ -518,10 +517,10 @@ def test_planted_copies_are_pictures_and_the_same_for_the_same_generator(kind: s
 
 def test_a_rotation_is_five_degrees_and_a_crop_a_tenth() -> None:
     ramp = torch.linspace(-1, 1, 65).expand(1, 1, 65, 65).contiguous()
-    turned = planted_copies.rotated(ramp, torch_generator(0))[0, 0]
+    turned = filter.rotated(ramp, torch_generator(0))[0, 0]
     slope = torch.stack([turned[32, 40] - turned[32, 24], turned[40, 32] - turned[24, 32]])
     assert abs(float(torch.atan2(slope[1].abs(), slope[0]))) == pytest.approx(np.deg2rad(5.0), abs=1e-3)
-    window = planted_copies.cropped(ramp, torch_generator(0))[0, 0]
+    window = filter.cropped(ramp, torch_generator(0))[0, 0]
     assert float(window.max() - window.min()) == pytest.approx(2.0 * 0.9, abs=0.02)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, avg_pool2d, grid_sample
 
 from agent.models.training_loop import torch_generator
-from agent.vetting import planted_copies, shifted_copies
+from agent.vetting import filter, shifted_copies
 from agent.vetting.copy_detection import FINE, SIDE, thumbnail_vectors
 from agent.vetting.shifted_copies import ZOOM, ShiftedCopies, looked_through, movements
 
@@ -37,7 +37,7 @@ def found(made: Tensor, candidates: Tensor = EVERYBODY) -> tuple[NDArray[np.floa
 
 @pytest.mark.parametrize("kind", ["exact", "contrast", "crop", "flip", "rotation"])
 def test_a_moved_copy_is_found_and_whose_it_is(kind: str) -> None:
-    values, places = found(planted_copies.KINDS[kind](REAL, torch_generator(1)))
+    values, places = found(filter.KINDS[kind](REAL, torch_generator(1)))
     assert (values > 0.97).all()
     assert np.array_equal(places, np.arange(40))
     assert found(pictures(40, 7))[0].max() < 0.95  # strangers, by the same movements
@@ -45,9 +45,7 @@ def test_a_moved_copy_is_found_and_whose_it_is(kind: str) -> None:
 
 def test_a_crop_that_is_turned_and_mirrored_too_is_found() -> None:
     generator = torch_generator(3)
-    made = planted_copies.flipped(
-        planted_copies.cropped(planted_copies.rotated(REAL, generator), generator), generator
-    )
+    made = filter.flipped(filter.cropped(filter.rotated(REAL, generator), generator), generator)
     values, places = found(made)
     assert (values > 0.93).all()
     assert np.array_equal(places, np.arange(40))
@@ -56,7 +54,7 @@ def test_a_crop_that_is_turned_and_mirrored_too_is_found() -> None:
 def test_without_the_movements_or_with_borders_for_what_is_missing_a_crop_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = planted_copies.cropped(REAL, torch_generator(1))
+    made = filter.cropped(REAL, torch_generator(1))
     good = found(made)[0]
     whole = shifted_copies.movements()[:5]
     assert (whole[:, 0] == 1.0).all()

@@ -37,9 +37,10 @@ from scipy.spatial.transform import Rotation
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.ps315.options import Pixels
 from agent.volumes import nifti as volume_nifti
-from agent.volumes.dicom_series import CHANGED
+from agent.volumes.dicom_series import CHANGED, derive_uid
 from agent.volumes.errors import NotDefacedError
-from agent.volumes.volume_io import Source, derive_uid, grouped, read, read_bytes, series_of, studies
+from agent.volumes.series import grouped, series_of, studies
+from agent.volumes.volume_io import Source, read, read_bytes
 from tests.support.instances import written
 from tests.support.peers import need
 

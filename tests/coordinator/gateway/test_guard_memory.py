@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.gateway.upload import Patience, send
+from agent.gateway.client import Patience, send
 from protos.encryption import hpke
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub

@@ -21,8 +21,7 @@ from agent.errors import CoordinatorUnreachableError
 from agent.federation.service import EndedRuns
 from agent.gateway import channel
 from agent.operations.backup import backup, private_of
-from agent.operations.post_restore import recover
-from agent.operations.restore import restore
+from agent.operations.restore import recover, restore
 from agent.runtime import AgentRuntime, open_runtime, sync_with_coordinator
 from coordinator.operations import doctor
 from coordinator.storage.site_heads import HeadNotShownError, ShownHead, SiteHeads, SiteTurnedBackError

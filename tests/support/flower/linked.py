@@ -20,7 +20,7 @@ guard(HOME / "network.txt")
 import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 
-from agent.federation import flower_records, supernode, supernode_main
+from agent.federation import supernode, supernode_main
 from agent.federation.tasks import Reply, Task
 
 FAULT: dict[str, str | None] = {"now": None}
@@ -28,14 +28,14 @@ FAULT: dict[str, str | None] = {"now": None}
 
 def _read_task(kind: str, content: RecordDict) -> Task:
     """Note what to do wrong."""
-    task = flower_records.read_task(kind, content)
+    task = supernode.read_task(kind, content)
     FAULT["now"] = json.loads(task.config).get("rogue", {}).get(SITE) if task.kind == "train" else None
     return task
 
 
 def _records_of(reply: Reply) -> RecordDict:
     """What a site would send that does not run our code."""
-    made, fault = flower_records.records_of(reply), FAULT["now"]
+    made, fault = supernode.records_of(reply), FAULT["now"]
     if fault == "extra":
         made["metrics"] = MetricRecord({"num-examples": 10**9})
     elif fault is not None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import comb
 
-from agent.defacing.reidentification import attack
+from agent.defacing.reidentification import matching
 from agent.defacing.reidentification.features import Cloud, Eye, ScanFeatures, in_zone
 from agent.defacing.reidentification.icp import Fit, aligned, distances
 from agent.defacing.reidentification.matching import (
@@ -73,7 +73,7 @@ def test_the_choice_is_made_on_people_who_are_not_tested() -> None:
     with pytest.raises(ValueError, match="5 or more"):
         public.some(range(4))
     with pytest.raises(ValueError, match="has a matcher"):
-        attack.Attacker(only=("none",)).learned(public)
+        matching.Attacker(only=("none",)).learned(public)
 
 
 def test_icp_finds_the_motion_and_leaves_out_what_was_cut_off() -> None:

@@ -11,8 +11,9 @@ from pydicom.data import get_testdata_file
 
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.identifying_values import identifiers
 from agent.deidentify.ps315.options import Profile
-from agent.deidentify.residual_check import identifiers, residual
+from agent.deidentify.residual_check import residual
 
 STRICT = Deidentifier(bytes(range(32)), "H")
 WHO = Deidentifier(bytes(range(32)), "H", Profile(clean_structured_content=True))

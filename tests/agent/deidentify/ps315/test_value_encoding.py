@@ -15,9 +15,8 @@ from pydicom import config as pydicom_config
 from pydicom.data import get_testdata_file
 from pydicom.datadict import dictionary_VR
 
-from agent.deidentify.deidentifier import shifted
 from agent.deidentify.ps315 import retained_attributes, table
-from agent.deidentify.ps315.value_encoding import NotOneOfError, clock
+from agent.deidentify.ps315.value_encoding import NotOneOfError, clock, shifted
 from tests.support.instances import WHO, item, mr
 
 

@@ -26,7 +26,8 @@ from agent.release import vetting_statement
 from agent.release.history import patients_of
 from agent.release.pipeline import ReleaseFormat, draft_of, package_images, release_resumable, reserve, submit
 from agent.release.resumable import ReleaseInProgressError
-from agent.vetting.filter import FilterResult, Vetting, power, reference_of, vet
+from agent.vetting.filter import FilterResult, power, vet
+from agent.vetting.reference import Vetting, reference_of
 from policies.accounting.accountant import NANO, epsilon
 from policies.accounting.claims import NoClaim, SubsampledGaussian
 from policies.statements import decimal

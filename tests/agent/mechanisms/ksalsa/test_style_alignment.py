@@ -9,14 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.domain import Clusters, Cohort, Image, Patient
-from agent.mechanisms.ksalsa.gram_matrices import Grid, correspondence, local_styles, style_loss
 from agent.mechanisms.ksalsa.style_alignment import (
     PUBLISHED,
     Alignment,
     AlignmentNotFiniteError,
+    Grid,
     Networks,
     align,
+    correspondence,
+    local_styles,
     sources_of,
+    style_loss,
 )
 from agent.models.features.extractors import RandomFeatures
 from agent.models.stylegan.network import PRESETS, Generator

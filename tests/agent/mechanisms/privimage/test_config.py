@@ -8,7 +8,7 @@ import re
 import shutil
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,9 @@ from agent.mechanisms.centroids import config as centroids
 from agent.mechanisms.common.config import CohortTable
 from agent.mechanisms.common.dp_config import Prepared, PrivacyTable
 from agent.mechanisms.privimage import config as privimage
-from agent.mechanisms.privimage.conditional_gan import AdversarialConfig, Fine
 from agent.mechanisms.privimage.config import ModelTable, PublicTable, SemanticsTable, read_privimage
 from agent.mechanisms.privimage.diffusion import DiffusionConfig
 from agent.mechanisms.privimage.mechanism import PrivImage, Synthetic
-from agent.models.conditional_gan import network as adversarial
-from agent.models.conditional_gan.training import Descent, Pretraining
 from agent.models.diffusion import edm as diffusion
 from agent.models.features.extractors import RandomFeatures
 from agent.models.image_folder import ImageFolderError
@@ -131,11 +128,6 @@ KEYS: list[tuple[str, type[Any]]] = [
     ("synthetic", Synthetic),
     ("model", ModelTable),
     ("model", DiffusionConfig),
-    ("model", AdversarialConfig),
-    ("model.pretraining", Pretraining),
-    ("model.pretraining.generator", Descent),
-    ("model.fine", Fine),
-    ("model.fine.generator", Descent),
 ]
 
 
@@ -143,13 +135,6 @@ def under(document: dict[str, Any], table: str) -> dict[str, Any]:
     for name in table.split("."):
         document = document.get(name, {})
     return document
-
-
-def default(one: Field[Any], table: str) -> Any:
-    """What is left out; of a descent it depends on whose it is."""
-    if table.endswith(".generator"):
-        return getattr((Fine() if "fine" in table else Pretraining()).generator, one.name)
-    return one.default
 
 
 @pytest.mark.parametrize(("table", "kind"), KEYS, ids=[f"{table}-{kind.__name__}" for table, kind in KEYS])
@@ -164,7 +149,7 @@ def test_the_example_names_every_key_and_says_truly_what_it_is_when_it_is_left_o
         if one.name == "architecture":  # is named by preset
             continue
         assert one.name in under(whole, table), f"{table}.{one.name}"
-        found, left_out = under(whole, table)[one.name], default(one, table)
+        found, left_out = under(whole, table)[one.name], one.default
         if one.name in under(plain, table) or isinstance(found, dict) or left_out in (None, MISSING):
             continue
         assert found == (sorted(left_out) if isinstance(left_out, tuple | frozenset) else left_out), one.name
@@ -183,17 +168,6 @@ def test_the_example_of_centroids_names_every_key_too(table: str, kind: type[Any
     text = EXAMPLE.with_name("centroids.example.toml").read_text()
     whole = tomllib.loads(re.sub(r"^# (?=[a-z0-9_]+ = )", "", text, flags=re.MULTILINE))
     assert {one.name for one in fields(kind)} == whole[table].keys()
-
-
-def test_the_tables_of_the_gan_are_read_as_the_example_writes_them(shelf: Path) -> None:
-    model = {
-        "kind": "gan",
-        "fine": {"update_ratio": 3},
-        "pretraining": {"generator": {"batch": 9, "learning_rate": 0.1}},
-    }
-    made = read(shelf, changed(WRITTEN, model=model)).mechanism.model
-    assert isinstance(made, AdversarialConfig)
-    assert (made.fine.update_ratio, made.pretraining.generator.batch) == (3, 9)
 
 
 def test_the_claim_is_of_the_file_alone_whatever_lies_around_it(shelf: Path, tmp_path: Path) -> None:
@@ -223,16 +197,11 @@ def test_only_pictures_of_the_classes_are_opened(shelf: Path) -> None:
     assert read(shelf, changed(WRITTEN, cohort={"labels": ["1", "0"]})).selection.labels == {"0", "1"}
 
 
-def test_both_models_take_their_own_keys(shelf: Path) -> None:
+def test_the_model_takes_its_own_keys(shelf: Path) -> None:
     model = read(shelf, changed(WRITTEN, model={"lora_rank": 4, "draws": 2, "seed": 5})).mechanism.model
     assert isinstance(model, DiffusionConfig)
     assert (model.lora_rank, model.draws, model.seed) == (4, 2, 5)
     assert model.architecture == diffusion.PRESETS["tiny8"].fitted(1, 2)
-    gan = read(shelf, changed(WRITTEN, model={"kind": "gan", "checkpoint_every": 7})).mechanism.model
-    assert isinstance(gan, AdversarialConfig)
-    assert gan.checkpoint_every == 7
-    assert (gan.architecture.channels, gan.architecture.classes) == (1, 2)
-    assert gan.architecture.side == adversarial.PRESETS["tiny8"].side
 
 
 def test_public_labels_come_from_a_list_from_folders_or_from_the_query_function(shelf: Path, tmp_path: Path) -> None:
@@ -311,10 +280,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("a class twice", {"classes": ["0", "0"]}, "classes: a label is listed twice"),
     ("pooled as a number", {"pooled": 3}, "pooled: the name of the one class"),
     ("labels of the cohort that are no classes", {"cohort": {"labels": ["7"]}}, "cohort.labels: leave it out"),
-    ("a model of no kind", {"model": {"kind": "vae"}}, 'model.kind: "diffusion" or "gan"'),
+    ("a model of no kind", {"model": {"kind": "vae"}}, 'model.kind: "diffusion"'),
+    ("the paper's GAN", {"model": {"kind": "gan"}}, 'model.kind: "diffusion"'),
     ("no such preset", {"model": {"preset": "huge"}}, "model.preset: one of tiny8"),
-    ("a preset of the other kind", {"model": {"kind": "gan", "preset": "base32"}}, "model.preset: one of tiny8"),
-    ("a key of the other kind", {"model": {"kind": "gan", "draws": 9}}, "model: unknown keys: draws"),
     ("a key of the gan", {"model": {"checkpoint_every": 9}}, "model: unknown keys: checkpoint_every"),
     ("an architecture", {"model": {"architecture": {}}}, "model.architecture: is named by preset"),
     ("a device of no kind", {"model": {"device": "tpu"}}, 'model.device: "cpu", "cuda" or "cuda:NUMBER"'),

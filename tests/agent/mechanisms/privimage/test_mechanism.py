@@ -14,7 +14,7 @@ import pytest
 from agent.domain import Cohort, Image, Patient, Selection
 from agent.dp.noise import SystemEntropy
 from agent.errors import CoordinatorUnreachableError, DivergedError, ReviewRejectedError
-from agent.mechanisms.common.public_images import PublicImages
+from agent.mechanisms.common.generative_model import PublicImages
 from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.privimage import mechanism as privimage
 from agent.mechanisms.privimage.mechanism import PrivImage, Synthetic

@@ -18,7 +18,6 @@ from agent.dp.clipping import ClippedSum, PrivacyUnit, bookkeeping_engine, loop_
 from agent.dp.dpsgd import PrivateSgd, train_privately
 from agent.dp.noise import SystemEntropy
 from agent.errors import OtherRunError
-from agent.mechanisms.common.generative_model import GenerativeModel
 from agent.mechanisms.privimage.diffusion import Diffusion, DiffusionConfig
 from agent.models.diffusion.edm import (
     PRESETS,
@@ -427,7 +426,7 @@ def test_it_learns_in_seconds_to_draw_the_class_that_is_asked_for() -> None:
     images, labels = squares(200)
     plain = replace(SMALL, widths=(8, 8), attention=(False, False))
     config = DiffusionConfig(plain, 0, lr_pretrain=5e-3, pretrain_batch=24, ema=0.97, sampling_steps=8)
-    model: GenerativeModel = Diffusion(config)
+    model = Diffusion(config)
     heard: list[Progress] = []
     model.pretrain(images, labels, 120, MemoryPlace(), heard.append)
     assert heard[-1].losses["loss"] < 0.8  # 1 is a network that has learned nothing

@@ -14,8 +14,15 @@ from torch.nn.functional import conv2d, conv_transpose2d, leaky_relu
 from agent.models.features.inception import InceptionV3
 from agent.models.features.resnet import ResNet
 from agent.models.features.vgg import Vgg19
-from agent.models.published.loading import OFFICIAL, PublishedWeightsError, Restyle, load_official, tensors
-from agent.models.published.stylegan import decoder_of, generator_of
+from agent.models.published.loading import (
+    OFFICIAL,
+    PublishedWeightsError,
+    Restyle,
+    decoder_of,
+    generator_of,
+    load_official,
+    tensors,
+)
 from agent.models.stylegan.network import Generator, generator_bytes
 from agent.models.stylegan.restyle import average_code, invert_images
 from agent.models.stylegan.restyle_published import EncoderShape, FaceEncoder, ResNetEncoder

@@ -24,7 +24,7 @@ import pytest
 from pydicom.data import get_testdata_file
 
 from agent.pacs.archive import Query
-from agent.pacs.dicomweb.qido import DicomWebArchive, DicomWebError
+from agent.pacs.dicomweb.config import DicomWebArchive, DicomWebError
 from agent.pacs.dicomweb.wado import Sink, Time, WadoRetriever
 from agent.storage.spool import Spool
 from tests.support.pacs import Pacs, make_instances, orthanc

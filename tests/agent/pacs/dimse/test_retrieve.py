@@ -15,9 +15,10 @@ from pydicom import dcmread
 from pydicom.data import get_testdata_file
 from pydicom.dataset import Dataset
 
+from agent.pacs.archive import ArchiveConfig, ArchiveError, Query
 from agent.pacs.dimse.config import Caller, ListenerSettings
 from agent.pacs.dimse.listener_process import Listener
-from agent.pacs.dimse.retrieve import ArchiveConfig, ArchiveError, Progress, Query, Retriever
+from agent.pacs.dimse.retrieve import Progress, Retriever
 from agent.pacs.schedule import Hours
 from agent.pacs.tls import Tls
 from agent.storage.spool import ReceivedFile

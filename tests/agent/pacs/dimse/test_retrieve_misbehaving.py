@@ -21,11 +21,12 @@ from pynetdicom.dsutils import encode
 from pynetdicom.sop_class import MRImageStorage, StudyRootQueryRetrieveInformationModelFind
 
 from agent.deidentify.prescan import IMPLICIT_LE
+from agent.pacs.archive import ArchiveConfig, ArchiveError, Query
 from agent.pacs.dimse.identifiers import identifier, read_match
 from agent.pacs.dimse.messages import read_fields
 from agent.pacs.dimse.pdu import AssociationEnded
 from agent.pacs.dimse.query_retrieve_scu import GET, QueryRetrieveScu
-from agent.pacs.dimse.retrieve import ArchiveConfig, ArchiveError, PullReport, Query
+from agent.pacs.dimse.retrieve import PullReport
 from agent.pacs.tls import Tls
 from tests.support.archives import FOUR, associate, dataset_of, nested, raw, reply, rogue, unit
 from tests.support.pacs import uid_of

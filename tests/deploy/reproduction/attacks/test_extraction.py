@@ -11,7 +11,8 @@ from scipy.spatial.distance import cdist
 
 from agent.domain import Image, Patient
 from agent.models.diffusion.prompts import Conditions, UnknownWordError
-from agent.vetting.filter import Reference, reference_of, vet
+from agent.vetting.filter import vet
+from agent.vetting.reference import Reference, reference_of
 from deploy.reproduction.attacks.extraction import DELTAS, by_threshold, extraction, planted_caught
 from tests.support import small_distillation as small
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from agent.defacing.deid_gan.adamp import AdamP
+from agent.defacing.deid_gan.training import AdamP
 
 peer = pytest.importorskip("pytorch_optimizer", reason="the oracle is not installed")
 

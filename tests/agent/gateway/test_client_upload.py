@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from agent.errors import CoordinatorUnreachableError
-from agent.gateway.upload import Patience, send
+from agent.gateway.client import Patience, send
 from coordinator.storage.uploads import Uploads
 from protos.artifacts.chunks import CHUNK
 from protos.v1 import gateway_pb2
@@ -45,7 +45,7 @@ def dialled(port: int) -> Iterator[GatewayStub]:
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.gateway.upload.WINDOW", WINDOW)
+    monkeypatch.setattr("agent.gateway.client.WINDOW", WINDOW)
 
 
 def test_an_artifact_arrives_whole_from_bytes_and_from_a_file(receiver: Receiver, tmp_path: Path) -> None:
@@ -201,9 +201,9 @@ def test_the_agent_does_not_read_ahead_of_a_server_that_does_not_listen(
 ) -> None:
     """gRPC's flow control asks for the next piece; a stalled server is not answered with a file in memory."""
     read: list[int] = []
-    piece = sys.modules["agent.gateway.upload"].piece
-    monkeypatch.setattr("agent.gateway.upload.piece", lambda a, i: (read.append(i), piece(a, i))[1])
-    monkeypatch.setattr("agent.gateway.upload.WINDOW", 64)
+    piece = sys.modules["agent.gateway.client"].piece
+    monkeypatch.setattr("agent.gateway.client.piece", lambda a, i: (read.append(i), piece(a, i))[1])
+    monkeypatch.setattr("agent.gateway.client.WINDOW", 64)
 
     def deaf(_parts: Any, context: Any) -> Any:
         time.sleep(1.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.volumes.bids import HeadScan, ParticipantsTableError, adni, bids, oasis3
+from deploy.reproduction.bids import HeadScan, ParticipantsTableError, adni, bids, oasis3
 
 TABLE = "participant_id\tage\tsex\nsub-ZZ1\t70.5\tF\nsub-ZZ2\t61\tM\nsub-ZZ3\tn/a\tF\n"
 

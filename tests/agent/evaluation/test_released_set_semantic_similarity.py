@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agent.evaluation.semantic_similarity import Meaning, class_means, frequencies, similarity
+from agent.evaluation.released_set import Meaning, class_means, frequencies, similarity
 
 
 def _meaning(rng: np.random.Generator, count: int) -> Meaning:

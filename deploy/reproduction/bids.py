@@ -14,20 +14,19 @@ import io
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from agent.defacing.training_heads import bids_heads
 from agent.deidentify.errors import FileRejectedError
 from agent.file_access import contents
+from agent.volumes.series import SUBJECT
 from protos.common.errors import ConfigError
 
 _MAX_BYTES: Final = 64 * 2**20  # of a table
 _OLDEST: Final = 120.0
-_SUBJECT: Final = re.compile(r"sub-[A-Za-z0-9]+")
-_SESSION: Final = re.compile(r"ses-[A-Za-z0-9]+")
-_T1: Final = re.compile(r"sub-.*_T1w\.nii(\.gz)?")
 _NOT_SAID: Final = frozenset({"n/a", ""})
 _AGES: Final = ("age", "age_bl", "AgeatEntry")  # BIDS; ADNI's baseline in Clinica; OASIS-3's demographics
 _DAYS: Final = 365.25
@@ -85,10 +84,10 @@ def _bids(folder: Path, years_after: Callable[[str], float | None]) -> list[Head
     problems: list[str] = []
     lines = _once(read, "participant_id", problems)
     for person, line in lines.items():
-        if not _SUBJECT.fullmatch(person):
+        if not SUBJECT.fullmatch(person):
             problems.append(f"{read.name}: line {line + 2}: participant_id: not sub- and letters or digits")
     scans: list[HeadScan] = []
-    for person, session, path in _heads(folder):
+    for person, session, path in bids_heads(folder):
         if person not in lines:
             problems.append(f"{read.name}: a folder of a participant has no line")
             continue
@@ -104,18 +103,6 @@ def _bids(folder: Path, years_after: Callable[[str], float | None]) -> list[Head
         problems.append(f"{folder.name}: no sub-*/[ses-*/]anat/*T1w.nii or .nii.gz")
     _raise(problems)
     return scans
-
-
-def _heads(folder: Path) -> Iterator[tuple[str, str, Path]]:
-    for person in sorted(p for p in folder.iterdir() if p.is_dir() and _SUBJECT.fullmatch(p.name)):
-        sessions = sorted(p for p in person.iterdir() if p.is_dir() and _SESSION.fullmatch(p.name))
-        for place in sessions or [person]:
-            session = place.name if sessions else ""
-            anatomy = place / "anat"
-            if anatomy.is_dir():
-                for path in sorted(anatomy.iterdir()):
-                    if _T1.fullmatch(path.name):
-                        yield person.name, session, path
 
 
 def _of_session(path: Path, session: str, problems: list[str]) -> float | None:

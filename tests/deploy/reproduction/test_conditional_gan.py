@@ -11,16 +11,16 @@ from torch import nn
 from agent.dp.clipping import PrivacyUnit, UnsuitableModelError, bookkeeping_engine, loop_engine, vmap_engine
 from agent.dp.dpsgd import PrivateSgd, train_privately
 from agent.errors import OtherRunError
-from agent.mechanisms.privimage.conditional_gan import Adversarial, AdversarialConfig, Fine
-from agent.models.conditional_gan.network import (
+from agent.models.training_loop import FileCheckpointStore, seeded
+from agent.models.weights import WeightsError
+from deploy.reproduction.conditional_gan.model import Adversarial, AdversarialConfig, Fine
+from deploy.reproduction.conditional_gan.network import (
     PRESETS,
     AdversarialArchitecture,
     AdversarialDiscriminator,
     AdversarialGenerator,
 )
-from agent.models.conditional_gan.training import Descent, Pretraining, row_losses
-from agent.models.training_loop import FileCheckpointStore, seeded
-from agent.models.weights import WeightsError
+from deploy.reproduction.conditional_gan.training import Descent, Pretraining, row_losses
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.killed_training import KilledError
 from tests.support.memory_place import MemoryPlace

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from agent.models.augmentations import Pool
-from agent.models.conditional_gan.network import (
+from agent.models.training_loop import NetworkTrainer
+from deploy.reproduction.conditional_gan.network import (
     AdversarialArchitecture,
     AdversarialDiscriminator,
     AdversarialGenerator,
 )
-from agent.models.training_loop import NetworkTrainer
 
 
 @dataclass(frozen=True, slots=True)

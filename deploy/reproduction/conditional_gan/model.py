@@ -27,11 +27,11 @@ from agent.dp.clipping import PrivacyUnit
 from agent.dp.dpsgd import Task
 from agent.dp.noise import Entropy, SystemEntropy, draw_uniforms
 from agent.models.augmentations import run_digest
-from agent.models.conditional_gan import training
-from agent.models.conditional_gan.network import AdversarialArchitecture, AdversarialDiscriminator
 from agent.models.image_tensors import to_bytes, to_unit
 from agent.models.training_loop import Plan, Progress, seeded, torch_generator, train
 from agent.models.weights import WeightsError, fill
+from deploy.reproduction.conditional_gan import training
+from deploy.reproduction.conditional_gan.network import AdversarialArchitecture, AdversarialDiscriminator
 
 _AT_ONCE: Final = 256  # images of one forward pass when drawing
 

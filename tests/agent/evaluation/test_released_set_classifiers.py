@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
 
-from agent.evaluation.classifiers import CNN, LR, MLP, NAMES, accuracies, train_logistic, train_perceptron
+from agent.evaluation.released_set import CNN, LR, MLP, NAMES, accuracies, train_logistic, train_perceptron
 from agent.evaluation.utility import Examples, Recipe
 
 
