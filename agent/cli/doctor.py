@@ -11,8 +11,9 @@ from typing import Final
 from agent.errors import LedgerForkError, SiteConfigError
 from agent.gateway.witness import LedgerWitness
 from agent.ingest import errors as ingest_errors
-from agent.operations import doctor, status
+from agent.operations import doctor
 from agent.release.release_record import RECORD, WHAT_TO_DO, named, unrecorded
+from agent.service import status
 from agent.storage import read_only_access
 from agent.storage.encrypted_sqlite import OlderVaultError
 from agent.storage.read_only_access import check_history

@@ -61,7 +61,7 @@ def console_server(
 
     Args:
         home: the site's.
-        ledger: the site's: :class:`SharedLedger` where this process holds it, :class:`BorrowedLedger` elsewhere.
+        ledger: the site's: :mod:`agent.service.ledger_access`.
         log: the agent's.
         reception: what receives in this very process, if anything does.
     Yields:

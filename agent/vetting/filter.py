@@ -176,7 +176,7 @@ def vet(images: Images, reference: Reference, vetting: Vetting, say: Say = lambd
 
     Args:
         images: (n, h, w[, 3]) of the reference's shape.
-        reference: of :func:`reference_of`, for this vetting.
+        reference: of :func:`agent.vetting.reference.reference_of`, for this vetting.
         vetting: public configuration.
         say: told how many have been compared, of how many.
     Returns:
