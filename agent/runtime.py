@@ -48,7 +48,7 @@ class AgentRuntime:
     """What a command works with, opened once."""
 
     home: site_directory.SiteDirectory
-    settings: site_directory.Settings
+    settings: site_directory.SiteSettings
     site: SiteContext
     vault: Vault
     gateway: GatewayClient

@@ -25,7 +25,7 @@ from coordinator.federation.run_manager import RunManager
 from coordinator.federation.superlink import FlowerHost
 from coordinator.federation.superlink_listeners import HostConfig
 from coordinator.gateway.context import GatewayContext
-from coordinator.gateway.notifications import Sessions
+from coordinator.gateway.notifications import NotificationStreams
 from coordinator.gateway.run_service import Operations
 from coordinator.gateway.server import ServerTimeInterceptor, start
 from coordinator.gateway.service import Service
@@ -67,7 +67,7 @@ class CoordinatorRuntime:
     intake: AdmissionService
     runs: RunManager
     shelf: ReleaseStore
-    sessions: Sessions
+    sessions: NotificationStreams
     authority: Authority
     close_calls: Callable[[str], object]  # end a site's open calls
     log: Any
@@ -98,7 +98,7 @@ def serve(home: CoordinatorDirectory, say: Callable[[str], None], beside: ExtraS
         intake = AdmissionService.over(store, home.policy())
         shelf = ReleaseStore(home.releases, store)
         uploads = Uploads(shelf.staging, time.time)
-        sessions = Sessions(log)
+        sessions = NotificationStreams(log)
         runs = RunManager(home.root / "runs", superlink, intake, shelf, log, sessions.notify)
         authority = Authority(home, intake, lambda: dt.datetime.now(dt.UTC))
         counter = GatewayContext(

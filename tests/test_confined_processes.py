@@ -25,7 +25,7 @@ import httpx
 import numpy as np
 import pytest
 
-from agent.deidentify.admission_rules import Rules
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import FileRejectedError
 from agent.federation import supernode_process
@@ -37,8 +37,8 @@ from agent.storage import site_directory
 from agent.storage.spool import Spool, room_key
 from coordinator.federation.run_messages import RunSpec
 from coordinator.federation.run_process import RunProcess
-from coordinator.federation.strategy import Model, RoundPlan
-from coordinator.sandbox.inspector_process import Limits, run_confined
+from coordinator.federation.strategy import RoundModel, RoundPlan
+from coordinator.sandbox.inspector_process import InspectionLimits, run_confined
 from deploy.phantoms import scanner_files
 from policies.review.policy import preset
 from protos.federation import flower_environment
@@ -193,7 +193,7 @@ def test_unconfined_all_of_it_is_reached(site: Site, monkeypatch: pytest.MonkeyP
 
 def test_the_reader_of_dicom_holds_no_key_and_reaches_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = taken_over("reader", site, monkeypatch)
-    with ParserProcess(Rules(frozenset({"CT"})), site.who) as reader:
+    with ParserProcess(AdmissionRules(frozenset({"CT"})), site.who) as reader:
         with pytest.raises(FileRejectedError, match="undecodable"):
             reader.read(scanner_files.sequence_bomb(1), "0" * 32)
         found = taken.found()
@@ -313,7 +313,7 @@ def test_the_process_of_a_run_holds_no_key_and_reaches_its_two_descriptors(
         sites=("a",),
         rounds=1,
         first_round=0,
-        model=Model(np.zeros(2, np.float32)),
+        model=RoundModel(np.zeros(2, np.float32)),
         config=b"{}",
         min_sites=1,
         least_grants=1,
@@ -351,7 +351,7 @@ def test_the_inspection_of_artifacts_reaches_its_one_descriptor(site: Site, tmp_
     root = str(Path(__file__).resolve().parents[1])
     report = Report(end)
     with Path(__file__).open("rb") as source:
-        ran = run_confined("taken", {}, source.fileno(), Limits(), (root, str(program)))
+        ran = run_confined("taken", {}, source.fileno(), InspectionLimits(), (root, str(program)))
     found = report.found()
     assert ran.answer is not None
     found["files"] = {path: errno.EACCES if how == errno.EPERM else how for path, how in found["files"].items()}

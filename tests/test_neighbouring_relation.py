@@ -55,7 +55,7 @@ from PIL import ImageDraw, ImageFont
 from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
 
-from agent.deidentify.admission_rules import Rules
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.deidentifier import Deidentifier
 from agent.domain import Cohort, Selection, Split
 from agent.federation import participant, secure_aggregation
@@ -81,7 +81,7 @@ from tests.support.small_privimage import tiny
 
 KEY, OTHER = bytes(range(32)), bytes(range(32, 64))
 WHO = Deidentifier(KEY, "HOSPITAL", people=OTHER)
-RULES = Rules(modalities=frozenset({"CT"}))
+RULES = AdmissionRules(modalities=frozenset({"CT"}))
 ROOT = "1.2.826.0.1.3680043.8.498"
 SIDE = 96  # pixels: room for a text
 NEWCOMER = 9

@@ -28,7 +28,7 @@ from agent.dp.noise import SystemEntropy
 from agent.privacy_audit.canaries import OneRun, one_run_bound
 from agent.privacy_audit.conformance import Conformance
 from agent.privacy_audit.gate import conformance, repeat_if_failed, toy_sensitivity
-from agent.privacy_audit.negative_controls import CONTROLS, ENGINES, LARGE, Control, proved
+from agent.privacy_audit.negative_controls import CONTROLS, ENGINES, LARGE, NegativeControl, proved
 from agent.privacy_audit.query_conformance import histogram_conformance, part_conformance, sum_conformance
 from policies.accounting.rounding import epsilon_at_least, epsilon_text
 
@@ -145,7 +145,7 @@ def _conforms(run: Callable[[], Conformance]) -> Told:
     return found.holds, f"p = {found.p:.2g}" if found.holds else f"p = {found.p:.1g}: not so: {found.worst.what}"
 
 
-def _seen(control: Control, device: str) -> Told:
+def _seen(control: NegativeControl, device: str) -> Told:
     found = control.run(SystemEntropy(), _ENGINES["bookkept"], device=device)
     return not found.holds, f"p = {found.p:.1g}: not so: {found.worst.what}"
 
@@ -166,7 +166,7 @@ def _proves(device: str) -> Told:
     return found.holds, found.sentence()
 
 
-def _overproves(control: Control, device: str) -> Told:
+def _overproves(control: NegativeControl, device: str) -> Told:
     found = proved(control, *_digits(), SystemEntropy(), device)
     return (
         not found.holds,

@@ -28,7 +28,7 @@ from agent.ingest.patient_lists import read_pairs
 from agent.ingest.pending import PendingFile
 from agent.ingest.pipeline import IngestReport
 from agent.ingest.retrieval import FAULTS, RetrievalCallbacks, RetrievalThread, named, narrowed
-from agent.pacs.archive import Query
+from agent.pacs.archive import ArchiveQuery
 from agent.storage.site_directory import SiteDirectory
 
 _LOOK_S: Final = 1.0  # how often what an archive sends is let in
@@ -137,9 +137,9 @@ def _from_archive(
     return brought.complete
 
 
-def _query(arguments: argparse.Namespace) -> Query:
+def _query(arguments: argparse.Namespace) -> ArchiveQuery:
     try:
-        return Query(
+        return ArchiveQuery(
             modalities=tuple(arguments.modality),
             since=arguments.since,
             until=arguments.until,

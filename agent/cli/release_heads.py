@@ -23,7 +23,7 @@ from agent.defacing.training_heads import examine, find_heads
 from agent.errors import CommandError
 from agent.mechanisms.remodel.config import read_remodel
 from agent.mechanisms.remodel.mechanism import Remodelled
-from agent.models.training_loop import Progress
+from agent.models.training_loop import TrainingProgress
 from agent.release.pipeline import release_heads
 from agent.release.preflight import of_heads
 from agent.runtime import open_runtime
@@ -88,7 +88,7 @@ def _train(arguments: argparse.Namespace) -> int:
         heads, left = examine(scans, arguments.out, told)
         task = bar.add_task("remodeller", total=config.steps, told="")
 
-        def say(done: Progress) -> None:
+        def say(done: TrainingProgress) -> None:
             losses = ", ".join(f"{name} {value:.3g}" for name, value in done.losses.items())
             bar.update(task, completed=done.step, told=losses)
 

@@ -12,8 +12,8 @@ from agent.errors import CoordinatorUnreachableError, LedgerForkError
 from agent.federation.participant import Participant
 from agent.federation.secure_aggregation import SecureAggregationClient
 from agent.federation.service import EndedRuns, FederationContext, run_service
-from agent.federation.supernode_process import Link, LinkConfig
-from agent.gateway.notifications import Session
+from agent.federation.supernode_process import LinkConfig, SuperNodeLink
+from agent.gateway.notifications import NotificationStream
 from agent.privacy_audit.gate import gate
 from agent.runtime import AgentRuntime, close_open_grants, sync_with_coordinator
 from policies.ledger.store import LedgerStoppedError
@@ -40,7 +40,7 @@ def take_part(runtime: AgentRuntime, modality: str, stop: threading.Event) -> in
     close_open_grants(runtime)
     keys, settings = runtime.home.keys, runtime.settings
     way = LinkConfig(settings.coordinator, keys, keys / "node.key", settings.proxy, demand=settings.confinement)
-    link = Link(way)
+    link = SuperNodeLink(way)
     participant = Participant(runtime.site, modality, SystemEntropy())
     if participant.resume():
         runtime.log.info("run_resumed", run=participant.run)
@@ -58,7 +58,9 @@ def take_part(runtime: AgentRuntime, modality: str, stop: threading.Event) -> in
         session.close()
 
 
-def _listen(runtime: AgentRuntime, link: Link, over: EndedRuns, again: threading.Event) -> Session:
+def _listen(
+    runtime: AgentRuntime, link: SuperNodeLink, over: EndedRuns, again: threading.Event
+) -> NotificationStream:
     """Hear what the coordinator says without being asked.
 
     Where the stream begins this site shows the head of its own ledger, before which it gets no part in a run: in this
@@ -79,10 +81,10 @@ def _listen(runtime: AgentRuntime, link: Link, over: EndedRuns, again: threading
         elif kind == "over":
             over.say(run)
 
-    return Session(runtime.gateway.session, heard)
+    return NotificationStream(runtime.gateway.session, heard)
 
 
-def _keep_in_touch(runtime: AgentRuntime, link: Link) -> None:
+def _keep_in_touch(runtime: AgentRuntime, link: SuperNodeLink) -> None:
     """Greet the coordinator; the link opens its channel anew when the certificate is another one."""
     if sync_with_coordinator(runtime):
         link.renew()

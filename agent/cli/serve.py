@@ -78,7 +78,7 @@ def _beside(
     from protos.web.health import watched_over  # noqa: PLC0415 - as above
 
     store, now = runtime.site.ledger.store if runtime else None, lambda: dt.datetime.now(dt.UTC)
-    watched = metrics.MonitoredState(home, read_ingestion(home), now, store, lambda: reception.listener)
+    watched = metrics.MonitoredSite(home, read_ingestion(home), now, store, lambda: reception.listener)
     with ExitStack() as stack:
         ledger = SharedLedger(runtime) if runtime else BorrowedLedger(home)
         console = stack.enter_context(console_server(home, ledger, log, reception))

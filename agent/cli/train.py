@@ -32,11 +32,11 @@ from agent.models.recognition.recogniser_training import (
     suited,
     train_recogniser,
 )
-from agent.models.stylegan.network import PRESETS, Architecture, Generator, generator_from
+from agent.models.stylegan.network import PRESETS, Generator, StyleGanShape, generator_from
 from agent.models.stylegan.restyle_training import FILE as ENCODER
 from agent.models.stylegan.restyle_training import InversionConfig, train_encoder
 from agent.models.stylegan.training import GENERATOR, GanConfig, auto, train_generator
-from agent.models.training_loop import Progress as Done
+from agent.models.training_loop import TrainingProgress as Done
 from protos.common.durable_files import replace_file
 
 _SMALL: Final = 64  # pixels: up to it, an encoder learns in thousands of steps, at a higher rate
@@ -165,7 +165,7 @@ def _drawing(arguments: argparse.Namespace) -> Generator:
     return generator.eval()
 
 
-def _architecture(arguments: argparse.Namespace) -> Architecture:
+def _architecture(arguments: argparse.Namespace) -> StyleGanShape:
     known = {p.resolution: p for p in reversed(list(PRESETS.values()))}
     found = PRESETS.get(arguments.preset) if arguments.preset else known.get(arguments.side)
     if found is None or found.resolution != arguments.side:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from agent.models.features.extractors import RandomFeatures, features_from
 from agent.models.image_folder import read_labels
 from agent.models.semantics.training import SemanticsConfig, cluster_semantics, suited, train_semantics
-from agent.models.training_loop import Progress
+from agent.models.training_loop import TrainingProgress
 from protos.common.durable_files import replace_file
 
 FOLDERS: Final = "folders"  # in the place of a list: an image's folder names its label
@@ -60,7 +60,7 @@ class SemanticsOrder:
         names: tuple[str, ...],
         steps: int,
         out: Path,
-        say: Callable[[Progress], None],
+        say: Callable[[TrainingProgress], None],
     ) -> tuple[Path, Mapping[str, Any]]:
         """Train or cluster, and write the file.
 
@@ -93,13 +93,13 @@ class SemanticsOrder:
         return path, {"semantics": len(bins), **judged}
 
     def _clustered(
-        self, images: NDArray[np.uint8], out: Path, say: Callable[[Progress], None]
+        self, images: NDArray[np.uint8], out: Path, say: Callable[[TrainingProgress], None]
     ) -> tuple[Path, Mapping[str, Any]]:
         """As :meth:`make`, of images without labels."""
         assert self.clusters is not None
         features = features_from(self.features.read_bytes()) if self.features else RandomFeatures()
         made = cluster_semantics(features, images, self.clusters, self.seed, torch.device(self.device))
-        say(Progress(made.iterations, made.iterations, {}))
+        say(TrainingProgress(made.iterations, made.iterations, {}))
         out.mkdir(parents=True, exist_ok=True)
         replace_file(path := out / FILE, made.file)
         return path, {"semantics": self.clusters, "sizes": list(made.sizes), "steps": made.iterations}

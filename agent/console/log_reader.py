@@ -14,7 +14,7 @@ _FAULTS: Final = frozenset({"intake_failed", "pull_failed", "defacing_failed", "
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class LogEvent:
     """One line: only keys of the log's own list are in it, and no patient (P14)."""
 
     at: str  # UTC, ISO 8601
@@ -32,7 +32,7 @@ class Event:
         return self.name in _FAULTS
 
 
-def read(path: Path) -> list[Event]:
+def read(path: Path) -> list[LogEvent]:
     """The events at the end of a log, oldest first; none where there is no log. A torn line is passed over."""
     try:
         with path.open("rb") as stream:
@@ -45,14 +45,14 @@ def read(path: Path) -> list[Event]:
     return list(_events(lines if size <= _TAIL else lines[1:]))
 
 
-def _events(lines: list[bytes]) -> Iterator[Event]:
+def _events(lines: list[bytes]) -> Iterator[LogEvent]:
     for line in lines:
         try:
             told = json.loads(line)
         except ValueError:
             continue
         if isinstance(told, dict) and isinstance(told.get("event"), str):
-            yield Event(
+            yield LogEvent(
                 at=_text(told, "timestamp"),
                 name=_text(told, "event"),
                 where=_text(told, "where"),
@@ -74,7 +74,7 @@ def _count(told: dict[str, Any], name: str) -> int:
     return value if type(value) is int else 0
 
 
-def last(events: list[Event], *names: str, where: str | None = None) -> Event | None:
+def last(events: list[LogEvent], *names: str, where: str | None = None) -> LogEvent | None:
     """The newest event of these names, of that place."""
     found = (e for e in reversed(events) if e.name in names and (where is None or e.where == where))
     return next(found, None)

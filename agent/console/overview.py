@@ -20,12 +20,12 @@ from agent.gateway.credentials import Credentials
 from policies.accounting.rdp import epsilon_of
 from policies.accounting.rounding import epsilon_text, rounded_up
 from policies.audit.inclusion_proof import check
-from policies.index.search import Index, Query, QueryTooWideError
+from policies.index.search import EntryQuery, Index, QueryTooWideError
 from policies.ledger.backends.sqlite import export_file
 from policies.ledger.entries import Entry, kind_of
 from policies.ledger.state import Account, State
 from protos.identity.key_files import KeyFileError
-from protos.web.charts import Bar, Frame, Part, Series, bars, steps
+from protos.web.charts import Bar, BarPart, ChartFrame, StepCurve, bars, steps
 from protos.web.client_certificates import PinnedCertificates
 from protos.web.login_cli import FOLDER
 from protos.web.router import PageError, RequestContext, Router
@@ -103,7 +103,7 @@ def chart(state: State, site: str) -> Any:
         rows.append(
             Bar(
                 str(told["name"]),
-                (Part("spent", share["spent"]), Part("held", share["held"])),
+                (BarPart("spent", share["spent"]), BarPart("held", share["held"])),
                 100.0,
                 f"{told['left']} left; spent: {told['spent']}; held: {told['held']}; limit: {told['limit']}",
                 "/budget",
@@ -161,8 +161,10 @@ def _curves(context: SiteConsoleContext, state: State, index: Index) -> Iterator
         limit = float(account.epsilon) if noise else float(account.limit)
         unit = f"ε per patient at δ = {account.opened.delta}" if noise else "releases of each patient"
         begin = min([points[0][0] if points else now - 30 * _DAY_S, now - 30 * _DAY_S])
-        frame = Frame(f"{descriptions.budget(account)['name']}: spent and held", unit, begin, now, limit, "the limit")
-        yield steps((Series("spent and held", points),), frame)
+        frame = ChartFrame(
+            f"{descriptions.budget(account)['name']}: spent and held", unit, begin, now, limit, "the limit"
+        )
+        yield steps((StepCurve("spent and held", points),), frame)
 
 
 def _gone(account: Account, amount: int) -> float:
@@ -190,7 +192,7 @@ def _ledger(pages: Router, context: SiteConsoleContext) -> None:
     def ledger(asked: RequestContext, text: str = "", kind: str = "", before: str = "", after: str = "") -> Response:
         kinds = (kind,) if kind else ()
         try:
-            query = Query(kinds, text=text[:200], before=_number(before), after=_number(after), most=PAGE)
+            query = EntryQuery(kinds, text=text[:200], before=_number(before), after=_number(after), most=PAGE)
         except ValueError:
             raise PageError(400, "Ask either for the entries before a number or for those after one.") from None
         with errors_as_pages():

@@ -29,7 +29,7 @@ class ArchiveView:
     where: str
     hours: str
     by_clock: bool
-    last: log_reader.Event | None  # the last pull that `serve` told of
+    last: log_reader.LogEvent | None  # the last pull that `serve` told of
 
 
 def add(pages: Router, context: SiteConsoleContext) -> None:
@@ -76,7 +76,7 @@ def _listening(context: SiteConsoleContext, ingestion: Ingestion) -> Iterator[tu
         yield "STOW-RS", f"{ingestion.stow.host}:{ingestion.stow.port}", bool(held and held.stow)
 
 
-def _counts(context: SiteConsoleContext, events: list[log_reader.Event]) -> dict[str, int]:
+def _counts(context: SiteConsoleContext, events: list[log_reader.LogEvent]) -> dict[str, int]:
     """What the listener counted since it started; of another process, as its log last said."""
     if context.reception is not None and context.reception.listener is not None:
         return dict(sorted(context.reception.listener.counts().items()))
@@ -84,7 +84,7 @@ def _counts(context: SiteConsoleContext, events: list[log_reader.Event]) -> dict
     return dict(sorted(told.items()))
 
 
-def _archives(ingestion: Ingestion, events: list[log_reader.Event]) -> Iterator[ArchiveView]:
+def _archives(ingestion: Ingestion, events: list[log_reader.LogEvent]) -> Iterator[ArchiveView]:
     every: list[tuple[str, str, Archive]] = [("pacs", name, one) for name, one in ingestion.pacs.items()]
     every += [("dicomweb", name, one) for name, one in ingestion.webs.items()]
     for kind, name, one in every:

@@ -29,7 +29,7 @@ _RELEASES: Final = 3  # at once
 
 
 @dataclass(frozen=True, slots=True)
-class Exhibit:
+class ComparedImage:
     """One synthetic image, the real one that it is most like, and how far they are apart."""
 
     made: int
@@ -50,7 +50,7 @@ class ReleaseImages:
     labels: tuple[str, ...] = ()
     why_not: str = ""  # why nothing can be shown or compared
     likeness: ReleaseSimilarity | None = None  # None: not compared yet
-    exhibits: tuple[Exhibit, ...] = ()
+    exhibits: tuple[ComparedImage, ...] = ()
     fitted: bool = False  # the real images were brought to the release's size
 
 
@@ -142,8 +142,12 @@ def compare(context: SiteConsoleContext, waiting: PendingRelease, progress: Prog
     return f"Compared with {likeness.real} images in the vault."
 
 
-def _exhibit(one: NearestImage, made: NDArray[np.uint8], near: NDArray[np.uint8], waiting: PendingRelease) -> Exhibit:
-    return Exhibit(one.made, one.distance, rms_difference(made, near), one.person in waiting.behind, one.person, near)
+def _exhibit(
+    one: NearestImage, made: NDArray[np.uint8], near: NDArray[np.uint8], waiting: PendingRelease
+) -> ComparedImage:
+    return ComparedImage(
+        one.made, one.distance, rms_difference(made, near), one.person in waiting.behind, one.person, near
+    )
 
 
 def _real(
@@ -163,7 +167,7 @@ def _real(
                 yield person, image.pixels
 
 
-def still_visible(context: SiteConsoleContext, release: str, number: int) -> tuple[ReleaseImages, Exhibit]:
+def still_visible(context: SiteConsoleContext, release: str, number: int) -> tuple[ReleaseImages, ComparedImage]:
     """An exhibit, if it may still be seen: nobody in it has opted out, here or by a command.
 
     Raises:
@@ -179,7 +183,7 @@ def still_visible(context: SiteConsoleContext, release: str, number: int) -> tup
     return kept, one
 
 
-def review_png(kept: ReleaseImages, one: Exhibit, which: str) -> bytes:
+def review_png(kept: ReleaseImages, one: ComparedImage, which: str) -> bytes:
     """One of the three images of an exhibit as PNG: made, near or heat."""
     made = kept.images[one.made]
     if which == "made":

@@ -24,7 +24,7 @@ from agent.errors import CommandError
 from agent.volumes.dicom_series import derive_uid
 from agent.volumes.errors import REASONS, NotDefacedError
 from agent.volumes.series import Group, series_of, studies
-from agent.volumes.volume_io import Source, read
+from agent.volumes.volume_io import VolumeSource, read
 
 LOG: Final = "defaced.jsonl"
 DONE: Final = "defaced"
@@ -145,7 +145,7 @@ class _Writing:
     log: _Log
     key: str
 
-    def write(self, pieces: Sequence[VolumeTask], sources: Sequence[Source], taken: DefacedStudy) -> None:
+    def write(self, pieces: Sequence[VolumeTask], sources: Sequence[VolumeSource], taken: DefacedStudy) -> None:
         """Every file of a study, with a note before and after.
 
         Raises:

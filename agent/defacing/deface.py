@@ -30,7 +30,7 @@ _OF_THE_STUDY: Final = ("no_head", "brain_extracted", "no_face")  # said of the 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Series:
+class HeadSeries:
     """One series of a study."""
 
     volume: Volume  # on its own axes
@@ -49,7 +49,11 @@ class Result:
 
 
 def deface(
-    study: Sequence[Series], examine: Examine, method: Method, rng: np.random.Generator, align: Align | None = None
+    study: Sequence[HeadSeries],
+    examine: Examine,
+    method: Method,
+    rng: np.random.Generator,
+    align: Align | None = None,
 ) -> Result:
     """Take the face off every series of a study, or off none.
 
@@ -79,7 +83,7 @@ def deface(
     )
 
 
-def _reference(study: Sequence[Series], examine: Examine) -> tuple[int, HeadScan]:
+def _reference(study: Sequence[HeadSeries], examine: Examine) -> tuple[int, HeadScan]:
     """The finest series in which a head is found; what the only one was refused for is the study's refusal."""
     refused: NotDefacedError | None = None
     for index in sorted(range(len(study)), key=lambda i: (_edge(study[i].volume), i)):
@@ -94,7 +98,7 @@ def _reference(study: Sequence[Series], examine: Examine) -> tuple[int, HeadScan
     raise NotDefacedError("no_reference") from refused
 
 
-def _placed(series: Series, reference: Series, align: Align | None) -> Volume:
+def _placed(series: HeadSeries, reference: HeadSeries, align: Align | None) -> Volume:
     """In the reference's space. Two series that do not say in which frame they lie are in two."""
     if series.frame and series.frame == reference.frame:
         return series.volume

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from agent.defacing import removal_methods
 from agent.defacing import template as atlases
 from agent.defacing.config import FacesSettings
-from agent.defacing.deface import Method, Result, Series, deface
+from agent.defacing.deface import HeadSeries, Method, Result, deface
 from agent.defacing.deid_gan.network import Remodeller, remodeller_from
 from agent.defacing.face_region import Region
 from agent.defacing.head import HeadScan
@@ -33,7 +33,7 @@ from agent.domain import Volume
 from agent.errors import SiteConfigError
 from agent.models.weights import WeightsError
 from agent.volumes.errors import NotDefacedError
-from agent.volumes.volume_io import Source
+from agent.volumes.volume_io import VolumeSource
 
 ML: Final = 1000.0  # cubic millimetres in a millilitre
 PICTURE: Final = 160  # pixels along each edge of a rendering on the report
@@ -112,7 +112,11 @@ def _digest(text: str) -> str:
 
 
 def take_off(
-    study: Sequence[Source], with_: DefacingMethod, mask: NDArray[np.bool_] | None = None, *, picture: bool = False
+    study: Sequence[VolumeSource],
+    with_: DefacingMethod,
+    mask: NDArray[np.bool_] | None = None,
+    *,
+    picture: bool = False,
 ) -> DefacedStudy:
     """Take the faces off one study, by chance of the operating system: the same scan gets another face each time.
 
@@ -127,7 +131,7 @@ def take_off(
     """
     seen = [source.seen() for source in study]
     rng = np.random.default_rng(secrets.randbits(128))
-    series = [Series(volume, source.frame_of_reference) for volume, source in zip(seen, study, strict=True)]
+    series = [HeadSeries(volume, source.frame_of_reference) for volume, source in zip(seen, study, strict=True)]
     result = deface(series, partial(with_.examine, mask=mask), with_.method, rng, atlases.rigid)
     values = tuple(source.unseen(made) for source, made in zip(study, result.values, strict=True))
     brain = outside = 0

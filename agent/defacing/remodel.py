@@ -40,7 +40,7 @@ class HeadGenerator(Protocol):
         """(S, S, S) in [0, 1], scaled as ``gamma.intensities``."""
 
 
-class Network(HeadGenerator, Protocol):
+class RemodelNetwork(HeadGenerator, Protocol):
     """The trained network, and its measured quality."""
 
     @property
@@ -56,7 +56,7 @@ class Network(HeadGenerator, Protocol):
 class AroundTemplate:
     """A network that is shown the template's brain in the place of every patient's."""
 
-    net: Network
+    net: RemodelNetwork
     shown: Gamma
 
     @property
@@ -81,7 +81,7 @@ class AroundTemplate:
         return self.net.draw(self.shown, rng)
 
 
-def around_template(net: Network, atlas: Atlas) -> AroundTemplate:
+def around_template(net: RemodelNetwork, atlas: Atlas) -> AroundTemplate:
     """A network that is shown nobody's brain."""
     brain = Brain(atlas.brain, 1.0, np.eye(4), atlas.brain)
     head = HeadScan(Volume(atlas.values, atlas.affine), atlas.brain, brain)

@@ -41,7 +41,7 @@ ALONG_MM: Final = 8.0  # deviation of the filter along the surface
 _STEP_MM: Final = 2.0
 
 
-class Region(Protocol):
+class HeadRegion(Protocol):
     """A part of space that belongs to one head."""
 
     def on(self, grid: Volume) -> NDArray[np.bool_]:
@@ -53,7 +53,7 @@ class AirFill:
     """Air in the place of a region."""
 
     head: HeadScan
-    region: Region
+    region: HeadRegion
 
     def onto(self, volume: Volume, keep: NDArray[np.bool_], rng: np.random.Generator) -> Defaced:
         """Set the region to the series' own air, but where ``keep`` is; draws nothing."""

@@ -72,7 +72,7 @@ DEFAULT_SOP_CLASSES: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class AdmissionRules:
     """A site's rules for what is let in. Everything that is not listed is refused."""
 
     modalities: frozenset[str]
@@ -102,12 +102,12 @@ class Rules:
             raise ValueError("rules: a manufacturer has no name")
 
 
-def as_table(rules: Rules) -> dict[str, Any]:
+def as_table(rules: AdmissionRules) -> dict[str, Any]:
     """Rules as JSON can say them, for the reader's process."""
     return {k: sorted(v) if isinstance(v, frozenset) else v for k, v in asdict(rules).items()}
 
 
-def rules_from(table: Mapping[str, Any]) -> Rules:
+def rules_from(table: Mapping[str, Any]) -> AdmissionRules:
     """Back from :func:`as_table`."""
     plain = ("image_types", "blanks")
     fields: dict[str, Any] = {
@@ -118,10 +118,10 @@ def rules_from(table: Mapping[str, Any]) -> Rules:
         pixel_redaction.Blank(**{**b, "rectangles": tuple(pixel_redaction.Rectangle(**r) for r in b["rectangles"])})
         for b in table["blanks"]
     )
-    return Rules(**fields)
+    return AdmissionRules(**fields)
 
 
-def judge(dataset: Dataset, transfer_syntax: str, rules: Rules) -> None:
+def judge(dataset: Dataset, transfer_syntax: str, rules: AdmissionRules) -> None:
     """Apply the site's rules to a parsed file, cheapest question first.
 
     Raises:
@@ -163,13 +163,13 @@ def is_report(dataset: Dataset) -> bool:
     return text(dataset, "SOPClassUID").startswith(_STRUCTURED)
 
 
-def _judge_maker(dataset: Dataset, rules: Rules) -> None:
+def _judge_maker(dataset: Dataset, rules: AdmissionRules) -> None:
     known = {pixel_redaction.folded(name) for name in rules.manufacturers}
     if known and pixel_redaction.folded(text(dataset, "Manufacturer")) not in known:
         raise FileRejectedError("manufacturer_not_allowed")
 
 
-def _judge_pixels(dataset: Dataset, transfer_syntax: str, rules: Rules) -> None:
+def _judge_pixels(dataset: Dataset, transfer_syntax: str, rules: AdmissionRules) -> None:
     if any(keyword in dataset for keyword in ("FloatPixelData", "DoubleFloatPixelData")):
         raise FileRejectedError("unsupported_encoding")  # parametric maps: numbers made from an image
     if "PixelData" not in dataset:
@@ -179,7 +179,7 @@ def _judge_pixels(dataset: Dataset, transfer_syntax: str, rules: Rules) -> None:
     _judge_size(dataset, rules)
 
 
-def _judge_origin(dataset: Dataset, sop_class: str, rules: Rules) -> None:
+def _judge_origin(dataset: Dataset, sop_class: str, rules: AdmissionRules) -> None:
     """Where an image comes from decides whether a name may be burned into it.
 
     A risky one is let in when a rule blanks regions of it. ``BurnedInAnnotation = NO`` is not evidence, so
@@ -203,7 +203,7 @@ def _judge_origin(dataset: Dataset, sop_class: str, rules: Rules) -> None:
     _judge_colours(dataset, modality, rules, blanked=blanked)
 
 
-def _judge_colours(dataset: Dataset, modality: str, rules: Rules, *, blanked: bool) -> None:
+def _judge_colours(dataset: Dataset, modality: str, rules: AdmissionRules, *, blanked: bool) -> None:
     """Grey is usual; colour, on a device that makes grey images, is a screen or an annotation."""
     colours = text(dataset, "PhotometricInterpretation")
     if "PixelData" not in dataset or colours in _GREY:
@@ -214,7 +214,7 @@ def _judge_colours(dataset: Dataset, modality: str, rules: Rules, *, blanked: bo
         raise FileRejectedError("burned_in_risk")
 
 
-def _judge_size(dataset: Dataset, rules: Rules) -> None:
+def _judge_size(dataset: Dataset, rules: AdmissionRules) -> None:
     rows, columns = dataset.get("Rows"), dataset.get("Columns")
     samples, bits = dataset.get("SamplesPerPixel", 1), dataset.get("BitsAllocated")
     count = frames(dataset)

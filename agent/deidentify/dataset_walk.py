@@ -24,7 +24,7 @@ from agent.deidentify.ps315 import (
     value_encoding,
 )
 from agent.deidentify.ps315.action_trace import AttributeAction, step
-from agent.deidentify.ps315.actions import DUMMIES, Decision, decide
+from agent.deidentify.ps315.actions import DUMMIES, AttributeDecision, decide
 from agent.deidentify.ps315.options import Profile
 from agent.deidentify.ps315.value_encoding import Element, NotOneOfError, padded, texts
 
@@ -111,7 +111,7 @@ class DatasetWalker:
         return target
 
     def _fate(
-        self, source: Dataset, tag: BaseTag, decision: Decision, depth: int, path: str
+        self, source: Dataset, tag: BaseTag, decision: AttributeDecision, depth: int, path: str
     ) -> tuple[Element | None, AttributeAction]:
         """``_one``, where a value that is not what it should be does not stay."""
         try:
@@ -132,7 +132,7 @@ class DatasetWalker:
             return None, step(path, "removed", "unreadable")
 
     def _one(
-        self, source: Dataset, tag: BaseTag, decision: Decision, depth: int, path: str
+        self, source: Dataset, tag: BaseTag, decision: AttributeDecision, depth: int, path: str
     ) -> tuple[Element | None, AttributeAction]:
         """What stays of one attribute, and its step."""
         kind, vr = decision.kind, decision.vr
@@ -167,7 +167,7 @@ class DatasetWalker:
         return found[0], step(path, "cleaned" if found[1] else "kept", "retain_safe_private")
 
     def _sequence(
-        self, source: Dataset, tag: BaseTag, decision: Decision, depth: int, path: str
+        self, source: Dataset, tag: BaseTag, decision: AttributeDecision, depth: int, path: str
     ) -> tuple[Element | None, AttributeAction]:
         """A sequence whose items are cleaned in turn; one in which nothing is left is removed."""
         items = source[tag].value
@@ -189,12 +189,12 @@ class DatasetWalker:
 
     # -------------------------------------------------- one function for each kind of value
 
-    def _number(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, str]:
+    def _number(self, source: Dataset, element: Element, decision: AttributeDecision) -> tuple[bytes, str]:
         write = value_encoding.decimals if decision.vr == "DS" else value_encoding.integers
         value, rounded = write(source, element, numeric_bounds.bound_of(element.tag))
         return value, "cleaned" if rounded else ""
 
-    def _term(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, str]:
+    def _term(self, source: Dataset, element: Element, decision: AttributeDecision) -> tuple[bytes, str]:
         given = [v.upper() for v in texts(source, element)]
         allowed = retained_attributes.TERMS.get(element.tag, retained_attributes.VOCABULARY["terms"])
         replacement = retained_attributes.REPLACE_UNKNOWN.get(element.tag)
@@ -210,36 +210,36 @@ class DatasetWalker:
         changed = "cleaned" if stays != given else ""
         return padded("\\".join(v or "" for v in stays).encode("ascii")), changed
 
-    def _date(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, str]:
+    def _date(self, source: Dataset, element: Element, decision: AttributeDecision) -> tuple[bytes, str]:
         moved = value_encoding.dates(source, element, self.keyed.days, times=self.profile.times)
         return moved, "" if moved.strip(b"\\ ") else "emptied"
 
-    def _clock(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, None]:
+    def _clock(self, source: Dataset, element: Element, decision: AttributeDecision) -> tuple[bytes, None]:
         return value_encoding.clock(source, element), None
 
-    def _age(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, None]:
+    def _age(self, source: Dataset, element: Element, decision: AttributeDecision) -> tuple[bytes, None]:
         return value_encoding.age(source, element), None
 
-    def _uid(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, str]:
+    def _uid(self, source: Dataset, element: Element, decision: AttributeDecision) -> tuple[bytes, str]:
         given = texts(source, element)
         new = [v if v in UID_dictionary else self.keyed.uid(v) for v in given]
         return padded("\\".join(new).encode("ascii"), b"\0"), "kept" if new == given else ""
 
-    def _class_uid(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, None]:
+    def _class_uid(self, source: Dataset, element: Element, decision: AttributeDecision) -> tuple[bytes, None]:
         given = texts(source, element)
         if len(given) != 1 or given[0] not in UID_dictionary:
             raise NotOneOfError
         return padded(given[0].encode("ascii"), b"\0"), None
 
-    def _keyed_id(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, str]:
+    def _keyed_id(self, source: Dataset, element: Element, decision: AttributeDecision) -> tuple[bytes, str]:
         given = texts(source, source[element.tag])
         new = self.keyed.identifier("\\".join(given))
         return new.encode("ascii"), "" if new else "emptied"
 
-    def _dummy(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, None]:
+    def _dummy(self, source: Dataset, element: Element, decision: AttributeDecision) -> tuple[bytes, None]:
         return DUMMIES[decision.vr], None
 
-    def _known(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, None]:
+    def _known(self, source: Dataset, element: Element, decision: AttributeDecision) -> tuple[bytes, None]:
         given = texts(source, element)
         known = {
             "maker": retained_attributes.maker,
@@ -252,17 +252,17 @@ class DatasetWalker:
             raise NotOneOfError
         return padded("\\".join(given).encode("ascii")), None
 
-    def _device(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, None]:
+    def _device(self, source: Dataset, element: Element, decision: AttributeDecision) -> tuple[bytes, None]:
         given = texts(source, element)
         if self._mine(given) or not all(not v or _DEVICE.fullmatch(v) for v in given):
             raise NotOneOfError
         return padded("\\".join(given).encode("ascii")), None
 
-    def _words(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, str]:
+    def _words(self, source: Dataset, element: Element, decision: AttributeDecision) -> tuple[bytes, str]:
         left = retained_attributes.technical_words(" ".join(texts(source, element)), self.own)
         return padded(left[:64].rstrip().encode("ascii")), "" if left else "emptied"
 
-    def _code(self, source: Dataset, element: Element, decision: Decision) -> tuple[bytes, str]:
+    def _code(self, source: Dataset, element: Element, decision: AttributeDecision) -> tuple[bytes, str]:
         """One part of a coded entry (PS3.3 section 8.8): the meaning is ours, whatever the file says."""
         value, scheme = (text(source, k) for k in ("CodeValue", "CodingSchemeDesignator"))
         meaning = retained_attributes.concept(scheme, value)
@@ -305,7 +305,7 @@ class _Item(Dataset):
         self.set_original_encoding(False, True)
 
 
-Handler = Callable[[DatasetWalker, Dataset, Element, Decision], tuple[bytes, str | None]]
+Handler = Callable[[DatasetWalker, Dataset, Element, AttributeDecision], tuple[bytes, str | None]]
 _HANDLERS: Final[dict[str, Handler]] = {
     **{
         "number": DatasetWalker._number,

@@ -58,8 +58,8 @@ class Blank:
         if not self.rectangles or not bool(_mask(self._part(), (self.rows, self.columns)).any()):
             raise ValueError("a rule to blank regions blanks nothing")
 
-    def _part(self) -> Part:
-        return Part(self.rectangles, self.keep)
+    def _part(self) -> RedactedPart:
+        return RedactedPart(self.rectangles, self.keep)
 
     def matches(self, dataset: Dataset) -> bool:
         """Is this the kind of image? Text is compared without regard to case and spaces."""
@@ -74,7 +74,7 @@ class Blank:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RedactedPart:
     """Rectangles of one image that are blanked, or that alone stay."""
 
     rectangles: tuple[Rectangle, ...]
@@ -91,15 +91,15 @@ def is_ultrasound(dataset: Dataset) -> bool:
     return text(dataset, "Modality") == "US" or text(dataset, "SOPClassUID") in _ULTRASOUND
 
 
-def plan(dataset: Dataset, blanks: tuple[Blank, ...], *, us_regions: bool) -> tuple[Part, ...]:
+def plan(dataset: Dataset, blanks: tuple[Blank, ...], *, us_regions: bool) -> tuple[RedactedPart, ...]:
     """What is to be blanked; empty when no rule is for this image.
 
     Raises:
         FileRejectedError: ``burned_in_risk``, an ultrasound image whose regions make no sense.
     """
-    parts = [Part(rule.rectangles, rule.keep) for rule in blanks if rule.matches(dataset)]
+    parts = [RedactedPart(rule.rectangles, rule.keep) for rule in blanks if rule.matches(dataset)]
     if us_regions and is_ultrasound(dataset) and "SequenceOfUltrasoundRegions" in dataset:
-        parts.append(Part(_scans(dataset), keep=True))
+        parts.append(RedactedPart(_scans(dataset), keep=True))
     return tuple(parts)
 
 
@@ -123,7 +123,7 @@ def _scans(dataset: Dataset) -> tuple[Rectangle, ...]:
     return tuple(found)
 
 
-def _mask(part: Part, size: tuple[int, int]) -> NDArray[np.bool_]:
+def _mask(part: RedactedPart, size: tuple[int, int]) -> NDArray[np.bool_]:
     """(rows, columns): True where the image is blanked."""
     mask = np.full(size, part.keep)
     for r in part.rectangles:
@@ -131,7 +131,7 @@ def _mask(part: Part, size: tuple[int, int]) -> NDArray[np.bool_]:
     return mask
 
 
-def blank(values: NDArray[Any], parts: tuple[Part, ...], photometric: str) -> NDArray[Any]:
+def blank(values: NDArray[Any], parts: tuple[RedactedPart, ...], photometric: str) -> NDArray[Any]:
     """Stored values with every part black, in all frames; the argument is left as it was.
 
     Args:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from agent.dp.per_example_gradients import RULES, Batch, suitable, unit_gradients
+from agent.dp.per_example_gradients import RULES, UnitBatch, suitable, unit_gradients
 from protos.common.errors import TrainingError
 
 
@@ -51,7 +51,7 @@ class GradientRecorder:
         self._found: dict[nn.Parameter, Tensor] = {}
         self._backward = False
 
-    def gradients(self, losses: Callable[[], Tensor], batch: Batch) -> list[Tensor]:
+    def gradients(self, losses: Callable[[], Tensor], batch: UnitBatch) -> list[Tensor]:
         """The gradient of each unit's mean loss, (u, *shape) for every parameter in order.
 
         The model is left as it was, also when something in it fails.
@@ -86,7 +86,7 @@ class GradientRecorder:
                 handle.remove()
 
     def _after(
-        self, anchor: Tensor, batch: Batch, module: nn.Module, given: tuple[Any, ...], named: Any, out: Tensor
+        self, anchor: Tensor, batch: UnitBatch, module: nn.Module, given: tuple[Any, ...], named: Any, out: Tensor
     ) -> Tensor | None:
         if not torch.is_grad_enabled():
             return None  # the loss takes no gradient through this call
@@ -97,7 +97,7 @@ class GradientRecorder:
         told: Tensor = _Tap.apply(out, anchor, given[0].detach(), partial(self._take, module, batch))  # type: ignore[no-untyped-call]
         return told
 
-    def _take(self, module: nn.Module, batch: Batch, a: Tensor, g: Tensor) -> None:
+    def _take(self, module: nn.Module, batch: UnitBatch, a: Tensor, g: Tensor) -> None:
         if not self._backward:
             raise NoGradientRuleError("the loss takes a gradient itself (a gradient penalty)")
         for name, gradient in unit_gradients(module, a, g, batch).items():
@@ -268,7 +268,7 @@ def bookkeeping_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
             def of_part(part: Sequence[PrivacyUnit]) -> Tensor:
                 rows = tuple(torch.cat(tensors) for tensors in zip(*(unit.rows for unit in part), strict=True))
                 there = _there(rows, parameters[0].device)
-                batch = Batch(tuple(map(len, part)))
+                batch = UnitBatch(tuple(map(len, part)))
                 return _clipped_sum(book.gradients(lambda: _losses(loss, model, there), batch), clip)
 
             with full_precision():

@@ -36,7 +36,7 @@ from agent.dp.noise import Entropy, deviation, draw_uniforms, noisy_sum, snap_to
 from agent.errors import DivergedError, OtherRunError, TrainingCheckpointError
 from agent.models.training_loop import (
     PostStepHook,
-    Progress,
+    TrainingProgress,
     load_state,
     optimizer_state,
     restore_optimizer,
@@ -86,7 +86,7 @@ def identity(unit: PrivacyUnit) -> PrivacyUnit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Task:
+class TrainingTask:
     """What is trained, and how: the model is changed in place."""
 
     model: nn.Module
@@ -98,7 +98,7 @@ class Task:
 
 
 def train_privately(  # noqa: PLR0913 - the last three are those of every training loop here
-    task: Task,
+    task: TrainingTask,
     units: Sequence[PrivacyUnit],
     job: PrivateSgd,
     entropy: Entropy,
@@ -106,7 +106,7 @@ def train_privately(  # noqa: PLR0913 - the last three are those of every traini
     *,
     place: CheckpointStore | None = None,
     run: str = "",
-    say: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[TrainingProgress], None] = lambda _: None,
 ) -> int:
     """Train ``task.model`` in place for exactly ``job.steps`` noisy steps, from the checkpoint if there is one.
 
@@ -156,7 +156,7 @@ def train_privately(  # noqa: PLR0913 - the last three are those of every traini
         if step % CHECKPOINT_EVERY == 0 or step == job.steps:
             if place is not None:
                 place.write(save_state(run, step, state.tensors()))
-            say(Progress(step, job.steps, {}))
+            say(TrainingProgress(step, job.steps, {}))
     if not all(torch.equal(old, new) for old, new in zip(buffers, task.model.buffers(), strict=True)):
         raise UnsuitableModelError("a buffer changed in training: it would leave without noise")
     return job.steps
@@ -231,7 +231,7 @@ class _Drawn(Sequence[PrivacyUnit]):
 class _State:
     """What a step changes: the parameters, the optimiser's moments, the follower."""
 
-    task: Task
+    task: TrainingTask
     parameters: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
     job: PrivateSgd

@@ -22,11 +22,11 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 FEW: Final = 4  # rows of a unit: with fewer, one convolution of many groups is faster than one for each unit
 
 Grads = dict[str, Tensor]  # by parameter's name: (u, *its shape)
-Rule = Callable[[Any, Tensor, Tensor, "Batch"], Grads]
+Rule = Callable[[Any, Tensor, Tensor, "UnitBatch"], Grads]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class UnitBatch:
     """Which rows of a batch are whose: unit i has the next ``counts[i]`` of them."""
 
     counts: tuple[int, ...]
@@ -67,7 +67,7 @@ def suitable(module: nn.Module) -> bool:
     return True
 
 
-def unit_gradients(module: nn.Module, a: Tensor, g: Tensor, batch: Batch) -> Grads:
+def unit_gradients(module: nn.Module, a: Tensor, g: Tensor, batch: UnitBatch) -> Grads:
     """Gradients of each unit by the module's weight and bias.
 
     Args:
@@ -82,7 +82,7 @@ def unit_gradients(module: nn.Module, a: Tensor, g: Tensor, batch: Batch) -> Gra
     return {name: gradient for name, gradient in found.items() if getattr(module, name) is not None}
 
 
-def _linear(_: nn.Module, a: Tensor, g: Tensor, batch: Batch) -> Grads:
+def _linear(_: nn.Module, a: Tensor, g: Tensor, batch: UnitBatch) -> Grads:
     if batch.each is not None:
         units = len(batch.counts)
         a, g = a.reshape(units, -1, a.shape[-1]), g.reshape(units, -1, g.shape[-1])
@@ -99,7 +99,7 @@ _WEIGHT: Final[Mapping[type[nn.Module], Callable[..., Tensor]]] = {
 }
 
 
-def _convolution(module: Convolution, a: Tensor, g: Tensor, batch: Batch) -> Grads:
+def _convolution(module: Convolution, a: Tensor, g: Tensor, batch: UnitBatch) -> Grads:
     padding: Any = module.padding
     if module.padding_mode != "zeros" or padding == "same":
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
@@ -134,14 +134,14 @@ def _beside(rows: Tensor, units: int) -> Tensor:
     return rows.reshape(units, len(rows) // units, *rows.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 
-def _group_norm(module: nn.GroupNorm, a: Tensor, g: Tensor, batch: Batch) -> Grads:
+def _group_norm(module: nn.GroupNorm, a: Tensor, g: Tensor, batch: UnitBatch) -> Grads:
     normal = F.group_norm(a, module.num_groups, eps=module.eps)
     rows, channels = a.shape[:2]
     weight, bias = ((x.reshape(rows, channels, -1)).sum(dim=2) for x in (normal.mul_(g), g))
     return {"weight": batch.sums(weight), "bias": batch.sums(bias)}
 
 
-def _layer_norm(module: nn.LayerNorm, a: Tensor, g: Tensor, batch: Batch) -> Grads:
+def _layer_norm(module: nn.LayerNorm, a: Tensor, g: Tensor, batch: UnitBatch) -> Grads:
     shape = tuple(module.normalized_shape)
     normal = F.layer_norm(a, shape, eps=module.eps)
     weight, bias = (x.reshape(len(a), -1, prod(shape)).sum(dim=1) for x in (normal.mul_(g), g))
@@ -151,7 +151,7 @@ def _layer_norm(module: nn.LayerNorm, a: Tensor, g: Tensor, batch: Batch) -> Gra
     }
 
 
-def _embedding(module: nn.Embedding, a: Tensor, g: Tensor, batch: Batch) -> Grads:
+def _embedding(module: nn.Embedding, a: Tensor, g: Tensor, batch: UnitBatch) -> Grads:
     units, numbers = len(batch.counts), module.num_embeddings
     owner = torch.arange(units, device=a.device).repeat_interleave(torch.tensor(batch.counts, device=a.device))
     slot = owner.view(-1, *[1] * (a.ndim - 1)) * numbers + a

@@ -100,7 +100,7 @@ class Sets:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FidelityPlan:
     """How fidelity is measured.
 
     ``covariance`` of the Fréchet distance: ``full`` refuses fewer than d + 1 images; ``shrunk`` is that of Ledoit and
@@ -140,7 +140,7 @@ class Fidelity:
         return f"{table(self.figures, what)}\n{table(self.baseline, f'held-out real images{size}')}"
 
 
-def fidelity(sets: Sets, plan: Plan, rng: np.random.Generator) -> Fidelity:
+def fidelity(sets: Sets, plan: FidelityPlan, rng: np.random.Generator) -> Fidelity:
     """Every score of the release and of the held-out baseline, which is cut to as many images at random.
 
     Raises:
@@ -268,7 +268,7 @@ def _distances(a: Values, b: Values) -> Values:
     return distances
 
 
-def _scores(real: Features, other: Features, plan: Plan, rng: np.random.Generator) -> tuple[Figure, ...]:
+def _scores(real: Features, other: Features, plan: FidelityPlan, rng: np.random.Generator) -> tuple[Figure, ...]:
     a, b = real.values, other.values
     ours, theirs = Units(real.units), Units(other.units)
     value = frechet(a, b, plan.covariance)

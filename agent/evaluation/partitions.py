@@ -75,7 +75,7 @@ def silhouettes(partition: Partition) -> Values:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tree:
+class MergeTree:
     """What a dendrogram is drawn from (AnonFACES, Figure 12)."""
 
     merges: Values  # (n - 1, 4): the two joined, their distance, how many then; as scipy's linkage
@@ -83,7 +83,7 @@ class Tree:
     sampled: bool  # only some of the patients, drawn at random
 
 
-def dendrogram(codes: Values, method: Linkage, most: int, rng: np.random.Generator) -> Tree:
+def dendrogram(codes: Values, method: Linkage, most: int, rng: np.random.Generator) -> MergeTree:
     """The merges of at most ``most`` codes (n, d), drawn at random if there are more. O(most^2) memory.
 
     Raises:
@@ -93,10 +93,10 @@ def dendrogram(codes: Values, method: Linkage, most: int, rng: np.random.Generat
         raise ValueError("a dendrogram needs two finite codes")
     sampled = len(codes) > most
     chosen = codes[np.sort(rng.choice(len(codes), most, replace=False))] if sampled else codes
-    return Tree(np.asarray(linkage(chosen, method), np.float64), method, sampled)
+    return MergeTree(np.asarray(linkage(chosen, method), np.float64), method, sampled)
 
 
-def sizes_at(tree: Tree, height: float) -> NDArray[np.int64]:
+def sizes_at(tree: MergeTree, height: float) -> NDArray[np.int64]:
     """The sizes of the clusters when the tree is cut at a height, largest first: bounds for k (section 4.4)."""
     n = len(tree.merges) + 1
     sizes = {i: 1 for i in range(n)}

@@ -34,10 +34,10 @@ from sklearn.neural_network import MLPClassifier
 
 from agent.domain import Cohort, SyntheticSet
 from agent.errors import DivergedError
-from agent.evaluation.fidelity import Features, Fidelity, Plan, Sets, TooFewImagesError, describe, fidelity
+from agent.evaluation.fidelity import Features, Fidelity, FidelityPlan, Sets, TooFewImagesError, describe, fidelity
 from agent.evaluation.utility import Classifier, Examples, Grades, Recipe, Train, network_trainer, tstr
 from agent.intervals import Figure, Interval, Resampling, Units, percentile, resampled, wilson
-from agent.mechanisms.privimage.semantic_query import NothingSelectedError, Query, chosen, selection
+from agent.mechanisms.privimage.semantic_query import NothingSelectedError, SemanticQuery, chosen, selection
 from agent.models.features.extractors import RandomFeatures
 from agent.models.semantics.classifier import Semantics
 from protos.common.errors import RefusedError
@@ -204,7 +204,7 @@ class SemanticsQuery:
     semantics: Semantics
     images: NDArray[np.uint8]  # (n, s, s[, 3]): the public images
     bins: NDArray[np.int64]  # (n,)
-    query: Query
+    query: SemanticQuery
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -332,7 +332,7 @@ def _fidelity(made: SyntheticSet, real: _Real, effort: Effort, rng: np.random.Ge
     rows = _sample(len(made.images), _LOOKED_AT, rng)
     try:
         synthetic = describe(net, _unit(made.images[rows]), np.arange(len(rows)))
-        plan = Plan("shrunk", subsets=2, resampling=Resampling(effort.draws))
+        plan = FidelityPlan("shrunk", subsets=2, resampling=Resampling(effort.draws))
         return fidelity(Sets(seen(first), synthetic, seen(~first)), plan, rng)
     except TooFewImagesError:
         return "the set has too few images for a Fréchet distance"

@@ -77,7 +77,7 @@ class Recipe:
             raise ValueError("the target is classes or mse")
 
 
-class Network(nn.Module):
+class UtilityNetwork(nn.Module):
     """Four convolutions with group norm (Wu & He 2018: no batch statistics), mean and maximum, a linear layer."""
 
     def __init__(self, channels: int, width: int, outputs: int) -> None:
@@ -120,7 +120,7 @@ def train_network(release: Examples, recipe: Recipe, seed: int) -> Classifier:
     mean, std = images.mean(), images.std().clamp_min(1e-3)
     images, grades = (images - mean) / std, torch.from_numpy(release.grades)
     with seeded(seed):
-        net = Network(images.shape[1], recipe.width, release.count if recipe.target == "classes" else 1)
+        net = UtilityNetwork(images.shape[1], recipe.width, release.count if recipe.target == "classes" else 1)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.SGD(net.parameters(), recipe.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
     steps = recipe.epochs * -(-len(images) // recipe.batch)

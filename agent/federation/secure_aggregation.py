@@ -19,9 +19,9 @@ from protos.common.dsse import key_id
 from protos.secagg import round
 from protos.secagg.member import Member
 from protos.secagg.messages import SecAggError as NotTogether
-from protos.secagg.messages import Step
-from protos.secagg.session import KnownPartners, Quorum, Session
-from protos.secagg.shamir import Entropy
+from protos.secagg.messages import SumStep
+from protos.secagg.session import KnownPartners, Quorum, SumSession
+from protos.secagg.shamir import RandomSource
 
 
 def _no(detail: str) -> ReviewRejectedError:
@@ -35,10 +35,10 @@ class SecureAggregationClient:
     participant: Participant
     sign_key: Ed25519PrivateKey
     known: KnownPartners | None  # None: this site names no partners, and is in no sum
-    entropy: Entropy
+    entropy: RandomSource
     _at: tuple[str, int] = ("", 0)
     _member: Member | None = None
-    _session: Session | None = None
+    _session: SumSession | None = None
     _start: Update | None = None
     _answers: dict[str, bytes] = field(default_factory=dict)  # by step: a reply that got lost is sent again
 
@@ -51,13 +51,13 @@ class SecureAggregationClient:
                 is not followed. The member is forgotten then.
         """
         try:
-            step = Step[name.upper()]
+            step = SumStep[name.upper()]
         except KeyError:
             raise _no("unknown step") from None
         if self._at == (run, number) and name in self._answers:
             return self._answers[name]
         try:
-            if step is Step.ADVERTISE:
+            if step is SumStep.ADVERTISE:
                 answer = self._begin(run, number, payload, config)
             else:
                 answer = self._go_on(run, number, step, payload)
@@ -90,7 +90,7 @@ class SecureAggregationClient:
         part.begin_round(run, number, once=True)  # durable before anything of it is said
         self._at, self._answers = (run, number), {}
         self._member, self._session, self._start = member, session, Update(start)
-        return member.answer(Step.ADVERTISE, b"")
+        return member.answer(SumStep.ADVERTISE, b"")
 
     def _acquainted(self, roster: Mapping[str, bytes], most: int) -> None:
         """No more sites than were priced, and none beyond the corrupt ones that this hospital does not know itself.
@@ -109,11 +109,11 @@ class SecureAggregationClient:
         if not strangers <= round.CORRUPT:
             raise _no("the roster has more sites that this hospital does not know than may be corrupt")
 
-    def _go_on(self, run: str, number: int, step: Step, payload: bytes) -> bytes:
+    def _go_on(self, run: str, number: int, step: SumStep, payload: bytes) -> bytes:
         member = self._member
         if member is None or self._session is None or self._at != (run, number):
             raise _no("this step is out of order")
-        if step is not Step.MASK:
+        if step is not SumStep.MASK:
             return member.answer(step, payload)
         self._member = None  # until its vector is sealed: whatever goes wrong from here on, it takes no further step
         part, mechanism, start = self.participant, self.participant.mechanism, self._start

@@ -16,8 +16,8 @@ from agent.domain import Update
 from agent.errors import CoordinatorUnreachableError, LedgerForkError, ReviewRejectedError, SiteConfigError
 from agent.federation.participant import read_mechanism
 from agent.federation.secure_aggregation import SecureAggregationClient
-from agent.federation.supernode_process import Link, LinkError
-from agent.federation.tasks import Answer, Task, TaskDeclinedError
+from agent.federation.supernode_process import LinkError, SuperNodeLink
+from agent.federation.tasks import RoundAnswer, RoundTask, TaskDeclinedError
 from agent.gateway.witness import EpochChangedError
 from agent.mechanisms.federated.mechanism import FederatedConfigError
 from policies.accounting.claims import UnsupportedClaimError
@@ -63,7 +63,7 @@ class FederationContext:
     again: threading.Event = field(default_factory=threading.Event)  # it shall be greeted at once
 
 
-def run_service(link: Link, part: SecureAggregationClient, station: FederationContext) -> int:
+def run_service(link: SuperNodeLink, part: SecureAggregationClient, station: FederationContext) -> int:
     """Answer rounds until told to stop; verdicts on updates are asked for and written into the site's ledger.
 
     ``part`` is this site's part in a run, and in its secret sums. The link begins when the coordinator was met: it
@@ -97,7 +97,7 @@ def run_service(link: Link, part: SecureAggregationClient, station: FederationCo
     return 70 if ledger.stopped or failed.is_set() else 0
 
 
-def _connect(link: Link, handler: TaskHandler, station: FederationContext, failed: threading.Event) -> None:
+def _connect(link: SuperNodeLink, handler: TaskHandler, station: FederationContext, failed: threading.Event) -> None:
     """The link's thread: tasks in, answers out, until told to stop."""
 
     def state(name: str) -> None:
@@ -145,7 +145,7 @@ class TaskHandler:
         self.unmet = False  # its ledger was restored since
         self.fork: LedgerForkError | None = None  # found while a task was answered: the process ends
 
-    def handle(self, task: Task) -> Answer:
+    def handle(self, task: RoundTask) -> RoundAnswer:
         """Price a run, train one round, or take a step of secure aggregation.
 
         Raises:
@@ -160,7 +160,7 @@ class TaskHandler:
             elif task.kind == "price":  # each is an entry of this site's ledger
                 self.stop.wait(PRICE_S)
 
-    def _answer(self, task: Task) -> Answer:
+    def _answer(self, task: RoundTask) -> RoundAnswer:
         if task.kind not in _HANDLERS:
             raise TaskDeclinedError("mechanism")
         with self.mutex:
@@ -182,23 +182,23 @@ class TaskHandler:
                 self.log.warning("declined", run=task.run, rules=[type(fault).__name__])
                 raise TaskDeclinedError("unavailable") from None
 
-    def _price(self, task: Task) -> Answer:
+    def _price(self, task: RoundTask) -> RoundAnswer:
         envelope = self.participant.join(task.run, read_mechanism(task.config.decode()))
         self.log.info("granted", run=task.run, grant=self.participant.grant)
-        return Answer(envelope)
+        return RoundAnswer(envelope)
 
-    def _train(self, task: Task) -> Answer:
+    def _train(self, task: RoundTask) -> RoundAnswer:
         assert task.vector is not None
         number = task.round_index + 1
         signed, update = self.participant.train(task.run, number, Update(task.vector.copy()))
         self.log.info("round", run=task.run, round=number, release=signed.release.release)
-        return Answer(signed.envelope, update.vector)
+        return RoundAnswer(signed.envelope, update.vector)
 
-    def _secure(self, task: Task) -> Answer:
+    def _secure(self, task: RoundTask) -> RoundAnswer:
         number = task.round_index + 1
         answer = self.sum.step(task.run, number, task.step, task.payload, task.config)
         self.log.info("secret_sum", run=task.run, round=number, step=task.step)
-        return Answer(payload=answer)
+        return RoundAnswer(payload=answer)
 
     def greet(self, meet: Callable[[], None]) -> bool:
         """Look at the coordinator's ledger; an unreachable coordinator is looked at again later.
@@ -247,7 +247,7 @@ class TaskHandler:
             return
 
 
-_HANDLERS: dict[str, Callable[[TaskHandler, Task], Answer]] = {
+_HANDLERS: dict[str, Callable[[TaskHandler, RoundTask], RoundAnswer]] = {
     "price": TaskHandler._price,
     "train": TaskHandler._train,
     "secure": TaskHandler._secure,

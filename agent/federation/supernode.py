@@ -68,7 +68,7 @@ from numpy.typing import NDArray
 
 from agent.federation.fleet_transport import TurnedAway
 from agent.federation.supernode_process import LinkSetup
-from agent.federation.tasks import MAX_TICKET, Kind, Reply, Task, TaskDeclinedError
+from agent.federation.tasks import MAX_TICKET, Kind, Reply, RoundTask, TaskDeclinedError
 from protos.federation import flower_environment, messages
 
 _KINDS: Final[dict[str, Kind]] = {messages.PRICE: "price", messages.TRAIN: "train", messages.SECURE: "secure"}
@@ -79,7 +79,7 @@ _RECORDS: Final[dict[Kind, set[str]]] = {
 }
 
 
-def read_task(kind: str, content: RecordDict) -> Task:
+def read_task(kind: str, content: RecordDict) -> RoundTask:
     """The task in the records of a message of type ``kind``, one of `protos.federation.messages.KINDS`.
 
     Raises:
@@ -93,7 +93,7 @@ def read_task(kind: str, content: RecordDict) -> Task:
         raise TaskDeclinedError("malformed") from None
 
 
-def _task(kind: Kind, content: RecordDict) -> Task:
+def _task(kind: Kind, content: RecordDict) -> RoundTask:
     order = content[messages.ORDER]
     keys = {messages.RUN, messages.ROUND, messages.CONFIG} | ({messages.STEP} if kind == "secure" else set())
     if set(content) != _RECORDS[kind] or not isinstance(order, ConfigRecord) or set(order) != keys:
@@ -110,7 +110,7 @@ def _task(kind: Kind, content: RecordDict) -> Task:
         raise TaskDeclinedError("malformed")
     vector = _array(content, messages.PARAMETERS, messages.FLAT, np.float32) if kind == "train" else None
     payload = _array(content, messages.PAYLOAD, messages.DATA, np.uint8).tobytes() if kind == "secure" else b""
-    return Task(run, kind, index, config, vector, step, payload)
+    return RoundTask(run, kind, index, config, vector, step, payload)
 
 
 def _array(content: RecordDict, name: str, key: str, dtype: type[np.generic]) -> NDArray[Any]:
@@ -158,7 +158,7 @@ _FAULTS: Final = (httpx.HTTPError, ObjectPullError, ObjectPushError, OSError, Va
 class TaskQueue:
     """Where the link meets the one who handles tasks; the methods are called from the link's thread."""
 
-    task: Callable[[bytes, Task], None]  # take this; a `Reply` with the same ticket is expected in ``replies``
+    task: Callable[[bytes, RoundTask], None]  # take this; a `Reply` with the same ticket is expected in ``replies``
     state: Callable[[str], None]  # hears each change, see `serve`
     node: Callable[[int], None]  # hears the node id, for a link that is started again
     replies: queue.SimpleQueue[Reply]
@@ -335,7 +335,7 @@ class _Session:
     def _decline(self, node: Node, message: Message, code: str) -> None:
         self._send(node, Message(Error(messages.CODES[code], code), reply_to=message))
 
-    def _accept(self, node: Node, message: Message, tree: ObjectTree) -> Task:
+    def _accept(self, node: Node, message: Message, tree: ObjectTree) -> RoundTask:
         """The task of a message. Type and bundle decide first; only then is its content downloaded.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The Flower link's own process, started by `agent.federation.supernode_process.Link` and never by hand.
+"""The Flower link's own process, started by `agent.federation.supernode_process.SuperNodeLink` and never by hand.
 
     python -P -m agent.federation.supernode_main FD RELAY SETUP
 

@@ -125,7 +125,7 @@ class _NodeKey:
         }
 
 
-class Link:
+class SuperNodeLink:
     """The parent's end: starts the child, hands its tasks to ``handle``, starts it again when it dies."""
 
     def __init__(self, config: LinkConfig) -> None:
@@ -147,7 +147,10 @@ class Link:
             self._transport.renew()
 
     def run(
-        self, handle: Callable[[tasks.Task], tasks.Answer], stop: threading.Event, on_state: Callable[[str], None]
+        self,
+        handle: Callable[[tasks.RoundTask], tasks.RoundAnswer],
+        stop: threading.Event,
+        on_state: Callable[[str], None],
     ) -> None:
         """Take part in rounds until ``stop`` is set. Blocks; may run in any thread.
 
@@ -170,7 +173,7 @@ class Link:
         self,
         client: httpx.Client,
         key: _NodeKey,
-        handle: Callable[[tasks.Task], tasks.Answer],
+        handle: Callable[[tasks.RoundTask], tasks.RoundAnswer],
         stop: threading.Event,
         on_state: Callable[[str], None],
     ) -> None:
@@ -203,7 +206,7 @@ class Link:
     def _converse(
         self,
         child: _Child,
-        handle: Callable[[tasks.Task], tasks.Answer],
+        handle: Callable[[tasks.RoundTask], tasks.RoundAnswer],
         stop: threading.Event,
         tell: Callable[[str], None],
     ) -> None:
@@ -250,7 +253,9 @@ class Link:
             raise tasks.FrameError("not what a link says")
 
 
-def _handled(ticket: bytes, task: tasks.Task, handle: Callable[[tasks.Task], tasks.Answer]) -> tasks.Reply:
+def _handled(
+    ticket: bytes, task: tasks.RoundTask, handle: Callable[[tasks.RoundTask], tasks.RoundAnswer]
+) -> tasks.Reply:
     """What the installed code answers; "internal" for anything but a refusal that it raises. Its text stays here."""
     try:
         answer = handle(task)

@@ -70,7 +70,7 @@ class TaskDeclinedError(PeerError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Task:
+class RoundTask:
     """What the coordinator asks for."""
 
     run: str
@@ -103,14 +103,14 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class RoundAnswer:
     """What leaves the site: already reviewed, charged and sealed by the caller."""
 
     envelope: bytes = b""
     vector: NDArray[np.float32] | None = None  # (p,) as long as the task's; "train" only
     payload: bytes = b""  # "secure" only
 
-    def fits(self, task: Task) -> bool:
+    def fits(self, task: RoundTask) -> bool:
         """Whether this answers ``task``: the records of its kind, the sizes of its vector."""
         envelope = type(self.envelope) is bytes and len(self.envelope) <= messages.MAX_ENVELOPE
         payload = type(self.payload) is bytes and len(self.payload) <= messages.MAX_PAYLOAD
@@ -129,7 +129,7 @@ class Reply:
 
     ticket: bytes  # the link's own, given back as it came
     kind: Kind
-    answer: Answer | None
+    answer: RoundAnswer | None
     code: str = ""
 
 
@@ -171,14 +171,14 @@ def unframe(data: bytes) -> tuple[str, list[memoryview]]:
     return word, fields
 
 
-def task_frame(ticket: bytes, task: Task) -> bytes:
+def task_frame(ticket: bytes, task: RoundTask) -> bytes:
     """A task with the link's ``ticket`` for it."""
     vector = b"" if task.vector is None else _bytes(task.vector)
     head = (ticket, task.kind.encode(), task.run.encode(), task.round_index.to_bytes(8, "big"))
     return frame("task", *head, task.config, task.step.encode(), task.payload, vector)
 
 
-def read_task_frame(fields: list[memoryview]) -> tuple[bytes, Task]:
+def read_task_frame(fields: list[memoryview]) -> tuple[bytes, RoundTask]:
     """Ticket and task; the link has parsed foreign bytes, so nothing is taken on its word.
 
     Raises:
@@ -186,7 +186,7 @@ def read_task_frame(fields: list[memoryview]) -> tuple[bytes, Task]:
     """
     ticket, kind, run, index, config, step, payload, vector = fields
     try:
-        return bytes(ticket), Task(
+        return bytes(ticket), RoundTask(
             bytes(run).decode(),
             cast(Kind, bytes(kind).decode("ascii")),
             int.from_bytes(index, "big"),
@@ -214,7 +214,7 @@ def read_reply_frame(word: str, fields: list[memoryview]) -> Reply:
     ticket, kind, envelope, payload, vector = fields
     numbers = np.frombuffer(vector, "<f4") if len(vector) else None
     return Reply(
-        bytes(ticket), cast(Kind, bytes(kind).decode("ascii")), Answer(bytes(envelope), numbers, bytes(payload))
+        bytes(ticket), cast(Kind, bytes(kind).decode("ascii")), RoundAnswer(bytes(envelope), numbers, bytes(payload))
     )
 
 

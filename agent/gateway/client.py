@@ -34,7 +34,7 @@ from policies.ledger.entries import Admitted, Amended, Presented, Recovered, Ref
 from policies.ledger.store import ProofBundle
 from policies.review.rules import Finding, Verdict
 from policies.statements import ID, Release, parse
-from protos.artifacts.chunks import CHUNK, Artifact, Manifest, indices, length, manifest, piece
+from protos.artifacts.chunks import CHUNK, Artifact, ArtifactManifest, indices, length, manifest, piece
 from protos.protocol_version import COMPRESSED, EARLIER_AGENT, NoCommonVersionError, agree, answered
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
@@ -104,7 +104,12 @@ class _Sending:
     """One artifact on its way; it gives up when nothing has moved for ``patience.still_s``."""
 
     def __init__(
-        self, stub: Any, sealed: gateway_pb2.SealedRequest, artifact: Artifact, listing: Manifest, patience: Patience
+        self,
+        stub: Any,
+        sealed: gateway_pb2.SealedRequest,
+        artifact: Artifact,
+        listing: ArtifactManifest,
+        patience: Patience,
     ) -> None:
         self.stub, self.sealed, self.artifact, self.patience = stub, sealed, artifact, patience
         self.manifest = listing

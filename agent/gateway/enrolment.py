@@ -58,7 +58,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class EnrolmentProgress:
     """Where the request stands."""
 
     state: str  # waiting | enrolled | declined
@@ -74,7 +74,7 @@ class _Way:
     chain: bytes
 
 
-def enrol(home: SiteDirectory, given: Given | None, join: Join, now: dt.datetime) -> Progress:
+def enrol(home: SiteDirectory, given: Given | None, join: Join, now: dt.datetime) -> EnrolmentProgress:
     """Hand in the site's request with an invitation; or, without one, ask what became of it.
 
     With an invitation, and without ``keys/request.key``, a new key and a new request are made first: that is how a
@@ -108,7 +108,7 @@ def enrol(home: SiteDirectory, given: Given | None, join: Join, now: dt.datetime
         _keep(home, way.root, bytes(reply.waiting_certificate), now)
     elif reply.state != "declined":
         raise SiteConfigError("the coordinator's answer cannot be read: check that both sides have the same version")
-    return Progress(str(reply.state), said)
+    return EnrolmentProgress(str(reply.state), said)
 
 
 def _request(home: SiteDirectory) -> bytes:

@@ -20,7 +20,7 @@ KINDS: Final = frozenset({"hello", "beat", "run", "over", "bye"})
 _PAUSES_S: Final = (1.0, 60.0)
 
 
-class Session:
+class NotificationStream:
     """One stream, in a thread of its own, until closed."""
 
     def __init__(self, open_stream: Callable[[str], Any], heard: Callable[[str, str], None]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from agent.defacing.config import FacesSettings
-from agent.deidentify.admission_rules import Rules
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.pixel_redaction import Blank
 from agent.deidentify.ps315.options import Profile
 from agent.errors import SiteConfigError
@@ -20,7 +20,7 @@ from agent.pacs.archive import ArchiveConfig
 from agent.pacs.dicomweb.config import DicomWebArchive
 from agent.pacs.dicomweb.stow_process import StowSettings
 from agent.pacs.dimse.config import ListenerSettings
-from agent.storage.site_directory import Settings, SiteDirectory
+from agent.storage.site_directory import SiteDirectory, SiteSettings
 from agent.toml_config import Tables, converter
 
 FILE: Final = "ingest.toml"
@@ -64,7 +64,7 @@ class Reading:
 class Ingestion:
     """Everything about ingest, checked."""
 
-    rules: Rules
+    rules: AdmissionRules
     reading: Reading = field(default_factory=Reading)
     profile: Profile = field(default_factory=Profile)
     ocr: OcrSettings | None = None  # None: no alert
@@ -108,7 +108,7 @@ def read_ingestion(home: SiteDirectory) -> Ingestion:
     return parse_ingestion(home.root, home.settings(), text)
 
 
-def parse_ingestion(root: Path, settings: Settings, text: str) -> Ingestion:
+def parse_ingestion(root: Path, settings: SiteSettings, text: str) -> Ingestion:
     """Parse ``ingest.toml``.
 
     Args:
@@ -130,7 +130,7 @@ def parse_ingestion(root: Path, settings: Settings, text: str) -> Ingestion:
     return found
 
 
-def _ingestion(tables: Tables, settings: Settings) -> Ingestion | None:
+def _ingestion(tables: Tables, settings: SiteSettings) -> Ingestion | None:
     rules = tables.raw.get("rules", {})
     if not isinstance(rules, dict):
         tables.problems.append("rules: must be a table")
@@ -138,7 +138,7 @@ def _ingestion(tables: Tables, settings: Settings) -> Ingestion | None:
     tables.problems += [f"rules.{key}: is set in site.toml" for key in (*_OF_SITE, "blanks") if key in rules]
     blanks = tables.several("blank", Blank)
     # the converter makes a Rules of its own, so that a rule that is missing keeps its default
-    made = tables.made({**rules, "modalities": sorted(settings.modalities)}, Rules, "rules")
+    made = tables.made({**rules, "modalities": sorted(settings.modalities)}, AdmissionRules, "rules")
     folders = tables.several("folder", _FolderTable)
     reading, profile = tables.table("site", Reading) or Reading(), tables.table("deidentify", Profile) or Profile()
     ocr = tables.table("ocr", OcrSettings)

@@ -57,7 +57,7 @@ _STANDARD: Final = "1.2.840.10008.1.2"
 _LEAST_ROOM: Final = 64 * 2**20  # bytes that a worker must be able to allocate to be of any use
 
 
-def _opened(data: bytes, rules: admission_rules.Rules, who: Deidentifier) -> tuple[Dataset, Meta]:
+def _opened(data: bytes, rules: admission_rules.AdmissionRules, who: Deidentifier) -> tuple[Dataset, Meta]:
     """A data set whose bytes were scanned first; its patient's site-wide pseudonym was asked for."""
     meta = read_meta(data)
     if meta.media_class == admission_rules.MEDIA_DIRECTORY:
@@ -79,7 +79,7 @@ def _opened(data: bytes, rules: admission_rules.Rules, who: Deidentifier) -> tup
     return dataset, meta
 
 
-def _native(dataset: Dataset, meta: Meta, rules: admission_rules.Rules) -> tuple[pixel_data.Stored, bool]:
+def _native(dataset: Dataset, meta: Meta, rules: admission_rules.AdmissionRules) -> tuple[pixel_data.Stored, bool]:
     """The decoded pixels, those blanked that a rule says, and whether there were any."""
     values = pixel_data.decode(dataset, meta.transfer_syntax)
     parts = pixel_redaction.plan(dataset, rules.blanks, us_regions=rules.us_regions)
@@ -88,7 +88,9 @@ def _native(dataset: Dataset, meta: Meta, rules: admission_rules.Rules) -> tuple
     return values, bool(parts)
 
 
-def _read_dicom(data: bytes, rules: admission_rules.Rules, who: Deidentifier) -> tuple[dict[str, Any], list[Part]]:
+def _read_dicom(
+    data: bytes, rules: admission_rules.AdmissionRules, who: Deidentifier
+) -> tuple[dict[str, Any], list[Part]]:
     dataset, meta = _opened(data, rules, who)
     needles = identifiers(dataset, who.profile)
     values, blanked = _native(dataset, meta, rules)
@@ -123,7 +125,9 @@ def _read_dicom(data: bytes, rules: admission_rules.Rules, who: Deidentifier) ->
     return head, [image, payload, action_trace.dumps(steps)]
 
 
-def _read_nifti(data: bytes, told: dict[str, Any], rules: admission_rules.Rules) -> tuple[dict[str, Any], list[Part]]:
+def _read_nifti(
+    data: bytes, told: dict[str, Any], rules: admission_rules.AdmissionRules
+) -> tuple[dict[str, Any], list[Part]]:
     patient_id = str(told["patient_id"] or "")
     if not patient_id.strip():
         raise FileRejectedError("nifti_without_patient")
@@ -143,7 +147,7 @@ def _read_nifti(data: bytes, told: dict[str, Any], rules: admission_rules.Rules)
 
 
 def _answer(
-    data: bytes, told: dict[str, Any], rules: admission_rules.Rules, who: Deidentifier
+    data: bytes, told: dict[str, Any], rules: admission_rules.AdmissionRules, who: Deidentifier
 ) -> tuple[dict[str, Any], list[Part]]:
     try:
         if told.get("directory"):

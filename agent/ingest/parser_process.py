@@ -30,7 +30,7 @@ from typing import Any, Final, Self, TypeVar
 import numpy as np
 
 from agent.deidentify import nifti
-from agent.deidentify.admission_rules import Rules, as_table
+from agent.deidentify.admission_rules import AdmissionRules, as_table
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import REASONS, FileRejectedError
 from agent.deidentify.ps315 import action_trace
@@ -48,7 +48,7 @@ _UTF8: Final = 4  # an identifier may be longer in UTF-8 than in the file's own 
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ParserLimits:
     """What one file may cost the worker."""
 
     memory_bytes: int = 1536 * 2**20  # address space of the process
@@ -57,7 +57,7 @@ class Limits:
     start_seconds: float = 120.0  # importing the parsers, once per worker
 
 
-USUAL_LIMITS: Final = Limits()
+USUAL_LIMITS: Final = ParserLimits()
 Asked = tuple[str, str, tuple[bytes, ...]]  # key, purpose, parts
 T = TypeVar("T")
 
@@ -120,9 +120,9 @@ class ParserProcess:
 
     def __init__(
         self,
-        rules: Rules,
+        rules: AdmissionRules,
         deidentifier: Deidentifier,
-        limits: Limits = USUAL_LIMITS,
+        limits: ParserLimits = USUAL_LIMITS,
         demand: str = confinement.AVAILABLE,
     ) -> None:
         """Nothing is started yet. ``demand``: which layers of the confinement must be in force."""

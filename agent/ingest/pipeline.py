@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, Self
 
 from agent.deidentify import nifti
-from agent.deidentify.admission_rules import Rules
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.prescan import read_meta
 from agent.deidentify.record import Record
-from agent.ingest.parser_process import USUAL_LIMITS, Limits, ParserProcess
+from agent.ingest.parser_process import USUAL_LIMITS, ParserLimits, ParserProcess
 from agent.ingest.pending import PendingFile, QuarantinedFile, Refusal
 from agent.storage.quarantine import Quarantine
 from agent.storage.spool import AlreadyClaimed, ReceivedFile
@@ -80,13 +80,13 @@ class _Read:
 class IngestDependencies:
     """What the pipeline works with."""
 
-    rules: Rules
+    rules: AdmissionRules
     deidentifier: Deidentifier
     shelf: InstanceStore
     quarantine: Quarantine
     labels: Mapping[str, str] = field(default_factory=dict, repr=False)  # keyed SOP Instance UID -> label
     alarm: Callable[[Record], str | None] = lambda _record: None  # a reason to hold an image back: OCR
-    limits: Limits = USUAL_LIMITS
+    limits: ParserLimits = USUAL_LIMITS
     demand: str = AVAILABLE  # which layers of a worker's confinement must be in force
 
 

@@ -13,13 +13,13 @@ from typing import Any, Final, Self
 from agent.errors import SiteConfigError
 from agent.ingest.config import Ingestion
 from agent.ingest.context import IngestContext, open_ingest
-from agent.pacs.archive import ArchiveConfig, ArchiveError, Query
+from agent.pacs.archive import ArchiveConfig, ArchiveError, ArchiveQuery
 from agent.pacs.dicomweb.config import DicomWebArchive, DicomWebError
-from agent.pacs.dicomweb.qido import QidoClient, Session
-from agent.pacs.dicomweb.wado import Sink, WadoRetriever
+from agent.pacs.dicomweb.qido import ArchiveSession, QidoClient
+from agent.pacs.dicomweb.wado import InstanceSink, WadoRetriever
 from agent.pacs.dimse.find import QUERY
 from agent.pacs.dimse.query_retrieve_scu import QueryRetrieveScu
-from agent.pacs.dimse.retrieve import Ports, Progress, Retriever
+from agent.pacs.dimse.retrieve import Ports, RetrievalProgress, Retriever
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.spool import SpoolError
@@ -94,7 +94,7 @@ class Retrieved:
 _LISTS: Final = ("patients", "accessions")  # of which a study must be in one
 
 
-def narrowed(query: Query, more: Query) -> Query:
+def narrowed(query: ArchiveQuery, more: ArchiveQuery) -> ArchiveQuery:
     """The intersection of two queries: options of one run never widen what the settings allow.
 
     Raises:
@@ -155,7 +155,7 @@ def check_reachable(archive: Archive) -> None:
     if isinstance(archive, ArchiveConfig):
         with QueryRetrieveScu(archive, [QUERY]):
             return
-    with contextlib.closing(Session(archive)) as session:
+    with contextlib.closing(ArchiveSession(archive)) as session:
         QidoClient(archive, session, lambda _failures: None).reach()
 
 
@@ -177,7 +177,7 @@ def retrieve(
     """
     if isinstance(archive, ArchiveConfig):
         return _by_dimse(way, archive, ears, stopping)
-    sink = Sink(way.inbox, way.known([("wado", archive.name)]))
+    sink = InstanceSink(way.inbox, way.known([("wado", archive.name)]))
     done = WadoRetriever(
         archive, sink, stop=stopping, progress=lambda brought, known: ears.tell(brought + known, None)
     )
@@ -188,7 +188,7 @@ def retrieve(
 def _by_dimse(
     way: IngestContext, remote: ArchiveConfig, ears: RetrievalCallbacks, stopping: Callable[[], bool]
 ) -> Retrieved:
-    def progress(so_far: Progress) -> None:
+    def progress(so_far: RetrievalProgress) -> None:
         ears.tell(so_far.instances_done, so_far.expected)
 
     journal = _Journal(way, remote.name)

@@ -26,7 +26,7 @@ from agent.storage.instance_index import DefacedInstance, FaceInstance
 from agent.storage.vault import Vault
 from agent.storage.withheld_series import volumes_of
 from agent.volumes.errors import NotDefacedError
-from agent.volumes.volume_io import Source
+from agent.volumes.volume_io import VolumeSource
 
 NOTE: Final = "faces"  # of the project: study -> [why, how many instances, by what]
 
@@ -123,7 +123,7 @@ def _one(vault: Vault, study: str, with_: DefacingMethod) -> str | None:
     return ""
 
 
-def _bare(source: Source, group: list[FaceInstance], values: NDArray[np.generic]) -> list[DefacedInstance]:
+def _bare(source: VolumeSource, group: list[FaceInstance], values: NDArray[np.generic]) -> list[DefacedInstance]:
     """The new files under the old names, and of single images their pixels in [0, 1], as the reader makes them."""
     out = []
     for face, payload in zip(group, source.encoded(values), strict=True):

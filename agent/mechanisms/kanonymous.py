@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it imports numpy: --help waits for no library
     Parts = tuple[type[Synthesis], Callable[[argparse.Namespace, frozenset[str]], ReleaseConfig]]
 
 
-class Options(Protocol):
+class MechanismOptions(Protocol):
     """The ``options.py`` of a mechanism's folder."""
 
     @property
@@ -31,7 +31,7 @@ class Options(Protocol):
         """Add what only this mechanism has."""
 
 
-OPTIONS: Final[Mapping[str, Options]] = {
+OPTIONS: Final[Mapping[str, MechanismOptions]] = {
     "ksame": ksame,
     "ksalsa": ksalsa,
     "anonfaces": anonfaces,

@@ -19,7 +19,7 @@ from agent.mechanisms.anonfaces.identity_mixing import Mixing
 from agent.mechanisms.anonfaces.mechanism import AnonFaces
 from agent.mechanisms.common.config import ClustersTable, CohortTable, NetworksTable, Shelf, document, needed
 from agent.mechanisms.common.synthesis import ReleaseConfig
-from agent.mechanisms.ksalsa.augmentation import Views
+from agent.mechanisms.ksalsa.augmentation import KSalsaViews
 from agent.mechanisms.ksalsa.config import _ksalsa
 from agent.mechanisms.ksalsa.mechanism import KSalsa
 from agent.mechanisms.ksalsa.style_alignment import Alignment
@@ -97,7 +97,7 @@ def _options(tables: Tables, clusters: ClustersTable, name: str) -> dict[str, An
     told = {*raw, *(f"networks.{key}" for key in (networks if isinstance(networks, dict) else ()))}
     tables.problems += [f"{key}: not of {name}" for key in _FOREIGN.get(name, ()) if key in told]
     if name == KSalsa.name:
-        kinds: dict[str, type[Any]] = {"alignment": Alignment, "views": Views}
+        kinds: dict[str, type[Any]] = {"alignment": Alignment, "views": KSalsaViews}
         return {key: tables.table(key, kind) for key, kind in kinds.items() if key in raw}
     mixing = raw.get("mixing", {})
     if isinstance(mixing, dict):

@@ -24,7 +24,7 @@ Assignment = NDArray[np.int64]  # (n,): the cluster of every row, 0 .. m-1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rules:
+class ClusterRules:
     """What every cluster must satisfy besides its size, by row of the codes."""
 
     labels: NDArray[np.int64]  # (n,), -1 for "no label"
@@ -47,7 +47,7 @@ class _Others:
 class Exchange:
     """A partition under improvement: mutable, private to one run, never released."""
 
-    def __init__(self, codes: Codes, assignment: Assignment, rules: Rules) -> None:
+    def __init__(self, codes: Codes, assignment: Assignment, rules: ClusterRules) -> None:
         """Start at ``assignment`` (n,) of ``codes`` (n, d); every cluster has a member."""
         self.codes = codes - codes.mean(axis=0)  # the formulas below lose digits far from the origin
         self.assignment = assignment.copy()

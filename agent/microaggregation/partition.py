@@ -27,7 +27,7 @@ from scipy.spatial.distance import squareform
 
 from agent.domain import Clusters, Latents
 from agent.errors import CohortTooSmallError
-from agent.microaggregation.local_search import Assignment, Codes, Exchange, Rules
+from agent.microaggregation.local_search import Assignment, ClusterRules, Codes, Exchange
 
 BUCKET: Final = 2048  # rows of one Ward tree: 16 MB of distances
 REFINE: Final = 4  # Lloyd-like turns of one bisection
@@ -90,13 +90,13 @@ def is_feasible(labels: Sequence[str], k: int, l: int) -> bool:  # noqa: E741
     return any(m >= 1 and (l == 1 or int(np.minimum(counts, m).sum()) >= m * l) for m in sizes)
 
 
-def _rules(labels: Sequence[str], l: int) -> Rules:  # noqa: E741
+def _rules(labels: Sequence[str], l: int) -> ClusterRules:  # noqa: E741
     """Labels as whole numbers in sorted order, -1 for the empty one."""
     number = {label: i for i, label in enumerate(sorted(set(labels) - {""}))}
-    return Rules(np.array([number.get(label, -1) for label in labels], np.int64), l)
+    return ClusterRules(np.array([number.get(label, -1) for label in labels], np.int64), l)
 
 
-def _best(codes: NDArray[np.float32], rules: Rules, k: int, rng: np.random.Generator) -> Assignment | None:
+def _best(codes: NDArray[np.float32], rules: ClusterRules, k: int, rng: np.random.Generator) -> Assignment | None:
     """The best partition that was found of codes (n, d), n >= k; None where there is none."""
     large = len(codes) >= LARGE or len(codes) ** 2 * codes.shape[1] > WORK
     places = codes.astype(np.float64)
@@ -111,7 +111,7 @@ def _best(codes: NDArray[np.float32], rules: Rules, k: int, rng: np.random.Gener
 
 
 def _searched(
-    codes: Codes, starts: Iterator[Assignment], rules: Rules, rng: np.random.Generator
+    codes: Codes, starts: Iterator[Assignment], rules: ClusterRules, rng: np.random.Generator
 ) -> Iterator[Exchange]:
     """What becomes of each start, where no cluster lacks a label: mended, improved, and mended again."""
     for start in starts:
@@ -124,7 +124,7 @@ def _searched(
             yield found
 
 
-def _counts(rules: Rules, k: int) -> list[int]:
+def _counts(rules: ClusterRules, k: int) -> list[int]:
     """A few numbers of clusters of k to 2k-1 patients with l labels each, the largest first.
 
     m clusters can all be l-diverse exactly when sum over labels of min(count, m) >= m l: a label serves

@@ -162,7 +162,7 @@ class FileCheckpointStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrainingProgress:
     """What a caller may show."""
 
     step: int
@@ -171,7 +171,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """How long, how often, and what it is called."""
 
     steps: int
@@ -183,9 +183,9 @@ class Plan:
 
 def train(
     trainer: Trainer,
-    plan: Plan,
+    plan: TrainingPlan,
     place: Path | CheckpointStore,
-    say: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[TrainingProgress], None] = lambda _: None,
     picture: Callable[[int], None] = lambda _: None,
 ) -> int:
     """Train until ``plan.steps``, from the checkpoint if there is one.
@@ -215,7 +215,7 @@ def train(
         if not all(abs(v) < float("inf") for v in losses.values()):
             raise DivergedError(f"at step {step}: {', '.join(sorted(losses))} not all finite")
         if step % plan.say_every == 0 or step == plan.steps:
-            say(Progress(step, plan.steps, losses))
+            say(TrainingProgress(step, plan.steps, losses))
         if step % plan.checkpoint_every == 0 or step == plan.steps:
             place.write(save_state(plan.run, step, {**trainer.state(), _GENERATOR: generator.get_state()}))
             picture(step)
@@ -262,7 +262,7 @@ def _digest(state: Mapping[str, Tensor]) -> str:
     return told.hexdigest()
 
 
-def _restore(trainer: Trainer, plan: Plan, raw: bytes | None, generator: torch.Generator) -> int:
+def _restore(trainer: Trainer, plan: TrainingPlan, raw: bytes | None, generator: torch.Generator) -> int:
     if raw is None:
         return 0
     step, state = load_state(raw, plan.run)

@@ -23,7 +23,7 @@ from policies.ledger.backends.snapshots import SnapshotError, consistent_snapsho
 from policies.ledger.backends.sqlite import open_read_only
 from policies.ledger.store import signed_head
 from protos.encryption.key_archive import files_of, key_mark, seal_files
-from protos.operations.backup import BOX, BackupWriter, Manifest, tells_password
+from protos.operations.backup import BOX, BackupManifest, BackupWriter, tells_password
 
 TREES: Final = ("watch", "inbox", "quarantine", "logins")
 FEDERATION: Final = "federation.toml"  # in the key directory: there since the site is enrolled
@@ -35,10 +35,10 @@ PROJECT_KEY: Final = re.compile(r"projects/([a-z0-9-]+)/key")
 
 
 @dataclass(frozen=True, slots=True)
-class Backup:
+class SiteBackup:
     """What was written."""
 
-    manifest: Manifest
+    manifest: BackupManifest
     entries: int  # of the ledger
     files: int
     keys: bool  # are they in it?
@@ -64,7 +64,7 @@ def _said() -> Iterator[None]:
         raise SiteConfigError(f"the backup failed: {error}") from None
 
 
-def backup(home: SiteDirectory, out: Path, passphrase: str = "", *, upgrading: bool = False) -> Backup:
+def backup(home: SiteDirectory, out: Path, passphrase: str = "", *, upgrading: bool = False) -> SiteBackup:
     """Write a backup to a new folder, also while the agent works; whole and durable when this returns.
 
     Args:
@@ -94,9 +94,9 @@ def backup(home: SiteDirectory, out: Path, passphrase: str = "", *, upgrading: b
         if box:
             writer.add(BOX, box)
         marks = {name: key_mark(body) for name, body in secrets.items() if name not in PASSING}
-        made = Manifest(origin(settings.site), int(time.time()), version("lazaret"), head, form, marks)
+        made = BackupManifest(origin(settings.site), int(time.time()), version("lazaret"), head, form, marks)
         writer.finish(made, key)
-    return Backup(made, entries, files + len(names), bool(box))
+    return SiteBackup(made, entries, files + len(names), bool(box))
 
 
 def _ledger(copy: Path, name: str, home: SiteDirectory) -> tuple[int, str, int]:

@@ -57,7 +57,7 @@ _USUAL: Final = 2 << 30  # bytes; a watermark where no receiver says another
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MonitoredState:
+class MonitoredSite:
     """What is looked at."""
 
     home: SiteDirectory
@@ -68,7 +68,7 @@ class MonitoredState:
     tally: EventCounters = PROCESS
 
 
-def metrics(watched: MonitoredState) -> MetricsPage:
+def metrics(watched: MonitoredSite) -> MetricsPage:
     """The page for Prometheus, as a callable."""
     sources = {
         "queues": lambda told: _queues(watched.home, told),
@@ -143,7 +143,7 @@ def _born(folder: Path) -> Iterator[float]:
         return
 
 
-def _listener(watched: MonitoredState, told: Samples) -> None:
+def _listener(watched: MonitoredSite, told: Samples) -> None:
     listener = watched.listener()
     if watched.ingestion.listener is not None:
         told.put("lazaret_listening", float(listener is not None and bool(listener.pids())))
@@ -151,7 +151,7 @@ def _listener(watched: MonitoredState, told: Samples) -> None:
         told.put("lazaret_dimse_events_total", count, event=event)
 
 
-def _archives(watched: MonitoredState, told: Samples) -> None:
+def _archives(watched: MonitoredSite, told: Samples) -> None:
     failed = Counter[str]()
     for heard, count in watched.tally.counts().items():
         if heard.event == "pull_failed":
@@ -187,20 +187,20 @@ def certificates(home: SiteDirectory, ingestion: Ingestion) -> dict[str, Path]:
     return {which: path for which, path in found.items() if path is not None and path.exists()}
 
 
-def _certificates(watched: MonitoredState, told: Samples) -> None:
+def _certificates(watched: MonitoredSite, told: Samples) -> None:
     for which, path in certificates(watched.home, watched.ingestion).items():
         end = end_of(path)
         if end is not None:
             told.put("lazaret_certificate_days_left", days_left(end, watched.now()), which=which)
 
 
-def live(watched: MonitoredState) -> Callable[[], str | None]:
+def live(watched: MonitoredSite) -> Callable[[], str | None]:
     """Is it alive? The ledger's lock can be had, and the ledger was not stopped: else only a restart helps."""
     store, said = watched.store, "the site's ledger could not be written: restart the agent, which replays it"
     return lambda: store_fault(store, said) if store is not None else None
 
 
-def ready(watched: MonitoredState) -> Callable[[], str | None]:
+def ready(watched: MonitoredSite) -> Callable[[], str | None]:
     """Can it do its work now? What is wrong otherwise, without a path or a name."""
     alive = live(watched)
 

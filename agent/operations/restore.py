@@ -60,7 +60,7 @@ from protos.common.dsse import seal
 from protos.common.durable_files import flush_directory
 from protos.encryption.key_archive import key_mark
 from protos.identity.key_files import write_private
-from protos.operations.backup import BackupError, Manifest, copy_files, read
+from protos.operations.backup import BackupError, BackupManifest, copy_files, read
 
 SHARED: Final = "lazaret/coordinator"
 _STEP: Final = SubsampledGaussian(sampling_rate=1.0, noise_multiplier=1.0, steps=1)
@@ -249,7 +249,7 @@ _SUFFIX: Final = ".restoring"
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredSite:
     """The restored contents."""
 
     made: int  # seconds since 1970: when the backup was
@@ -263,7 +263,7 @@ class Restored:
 
 def restore(
     root: Path, folder: Path, secrets: Mapping[str, bytes], nonce: str, last: bytes | None = None
-) -> Restored:
+) -> RestoredSite:
     """Bring a site's backup into a new directory, all of it or nothing.
 
     Args:
@@ -300,7 +300,9 @@ def restore(
     return done
 
 
-def _assembled(home: SiteDirectory, folder: Path, secrets: Mapping[str, bytes]) -> tuple[Manifest, tuple[str, ...]]:
+def _assembled(
+    home: SiteDirectory, folder: Path, secrets: Mapping[str, bytes]
+) -> tuple[BackupManifest, tuple[str, ...]]:
     """The files in their place; and the projects whose key is not there."""
     home.keys.mkdir(mode=0o700, parents=True)
     home.root.chmod(0o700)
@@ -327,7 +329,7 @@ def _assembled(home: SiteDirectory, folder: Path, secrets: Mapping[str, bytes]) 
     return manifest, tuple(sorted(gone))
 
 
-def _compared(manifest: Manifest, secrets: Mapping[str, bytes]) -> tuple[set[str], set[str]]:
+def _compared(manifest: BackupManifest, secrets: Mapping[str, bytes]) -> tuple[set[str], set[str]]:
     """Are these the keys that the backup names? The projects whose key is not there, and those that have ended."""
     wrong = [name for name, known in manifest.keys.items() if name in secrets and key_mark(secrets[name]) != known]
     if wrong:
@@ -351,7 +353,7 @@ def _upgraded(home: SiteDirectory) -> None:
     projects.upgrade(home)
 
 
-def _new_epoch(home: SiteDirectory, nonce: str, made: int, last: bytes | None) -> Restored:
+def _new_epoch(home: SiteDirectory, nonce: str, made: int, last: bytes | None) -> RestoredSite:
     """Open the ledger's next epoch, and close whatever was open."""
     site, met = home.settings().site, LedgerWitness(home.root / "watch", home.coordinator_key(), forgetful=True).head
     disk = open_sqlite(home.root / "ledger.db")
@@ -376,7 +378,7 @@ def _new_epoch(home: SiteDirectory, nonce: str, made: int, last: bytes | None) -
             earlier = notes.note(NOTE) or {"unsure": again}  # of a restore after which nothing was made good yet
             unsure, head = "k" in kinds or earlier.get("unsure", True), earlier.get("head", [met.epoch, met.nonce])
             notes.write_note(NOTE, {"made": made, "nonce": nonce, "unsure": unsure, "head": head})
-        return Restored(made, entries, store.state.epoch, len(open_then), until, lost, ())
+        return RestoredSite(made, entries, store.state.epoch, len(open_then), until, lost, ())
 
 
 def _lost(store: Store, last: bytes, entries: int) -> RestoreLosses:

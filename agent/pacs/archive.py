@@ -35,7 +35,7 @@ class ArchiveQueryError(ArchiveError):
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class ArchiveQuery:
     """What to ask for. Everything given must hold; of patients and accession numbers, one of either list."""
 
     modalities: tuple[str, ...] = ()  # of the series; none: all
@@ -86,7 +86,7 @@ class ArchiveConfig:
     calling: str  # our own title, which the archive must know
     mode: Literal["get", "move"] = "get"  # C-GET, or C-MOVE to our own listener
     destination: str = ""  # of C-MOVE: our listener's title; "": the calling one
-    query: Query = field(default_factory=Query)  # what is asked for; the command line only narrows it
+    query: ArchiveQuery = field(default_factory=ArchiveQuery)  # what is asked for; the command line only narrows it
     tls: Tls | None = None  # None: unprotected TCP, for a network which is protected otherwise
     user: str = ""  # user identity (PS3.7 annex D.3.3.7); needs tls
     passcode_file: Path | None = None  # 0600; of the user

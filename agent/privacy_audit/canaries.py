@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from agent.dp.clipping import ClippedSum, PrivacyUnit, loop_engine
-from agent.dp.dpsgd import PrivateSgd, Task, train_privately
+from agent.dp.dpsgd import PrivateSgd, TrainingTask, train_privately
 from agent.dp.noise import Entropy
 from agent.models.training_loop import seeded
 from policies.accounting.accountant import tight_epsilon
@@ -169,7 +169,7 @@ def _largest(excluded: Callable[[float], bool]) -> float:
     return low
 
 
-Training = Callable[[Task, Sequence[PrivacyUnit], PrivateSgd, Entropy, ClippedSum], int]
+Training = Callable[[TrainingTask, Sequence[PrivacyUnit], PrivateSgd, Entropy, ClippedSum], int]
 CANARIES: Final = 500
 IMAGES: Final = 8
 MOST_CLAIMED: Final = 2.0  # epsilon: beyond it, a pass would say nothing
@@ -249,7 +249,7 @@ def one_run_bound(
     units += [PrivacyUnit((pictures[k], wrong[k])) for k in np.flatnonzero(inside)]
     model = _classifier(flat.shape[1], classes, rng).to(device)
     watch = _Watch(model, (pictures.to(device), wrong.to(device)))
-    task = Task(model, _losses, lambda parameters: _Shown(parameters, watch.see))
+    task = TrainingTask(model, _losses, lambda parameters: _Shown(parameters, watch.see))
     training(task, units, JOB, entropy, engine)
     return OneRun(claimed, lower_bound(watch.scores.double().cpu().numpy(), inside))
 

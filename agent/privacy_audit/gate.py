@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from agent.dp.clipping import ClippedSum, PrivacyUnit, RowLosses, loop_engine
-from agent.dp.dpsgd import PrivateSgd, Task, train_privately
+from agent.dp.dpsgd import PrivateSgd, TrainingTask, train_privately
 from agent.dp.noise import Entropy
 from agent.models.training_loop import seeded
 from agent.privacy_audit.canaries import Training
@@ -104,7 +104,7 @@ def _worst(norm: float) -> float:
 
 
 def gradient_sum(
-    task: Task, clip: float, engine: ClippedSum = loop_engine
+    task: TrainingTask, clip: float, engine: ClippedSum = loop_engine
 ) -> Callable[[Sequence[PrivacyUnit]], Values]:
     """The clipped sum of a model family, for :func:`sensitivity`: expand the units beforehand, by ``task.expand``."""
 
@@ -132,11 +132,11 @@ class _Toy(nn.Module):
         return scores
 
 
-def toy_task(device: str = "cpu") -> Task:
+def toy_task(device: str = "cpu") -> TrainingTask:
     """A small network of the layers that images pass: convolutions, norms, a table of conditions, a linear head."""
     with seeded(0):
         model = _Toy()
-    return Task(model.to(device), _classified, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    return TrainingTask(model.to(device), _classified, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
 
 
 def toy_cohorts() -> list[list[PrivacyUnit]]:
@@ -242,7 +242,7 @@ class _Run:
             self._drawn.append(drawn)
             self._steps.append(gradient)
 
-        task = Task(self._model, _along_targets, lambda parameters: _Watched(parameters, note))
+        task = TrainingTask(self._model, _along_targets, lambda parameters: _Watched(parameters, note))
         training(task, self._units(), self._job, entropy, watched)
 
     def _units(self) -> list[PrivacyUnit]:

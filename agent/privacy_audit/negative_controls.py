@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agent.dp.clipping import ClippedSum, PrivacyUnit, RowLosses, bookkeeping_engine, loop_engine
-from agent.dp.dpsgd import PrivateSgd, Task, train_privately
+from agent.dp.dpsgd import PrivateSgd, TrainingTask, train_privately
 from agent.dp.noise import Entropy, draw_uniforms
 from agent.privacy_audit.canaries import OneRun, Training, one_run_bound
 from agent.privacy_audit.conformance import Conformance
@@ -28,7 +28,7 @@ _NONE: Final = 1e-9  # a noise multiplier that is no noise; none at all is refus
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Control:
+class NegativeControl:
     """One way to break private training."""
 
     what: str
@@ -44,7 +44,7 @@ class Control:
 
 def _noise(factor: Callable[[PrivateSgd], float]) -> Training:
     def training(
-        task: Task, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
+        task: TrainingTask, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
     ) -> int:
         less = replace(job, noise_multiplier=max(_NONE, job.noise_multiplier * factor(job)))
         return train_privately(task, units, less, entropy, engine)
@@ -88,12 +88,14 @@ def all_together(model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit]
     return loop_engine(model, loss, [PrivacyUnit(rows)], clip) * len(sound)
 
 
-def _rate(task: Task, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum) -> int:
+def _rate(
+    task: TrainingTask, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
+) -> int:
     return train_privately(task, units, replace(job, sampling_rate=1.5 * job.sampling_rate), entropy, engine)
 
 
 def _normaliser(
-    task: Task, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
+    task: TrainingTask, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
 ) -> int:
     return train_privately(task, units, replace(job, expected_batch=job.sampling_rate * len(units)), entropy, engine)
 
@@ -112,7 +114,7 @@ class _Repeating:
 
 
 def _same_steps(
-    task: Task, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
+    task: TrainingTask, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
 ) -> int:
     return train_privately(task, units, job, _Repeating(entropy, {}), engine)
 
@@ -128,7 +130,7 @@ class _Seeded:
 
 
 def _same_runs(
-    task: Task, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
+    task: TrainingTask, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
 ) -> int:
     return train_privately(task, units, job, _Seeded(0), engine)
 
@@ -142,7 +144,7 @@ def _stepwise(quiet: Callable[[int, float], bool], left_out: bool) -> Training:
     """
 
     def training(
-        task: Task, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
+        task: TrainingTask, units: Sequence[PrivacyUnit], job: PrivateSgd, entropy: Entropy, engine: ClippedSum
     ) -> int:
         one = replace(job, steps=1, sampling_rate=1.0)
         for _ in range(job.steps):
@@ -158,21 +160,23 @@ def _stepwise(quiet: Callable[[int, float], bool], left_out: bool) -> Training:
 
 
 CONTROLS: Final = (
-    Control("noise absent", _noise(lambda job: 0.0)),
-    Control("noise halved", _noise(lambda job: 0.5)),
-    Control("noise x 0.9", _noise(lambda job: 0.9)),
-    Control("noise x 0.97", _noise(lambda job: 0.97)),
-    Control("noise divided by the root of the batch", _noise(lambda job: 1.0 / math.sqrt(job.expected_batch))),
-    Control("noise not scaled by the clip", _noise(lambda job: job.clip)),
-    Control("clipping off", breaking=unclipped),
-    Control("clipping by image, sold as by patient", breaking=by_image),
-    Control("sampling rate x 1.5", _rate),
-    Control("the same seed at every step", _same_steps),
-    Control("the same seed in every run", _same_runs),
-    Control("small batches skipped", _stepwise(lambda drawn, expected: drawn < expected, left_out=True)),
-    Control("empty batches skipped", _stepwise(lambda drawn, expected: drawn == 0, left_out=True)),
-    Control("empty batches without noise", _stepwise(lambda drawn, expected: drawn == 0, left_out=False)),
-    Control("divided by the number of patients", _normaliser),
+    NegativeControl("noise absent", _noise(lambda job: 0.0)),
+    NegativeControl("noise halved", _noise(lambda job: 0.5)),
+    NegativeControl("noise x 0.9", _noise(lambda job: 0.9)),
+    NegativeControl("noise x 0.97", _noise(lambda job: 0.97)),
+    NegativeControl(
+        "noise divided by the root of the batch", _noise(lambda job: 1.0 / math.sqrt(job.expected_batch))
+    ),
+    NegativeControl("noise not scaled by the clip", _noise(lambda job: job.clip)),
+    NegativeControl("clipping off", breaking=unclipped),
+    NegativeControl("clipping by image, sold as by patient", breaking=by_image),
+    NegativeControl("sampling rate x 1.5", _rate),
+    NegativeControl("the same seed at every step", _same_steps),
+    NegativeControl("the same seed in every run", _same_runs),
+    NegativeControl("small batches skipped", _stepwise(lambda drawn, expected: drawn < expected, left_out=True)),
+    NegativeControl("empty batches skipped", _stepwise(lambda drawn, expected: drawn == 0, left_out=True)),
+    NegativeControl("empty batches without noise", _stepwise(lambda drawn, expected: drawn == 0, left_out=False)),
+    NegativeControl("divided by the number of patients", _normaliser),
 )
 LARGE: Final = ("noise absent", "clipping off", "clipping by image, sold as by patient")  # faults that a bound sees
 ENGINES: Final[dict[str, ClippedSum]] = {
@@ -184,7 +188,11 @@ ENGINES: Final[dict[str, ClippedSum]] = {
 
 
 def proved(
-    control: Control, images: NDArray[np.float32], labels: NDArray[np.int64], entropy: Entropy, device: str = "cpu"
+    control: NegativeControl,
+    images: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    entropy: Entropy,
+    device: str = "cpu",
 ) -> OneRun:
     """What :func:`agent.privacy_audit.canaries.one_run_bound` proves of it."""
     engine = control.breaking(bookkeeping_engine(64))

@@ -18,7 +18,7 @@ from agent.domain import Image, Patient
 from agent.dp.clipping import PrivacyUnit
 from agent.dp.dpsgd import PrivateSgd, SecureSumGrid, noisy_part
 from agent.dp.noise import Entropy, noisy_sum
-from agent.mechanisms.privimage.semantic_query import Query, histogram
+from agent.mechanisms.privimage.semantic_query import SemanticQuery, histogram
 from agent.models.semantics.classifier import Semantics
 from agent.privacy_audit.conformance import (
     LATTICE,
@@ -77,7 +77,7 @@ class _Pointing:
 def histogram_conformance(entropy: Entropy) -> Conformance:
     """Of the shipped semantic histogram: canary patients of eight images, one vote each for two bins."""
     bins, classes = 250, ("0", "1", "2", "3")
-    query = Query(votes=2, noise=1.5, keep=1, images=IMAGES)
+    query = SemanticQuery(votes=2, noise=1.5, keep=1, images=IMAGES)
     exact, patients = np.zeros((len(classes), bins)), []
     for n in range(40):
         row, column = n % len(classes), 5 * n

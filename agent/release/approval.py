@@ -10,7 +10,7 @@ from agent.errors import ReviewRejectedError
 from agent.release.budget import expire_grant
 from agent.release.history import note_search, patients_of, retire, shows_retired, still_enough
 from agent.release.pipeline import check_opt_outs, deliver, sign_release, submit
-from agent.release.ports import SignedRelease, SiteContext, Vault
+from agent.release.ports import SignedRelease, SiteContext, VaultPort
 from agent.release.unsent import artifact_of, clear_of, forget, is_as_stated, listed, of_before, statement_of
 from policies.accounting.claims import KAnonymous
 from policies.ledger.approvals import refusal
@@ -63,7 +63,7 @@ def submit_approved(site: SiteContext, release: str) -> tuple[SignedRelease, Ver
     return signed, submit(site, signed, hand_in)
 
 
-def _kept(vault: Vault, release: str) -> Mapping[str, Any]:
+def _kept(vault: VaultPort, release: str) -> Mapping[str, Any]:
     kept = listed(vault)
     if release not in kept:
         raise ReviewRejectedError("site", Verdict((Finding("approval", "no release of that name is kept here"),)))
@@ -79,7 +79,7 @@ def _still_in(site: SiteContext, release: str, named: Iterable[str]) -> None:
     check_opt_outs(site, persons)
 
 
-def waiting(vault: Vault, release: str) -> tuple[Release, bytes]:
+def waiting(vault: VaultPort, release: str) -> tuple[Release, bytes]:
     """A release that is kept, for persons to look at: its statement, and the artifact in clear.
 
     Raises:

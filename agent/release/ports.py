@@ -54,7 +54,7 @@ class ClearableCheckpointStore(CheckpointStore, Protocol):
         """Nothing of it stays."""
 
 
-class Vault(Protocol):
+class VaultPort(Protocol):
     """The site's encrypted store."""
 
     def cohort(
@@ -114,7 +114,7 @@ class SiteContext:
     name: str
     ledger: LedgerService  # the site's own ledger: the hard gate
     gateway: CoordinatorClient
-    vault: Vault
+    vault: VaultPort
     seal: Callable[[Statement], bytes]
     read: Callable[[bytes], Release]  # back from an envelope that this site sealed
     new_id: Callable[[str], str]  # prefix -> fresh opaque id

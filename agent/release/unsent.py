@@ -17,7 +17,7 @@ from agent.errors import CoordinatorUnreachableError, SiteStorageError
 from policies.statements import Release, encode, parse
 
 if TYPE_CHECKING:
-    from agent.release.ports import ClearableCheckpointStore, SiteContext, Vault
+    from agent.release.ports import ClearableCheckpointStore, SiteContext, VaultPort
 
 NOTE = "pending"
 
@@ -32,12 +32,12 @@ class NotSentError(CoordinatorUnreachableError):
         self.release = release
 
 
-def listed(vault: Vault) -> dict[str, dict[str, Any]]:
+def listed(vault: VaultPort) -> dict[str, dict[str, Any]]:
     """What is kept, by release: ``grant``, ``statement``, ``persons``."""
     return vault.note(NOTE) or {}
 
 
-def keep(vault: Vault, release: Release, artifact: bytes, clear: bytes, persons: Set[str]) -> None:
+def keep(vault: VaultPort, release: Release, artifact: bytes, clear: bytes, persons: Set[str]) -> None:
     """Seal a made release into the vault, durable when this returns; from here on its grant stays held.
 
     Args:
@@ -71,7 +71,7 @@ def forget(site: SiteContext, release: str) -> None:
         _place(site.vault, release, part).clear()
 
 
-def sweep_kept(vault: Vault, unfinished: str) -> None:
+def sweep_kept(vault: VaultPort, unfinished: str) -> None:
     """Clear the bytes that a kill left beside the list: of a release that was not listed yet, or no longer (P15).
 
     Args:
@@ -99,7 +99,7 @@ def of_before(one: Mapping[str, Any]) -> bool:
     return "artifact" in one
 
 
-def artifact_of(vault: Vault, release: str, one: Mapping[str, Any]) -> bytes:
+def artifact_of(vault: VaultPort, release: str, one: Mapping[str, Any]) -> bytes:
     """The bytes that leave.
 
     Raises:
@@ -120,7 +120,7 @@ def is_as_stated(artifact: bytes, release: Release) -> bool:
     return hashlib.sha256(artifact).hexdigest() == release.artifact_sha256
 
 
-def clear_of(vault: Vault, release: str, one: Mapping[str, Any]) -> bytes:
+def clear_of(vault: VaultPort, release: str, one: Mapping[str, Any]) -> bytes:
     """The same as persons look at it: before it was sealed to a reader.
 
     Raises:
@@ -131,5 +131,5 @@ def clear_of(vault: Vault, release: str, one: Mapping[str, Any]) -> bytes:
     return _place(vault, release, "clear").read() or artifact_of(vault, release, one)
 
 
-def _place(vault: Vault, release: str, part: str) -> ClearableCheckpointStore:
+def _place(vault: VaultPort, release: str, part: str) -> ClearableCheckpointStore:
     return vault.site_place(f"kept/{release}/{part}")

@@ -40,7 +40,7 @@ _NOT_ENROLLED = "the site is not enrolled: run `lazaret-agent enrol` with the co
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SiteSettings:
     """``site.toml``, checked."""
 
     site: str  # short name of the hospital, agreed with the coordinator's operator
@@ -67,7 +67,7 @@ class SiteDirectory:
         """The key directory, 0700."""
         return self.root / "keys"
 
-    def settings(self) -> Settings:
+    def settings(self) -> SiteSettings:
         """Parse ``site.toml``; all problems at once.
 
         Raises:
@@ -151,7 +151,7 @@ def _unreadable(name: str) -> str:
     return f"{name} cannot be read: it must be a file of UTF-8 text that this user may read"
 
 
-def parse_settings(root: Path, text: str) -> Settings:
+def parse_settings(root: Path, text: str) -> SiteSettings:
     """Parse ``site.toml``; all problems at once.
 
     Args:
@@ -178,7 +178,7 @@ def parse_settings(root: Path, text: str) -> Settings:
         problems.append('modalities: name the accepted modalities, for example ["CT", "MR"]')
     if problems:
         raise SiteConfigError("site.toml: " + "; ".join(problems))
-    return Settings(
+    return SiteSettings(
         table["site"],
         table["coordinator"],
         root / table["input"],

@@ -12,10 +12,10 @@ from agent.storage.instance_index import FaceInstance
 from agent.volumes.errors import NotDefacedError
 from agent.volumes.grid import spacing
 from agent.volumes.series import split
-from agent.volumes.volume_io import Source, read_bytes
+from agent.volumes.volume_io import VolumeSource, read_bytes
 
 
-def volumes_of(faces: Sequence[FaceInstance]) -> tuple[list[Source], list[list[FaceInstance]]]:
+def volumes_of(faces: Sequence[FaceInstance]) -> tuple[list[VolumeSource], list[list[FaceInstance]]]:
     """The series of a study that are volumes, each with its instances; the other images stay withheld.
 
     Raises:
@@ -46,7 +46,7 @@ def volumes_of(faces: Sequence[FaceInstance]) -> tuple[list[Source], list[list[F
     return sources, whose
 
 
-def finest(faces: Sequence[FaceInstance]) -> tuple[Source, list[FaceInstance]] | None:
+def finest(faces: Sequence[FaceInstance]) -> tuple[VolumeSource, list[FaceInstance]] | None:
     """The volume of a study with the smallest voxels, and its instances; None, it has none."""
     try:
         sources, whose = volumes_of(faces)

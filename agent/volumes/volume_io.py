@@ -33,7 +33,7 @@ MAX_BYTES: Final = 2**32  # of all the files of one volume
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class VolumeSource:
     """A volume, and all that is needed to write it again with other numbers."""
 
     volume: Volume  # stored numbers, native byte order, the file's own axes
@@ -146,7 +146,7 @@ class Source:
         return int(kind.min), int(kind.max)
 
 
-def read(paths: Sequence[Path] | Path) -> Source:
+def read(paths: Sequence[Path] | Path) -> VolumeSource:
     """A NIfTI file, or the DICOM files of one series, in any order; a folder stands for all files in it.
 
     Raises:
@@ -169,7 +169,7 @@ def read(paths: Sequence[Path] | Path) -> Source:
     return read_bytes(bodies, _names(given))
 
 
-def read_bytes(files: Sequence[bytes], names: Sequence[str] = ()) -> Source:
+def read_bytes(files: Sequence[bytes], names: Sequence[str] = ()) -> VolumeSource:
     """The same of files in hand, as the vault has them.
 
     Raises:
@@ -182,12 +182,12 @@ def read_bytes(files: Sequence[bytes], names: Sequence[str] = ()) -> Source:
         if len(files) > 1:
             raise NotDefacedError("mixed_series")
         volume, form = volume_nifti.opened(files[0])
-        return Source(volume, "nifti", "", "", "", "", "", form, tuple(names))
+        return VolumeSource(volume, "nifti", "", "", "", "", "", form, tuple(names))
     if any(data[128:132] != b"DICM" for data in files):
         raise NotDefacedError("not_a_volume")
     stack, labels, rest = dicom_series.opened(files)
     who = (labels.study, labels.series, labels.frame_of_reference, labels.patient)
-    return Source(stack, "dicom", labels.modality, *who, rest, tuple(names))
+    return VolumeSource(stack, "dicom", labels.modality, *who, rest, tuple(names))
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

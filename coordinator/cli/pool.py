@@ -20,7 +20,7 @@ from coordinator.cli.output import ERR, OUT
 from coordinator.explanations import count, epsilon_text
 from coordinator.pools.architectures import approve_architecture, architecture_of
 from coordinator.pools.datasheet import Card
-from coordinator.pools.export import Options, as_json, export_pool, list_releases, read_books
+from coordinator.pools.export import ExportOptions, as_json, export_pool, list_releases, read_books
 from coordinator.pools.model_averaging import average_runs
 from coordinator.pools.selection import PoolRefusedError, SelectionCriteria
 from coordinator.storage.directory import CoordinatorDirectory
@@ -68,7 +68,7 @@ def _export(arguments: argparse.Namespace) -> int:
     )
     card = Card(**({"license": a.license} if a.license else {}))
     with _bar(a.json) as progress:
-        report = export_pool(home, read_books(home), a.out, wanted, Options(seed=a.seed, card=card), progress)
+        report = export_pool(home, read_books(home), a.out, wanted, ExportOptions(seed=a.seed, card=card), progress)
     _tell(as_json(report), a.json, a.out)
     return 0
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from coordinator.console.budgets import Budget
+from coordinator.console.budgets import AccountBudget
 from coordinator.console.entry_text import visible_text
 from coordinator.console.keys import Key
 from coordinator.explanations import RULES, count, explain
@@ -90,7 +90,7 @@ def of_refusals(refusals: Sequence[RuleRefusals], since: str) -> Iterator[Alarm]
         yield Alarm(GRAVE, visible_text(f"{why} ({times}, {names})"), todo, href)
 
 
-def of_budgets(budgets: Iterable[Budget]) -> Iterator[Alarm]:
+def of_budgets(budgets: Iterable[AccountBudget]) -> Iterator[Alarm]:
     """Epsilon budgets that are nearly gone. Of releases without an epsilon one is soon the last: that is no news."""
     for b in budgets:
         if b.kind == "rdp" and not b.share_left >= LEFT:

@@ -54,7 +54,7 @@ def beside(parts: CoordinatorRuntime) -> Iterator[tuple[str, ...]]:
         ConsoleConfigError: the console cannot be opened as it is configured.
     """
     settings = console_settings.read(parts.home.root)
-    watched = metrics.MonitoredState(
+    watched = metrics.MonitoredCoordinator(
         parts.home, parts.store, parts.sessions, parts.runs.root, parts.shelf.staging, lambda: dt.datetime.now(dt.UTC)
     )
     with ExitStack() as stack:

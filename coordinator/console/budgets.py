@@ -21,7 +21,7 @@ from policies.audit.display import percent_up
 from policies.index.projection import DAY
 from policies.index.search import Balance, Index, ProjectShare
 from policies.ledger.state import Account, State
-from protos.web.charts import Bar, Frame, Part, Series, bars, steps
+from protos.web.charts import Bar, BarPart, ChartFrame, StepCurve, bars, steps
 from protos.web.router import PageError, RequestContext, Router
 
 LEGEND: Final = (("spent", "spent"), ("held", "held for work in progress"), ("left", "left"))
@@ -32,7 +32,7 @@ KINDS: Final = {"rdp": "Epsilon budgets", "k": "Releases without an epsilon"}
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class AccountBudget:
     """One account, rounded to its disadvantage."""
 
     account: str
@@ -62,13 +62,15 @@ class Budget:
         return f"{self.share_left:g} % left; {self.gone}"
 
 
-def budget_of(name: str, account: Account) -> Budget:
+def budget_of(name: str, account: Account) -> AccountBudget:
     """An account of the fold as a page shows it."""
     opened, kind = account.opened, name.rpartition("/")[2]
     if not opened.order:
         says = f"{count(account.limit, 'release')} per {UNIT}, ever; such releases have no epsilon"
         gone = f"{account.spent} spent, {account.held} held"
-        return Budget(name, name.rpartition("/")[0], kind, account.limit, account.held, account.spent, says, gone)
+        return AccountBudget(
+            name, name.rpartition("/")[0], kind, account.limit, account.held, account.spent, says, gone
+        )
     delta, order = float(opened.delta), opened.order
     facts = {"delta": delta, "order": order}
     says = format_epsilon(float(account.epsilon), facts, {"relation": RELATION, "unit": UNIT})
@@ -78,31 +80,31 @@ def budget_of(name: str, account: Account) -> Budget:
         more = f", {epsilon_text(bound)} spent and held together" if account.held else ""
         where = f"delta {format_rounded_up(opened.delta)} per {UNIT}, {RELATIONS.get(RELATION, RELATION)}"
         gone = f"epsilon {epsilon_text(spent)} spent{more}, of {epsilon_text(account.epsilon)} at {where}"
-    return Budget(name, name.rpartition("/")[0], kind, account.limit, account.held, account.spent, says, gone)
+    return AccountBudget(name, name.rpartition("/")[0], kind, account.limit, account.held, account.spent, says, gone)
 
 
-def budgets_of(state: State) -> list[Budget]:
+def budgets_of(state: State) -> list[AccountBudget]:
     """All accounts, by site."""
     return [budget_of(name, account) for name, account in sorted(state.accounts.items())]
 
 
-def drawn(budgets: Sequence[Budget], title: str) -> Any:
+def drawn(budgets: Sequence[AccountBudget], title: str) -> Any:
     """Bars of some accounts, each leading to its site's page."""
     rows = [
-        Bar(b.site, (Part("spent", b.spent), Part("held", b.held)), b.limit or 1, b.words, f"/budgets/{b.site}")
+        Bar(b.site, (BarPart("spent", b.spent), BarPart("held", b.held)), b.limit or 1, b.words, f"/budgets/{b.site}")
         for b in budgets
     ]
     return bars(rows, title, LEGEND)
 
 
-def agrees(index: Index, budget: Budget) -> bool:
+def agrees(index: Index, budget: AccountBudget) -> bool:
     """Is the index's balance of today that of the fold?"""
     series = index.balances(budget.account, 1 << 52)
     last = series[-1] if series else Balance(0, 0, 0, 0)
     return (last.limit, last.held, last.spent) == (budget.limit, budget.held, budget.spent)
 
 
-def over_time(index: Index, budgets: Sequence[Budget], begin: int, end: int) -> Any:
+def over_time(index: Index, budgets: Sequence[AccountBudget], begin: int, end: int) -> Any:
     """The share that is left, day by day, of at most six accounts: those with least left. None without any.
 
     Args:
@@ -117,9 +119,9 @@ def over_time(index: Index, budgets: Sequence[Budget], begin: int, end: int) -> 
     if not moved:
         return None
     begin = max(begin, min(balances[0].day for _, balances in moved) * DAY - DAY)  # nothing is drawn of before
-    series = [Series(site, _points(balances)) for site, balances in moved]
+    series = [StepCurve(site, _points(balances)) for site, balances in moved]
     title = "Budget left" if len(known) <= CURVES else f"Budget left, the {CURVES} sites with least"
-    frame = Frame(title, "% of the lifetime budget", float(begin), float(end), 100.0, "the whole budget")
+    frame = ChartFrame(title, "% of the lifetime budget", float(begin), float(end), 100.0, "the whole budget")
     return steps(series, frame)
 
 
@@ -130,7 +132,7 @@ def _points(balances: Sequence[Balance]) -> tuple[tuple[float, float], ...]:
     return (*first, *((day * DAY + DAY / 2, share) for day, share in shares))
 
 
-def by_project(index: Index, budget: Budget) -> Any:
+def by_project(index: Index, budget: AccountBudget) -> Any:
     """The projects that have most of an account, and the others together; None while nothing is used."""
     if not budget.limit or not agrees(index, budget):
         return None
@@ -142,12 +144,12 @@ def by_project(index: Index, budget: Budget) -> Any:
     return bars(rows, "By project: a run, or the method of single releases", LEGEND) if rows else None
 
 
-def _project(share: ProjectShare, budget: Budget) -> Bar:
+def _project(share: ProjectShare, budget: AccountBudget) -> Bar:
     whole = f"{percent_up(share.spent, budget.limit):g} % of the budget spent"
     if budget.kind == "k":
         whole = f"{count(share.spent, 'release')} per {UNIT} spent"
     held = f", {percent_up(share.held, budget.limit):g} % held" if share.held else ""
-    parts = (Part("spent", max(0, share.spent)), Part("held", max(0, share.held)))
+    parts = (BarPart("spent", max(0, share.spent)), BarPart("held", max(0, share.held)))
     href = f"/ledger?site={budget.site}&text={share.project}" if share.project else ""
     return Bar(share.project or "all others", parts, budget.limit, whole + held, href)
 

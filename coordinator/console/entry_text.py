@@ -83,7 +83,7 @@ _NAMES: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EntryRow:
     """One line of the ledger."""
 
     seq: int
@@ -96,7 +96,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class EntryField:
     """One field of an entry."""
 
     label: str
@@ -111,13 +111,13 @@ def visible_text(text: str) -> str:
     return printable(text, "\N{REPLACEMENT CHARACTER}")
 
 
-def row(seq: int, record: Record, state: State) -> Row:
+def row(seq: int, record: Record, state: State) -> EntryRow:
     """One entry as a line of a list."""
     entry = record.entry
     kind = kind_of(entry)
     who, words = sentence(record, state)
     title, badge = KINDS.get(kind, kind), BADGES.get(kind, "")
-    return Row(seq, record.at, kind, title, badge, visible_text(who or NOBODY), visible_text(words))
+    return EntryRow(seq, record.at, kind, title, badge, visible_text(who or NOBODY), visible_text(words))
 
 
 def sentence(record: Record, state: State) -> tuple[str, str]:
@@ -146,25 +146,25 @@ def reasons(entry: Entry) -> list[tuple[str, str, str]]:
     return [(visible_text(rule), visible_text(explain(rule)[0]), explain(rule)[1]) for rule in entry.findings]
 
 
-def facts(entry: Entry, state: State) -> list[Field]:
+def facts(entry: Entry, state: State) -> list[EntryField]:
     """Every field of an entry, none left out."""
     made = [_field(f.name, getattr(entry, f.name), entry, state) for f in fields(entry)]
     return [replace(field, text=visible_text(field.text), note=visible_text(field.note)) for field in made]
 
 
-def _field(name: str, value: Any, entry: Entry, state: State) -> Field:
+def _field(name: str, value: Any, entry: Entry, state: State) -> EntryField:
     label = LABELS[name]
     if name == "claim":
-        return Field(label, value.decode(), note=describe_claim(load_json(value)))
+        return EntryField(label, value.decode(), note=describe_claim(load_json(value)))
     if isinstance(value, bytes):
-        return Field(label, "", digest=value.hex()) if value else Field(label, "none")
+        return EntryField(label, "", digest=value.hex()) if value else EntryField(label, "none")
     if value in ("", []):
-        return Field(label, "none")
+        return EntryField(label, "none")
     if isinstance(value, list):
-        return Field(label, ", ".join(value))
+        return EntryField(label, ", ".join(value))
     if name in _NAMES:
-        return Field(label, str(value), search=str(value))
-    return Field(label, *_of_number(name, value, entry, state))
+        return EntryField(label, str(value), search=str(value))
+    return EntryField(label, *_of_number(name, value, entry, state))
 
 
 def _of_number(name: str, value: Any, entry: Entry, state: State) -> tuple[str, str, str, str]:

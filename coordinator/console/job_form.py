@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from coordinator.explanations import epsilon_at_least, epsilon_text, format_rounded_up, rounded_up
-from coordinator.federation.job import FEDAVG, KEYS, MASKED, PLAIN, Decision, Job, JobError, SiteCost
+from coordinator.federation.job import FEDAVG, KEYS, MASKED, PLAIN, Job, JobError, LaunchDecision, SiteCost
 from policies.accounting.claims import RELATION, UNIT
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
@@ -35,7 +35,7 @@ class JobFormError(ConfigError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class FormField:
     """One input of the form."""
 
     name: str
@@ -89,11 +89,11 @@ def blank(mechanism: str, sites: Sequence[str]) -> dict[str, str]:
     return {**_DEFAULTS, "mechanism": mechanism, **config, **{f"site.{site}": "on" for site in sites}}
 
 
-def inputs(values: Mapping[str, str]) -> list[Field]:
+def inputs(values: Mapping[str, str]) -> list[FormField]:
     """The fields of the mechanism's public configuration, filled."""
     known = KEYS[values["mechanism"]]
     named = [(key, *_HELP[key]) for key in _HELP if key in known]
-    return [Field(f"config.{key}", label, text, values.get(f"config.{key}", "")) for key, label, text in named]
+    return [FormField(f"config.{key}", label, text, values.get(f"config.{key}", "")) for key, label, text in named]
 
 
 def from_job(job: Job) -> dict[str, str]:
@@ -216,7 +216,7 @@ def _typed(value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class SiteForecast:
     """One line of a forecast."""
 
     site: str
@@ -228,10 +228,10 @@ class Cost:
     reason: str
 
 
-def costs_of(costs: Sequence[SiteCost]) -> list[Cost]:
+def costs_of(costs: Sequence[SiteCost]) -> list[SiteForecast]:
     """A forecast as people read it: what is taken is rounded up, what is left is rounded down."""
     return [
-        Cost(
+        SiteForecast(
             c.site,
             c.fits,
             epsilon_text(c.epsilon) if c.epsilon else "",
@@ -244,7 +244,7 @@ def costs_of(costs: Sequence[SiteCost]) -> list[Cost]:
     ]
 
 
-def forecast_digest(costs: Sequence[SiteCost], decision: Decision) -> str:
+def forecast_digest(costs: Sequence[SiteCost], decision: LaunchDecision) -> str:
     """A digest of the forecast that a person has seen: the participants and the price.
 
     A launch sends it back. If it has changed by then, nothing is launched, and the person sees the new forecast

@@ -14,7 +14,7 @@ from protos.identity.certificates import fingerprint, leaf_of, root_fingerprint
 
 
 @dataclass(frozen=True, slots=True)
-class Certificate:
+class SiteCertificate:
     """One certificate of a site."""
 
     number: str
@@ -29,7 +29,7 @@ class SiteKeys:
     site: str
     state: str  # enrolled | revoked
     sign_key: str  # its fingerprint
-    certificates: tuple[Certificate, ...]  # newest first
+    certificates: tuple[SiteCertificate, ...]  # newest first
     hours: int | None  # until the last of the valid ones ends; None: none is valid
 
 
@@ -53,7 +53,7 @@ def sites_of(store: Store, now: dt.datetime) -> list[SiteKeys]:
     for site, key, barred in enrolled:
         mine = sorted((c for c in issued if c.site == site), key=lambda c: -c.not_after)
         shown = tuple(
-            Certificate(
+            SiteCertificate(
                 c.number, c.not_after, "revoked" if c.number in revoked else "valid" if at < c.not_after else "ended"
             )
             for c in mine

@@ -17,7 +17,7 @@ from coordinator.console.context import INFORMED, READERS, CoordinatorConsoleCon
 from coordinator.console.statements import statement_view
 from coordinator.explanations import KINDS, count, explain
 from policies.audit.inclusion_proof import Proof, check
-from policies.index.search import COUNTED, EntryPage, Query, QueryTooWideError, RuleRefusals
+from policies.index.search import COUNTED, EntryPage, EntryQuery, QueryTooWideError, RuleRefusals
 from policies.ledger.entries import decode, kind_of
 from policies.ledger.store import LedgerUnsoundError
 from protos.common.text import DATE, utc
@@ -177,7 +177,7 @@ def _kinds(asked: RequestContext, kind: str) -> tuple[str, ...]:
     return tuple(name for name in KINDS if name != _REFUSED)
 
 
-def _query(chosen: Mapping[str, str], kinds: Sequence[str], before: int | None, after: int | None) -> Query:
+def _query(chosen: Mapping[str, str], kinds: Sequence[str], before: int | None, after: int | None) -> EntryQuery:
     """What the filter asks for.
 
     Raises:
@@ -192,7 +192,7 @@ def _query(chosen: Mapping[str, str], kinds: Sequence[str], before: int | None, 
     ends = None if until is None else until + DAY
     wanted = (kind,) if kind else tuple(kinds) if len(kinds) < len(KINDS) else ()
     try:
-        return Query(wanted, chosen["site"], _day(chosen["since"]), ends, chosen["text"], before, after)
+        return EntryQuery(wanted, chosen["site"], _day(chosen["since"]), ends, chosen["text"], before, after)
     except ValueError as error:
         raise PageError(400, f"The page cannot be found: {error}.") from None
 
@@ -259,7 +259,7 @@ def refused(context: CoordinatorConsoleContext, days: int, site: str) -> dict[st
     behind, now = follow(context), int(context.now().timestamp())
     since = (now // DAY - days + 1) * DAY
     counted = [r for r in context.index.refusals(since, now + DAY) if not site or r.site == site]
-    newest = context.index.find(Query(("refused",), site, since, most=20))
+    newest = context.index.find(EntryQuery(("refused",), site, since, most=20))
     with context.store.exclusive() as state:
         rows = [entry_text.row(seq, context.store.line(seq).record, state) for seq in newest.seqs]
         sites = sorted(state.sites)

@@ -15,7 +15,7 @@ from coordinator.console.keys import keys_of
 from coordinator.console.ledger import follow, rules_of, searching
 from coordinator.console.proposals import proposals_of
 from coordinator.storage.witness_store import Witnesses
-from policies.index.search import Query
+from policies.index.search import EntryQuery
 from policies.ledger.merkle import cosigners
 from policies.ledger.state import State
 from protos.common.text import DATE, utc
@@ -27,7 +27,7 @@ LISTED: Final = 8  # proposals, rules
 
 
 @dataclass(frozen=True, slots=True)
-class SiteRow:
+class SiteSummary:
     """A site as the overview shows it."""
 
     site: str
@@ -103,7 +103,7 @@ def facts(context: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, 
 
 
 def _money(
-    context: CoordinatorConsoleContext, accounts: list[budgets.Budget], now: int, level: bool
+    context: CoordinatorConsoleContext, accounts: list[budgets.AccountBudget], now: int, level: bool
 ) -> dict[str, Any]:
     """Bars of all accounts, and curves of those with an epsilon."""
     kinds = []
@@ -118,7 +118,7 @@ def _money(
     return {"kinds": kinds, "curve_days": CURVE_DAYS}
 
 
-def _sites(context: CoordinatorConsoleContext, state: State) -> tuple[list[SiteRow], list[CosignedHead]]:
+def _sites(context: CoordinatorConsoleContext, state: State) -> tuple[list[SiteSummary], list[CosignedHead]]:
     presence = context.sessions.presence()
     ends, rows, heads = alerts.newest_certificates(state), [], []
     seen = _cosigned(context, state)
@@ -127,7 +127,7 @@ def _sites(context: CoordinatorConsoleContext, state: State) -> tuple[list[SiteR
         word = "online" if there is not None and there.online else "offline"
         word = "revoked" if site in state.revoked_sites else word
         size = min(seen.get(site, 0), state.size)
-        rows.append(SiteRow(site, word, there.since if there else None, ends.get(site), size, size == state.size))
+        rows.append(SiteSummary(site, word, there.since if there else None, ends.get(site), size, size == state.size))
         first = max(size, _joined(context, site))  # what was written before it was enrolled is no news to it
         heads.append(CosignedHead(site, size, context.index.time_of(first) if size < state.size else None))
     return rows, heads
@@ -135,7 +135,7 @@ def _sites(context: CoordinatorConsoleContext, state: State) -> tuple[list[SiteR
 
 def _joined(context: CoordinatorConsoleContext, site: str) -> int:
     """The place of its newest enrolment; 0 where the index does not know it yet."""
-    found = context.index.find(Query(kinds=("enrolled",), site=site, most=1)).seqs
+    found = context.index.find(EntryQuery(kinds=("enrolled",), site=site, most=1)).seqs
     return found[0] if found else 0
 
 

@@ -22,7 +22,7 @@ from coordinator.console.keys import keys_of, sites_of
 from coordinator.console.proposals import (
     ACTIONS,
     ROLES,
-    Proposal,
+    ProposalView,
     persons_of,
     proposal_of,
     proposals_of,
@@ -169,17 +169,17 @@ def _decide(pages: Router, context: CoordinatorConsoleContext) -> None:
         return asked.go(f"/people/proposals/{serial}", "Done, and recorded in the ledger.")
 
 
-def _do_appoint(context: CoordinatorConsoleContext, p: Proposal) -> None:
+def _do_appoint(context: CoordinatorConsoleContext, p: ProposalView) -> None:
     role, _, key = p.value.partition(" ")
     decisions.appoint(context.store, p.subject, role, _raw(key), p.serial)
 
 
-def _do_enrol(context: CoordinatorConsoleContext, p: Proposal) -> None:
+def _do_enrol(context: CoordinatorConsoleContext, p: ProposalView) -> None:
     context.authority.enrol(p.subject, p.serial, ())
     context.runs.register_node(p.subject)
 
 
-_ACTS: Final[Mapping[str, Callable[[CoordinatorConsoleContext, Proposal], None]]] = {
+_ACTS: Final[Mapping[str, Callable[[CoordinatorConsoleContext, ProposalView], None]]] = {
     "limit": lambda context, p: decisions.set_limit(context.store, p.subject, p.value, p.serial),
     "appoint": _do_appoint,
     "dismiss": lambda context, p: decisions.dismiss(context.store, p.subject, p.serial),
@@ -198,7 +198,7 @@ def _own(asked: RequestContext, person: str) -> None:
         raise PageError(403, "The signature is of another person than the one who is logged in. Nothing was written.")
 
 
-def _proposal(context: CoordinatorConsoleContext, asked: RequestContext, serial: str) -> Proposal:
+def _proposal(context: CoordinatorConsoleContext, asked: RequestContext, serial: str) -> ProposalView:
     with context.store.exclusive() as state:
         named = ID.fullmatch(serial) is not None
         found = proposal_of(state, context.store.envelope, asked.person.name, serial) if named else None
@@ -207,7 +207,7 @@ def _proposal(context: CoordinatorConsoleContext, asked: RequestContext, serial:
     return found
 
 
-def _pending(context: CoordinatorConsoleContext, p: Proposal) -> str:
+def _pending(context: CoordinatorConsoleContext, p: ProposalView) -> str:
     """The fingerprint of the request that an enrolment is about, to be compared; "": it waits no more."""
     if p.action != "enrol":
         return ""

@@ -9,10 +9,10 @@ from typing import Final
 from starlette.responses import Response
 
 from coordinator.console.context import READERS, CoordinatorConsoleContext
-from coordinator.console.policy_comparison import Change, Row, Version, changes, compare
+from coordinator.console.policy_comparison import AmendedKey, PolicyRow, Version, changes, compare
 from policies.accounting.rounding import epsilon_text, format_rounded_up
 from policies.audit.auditor import open_envelope
-from policies.index.search import Query
+from policies.index.search import EntryQuery
 from policies.ledger.entries import Amended, Enrolled
 from policies.review.policy import Policy, PolicyError, parse, strictest
 from policies.statements import Amendment, Enrolment
@@ -23,7 +23,7 @@ MOST: Final = 100  # versions of one site's policy that are shown
 
 
 @dataclass(frozen=True, slots=True)
-class SiteRow:
+class SitePolicyRow:
     """One site, and where its own policy is the stricter one."""
 
     site: str
@@ -85,7 +85,7 @@ def _stale(context: CoordinatorConsoleContext) -> bool:
         return True
 
 
-def _sites(context: CoordinatorConsoleContext) -> list[SiteRow]:
+def _sites(context: CoordinatorConsoleContext) -> list[SitePolicyRow]:
     """Every site, by name."""
     with context.store.exclusive() as state:
         known = [(site, site in state.revoked_sites, state.amended.get(site, 0)) for site in sorted(state.sites)]
@@ -94,13 +94,13 @@ def _sites(context: CoordinatorConsoleContext) -> list[SiteRow]:
         try:
             rows = compare(context.intake.federation, _own(context, site))
         except PageError:
-            out.append(SiteRow(site, revoked, number, (), (), False))
+            out.append(SitePolicyRow(site, revoked, number, (), (), False))
             continue
-        out.append(SiteRow(site, revoked, number, _labels(rows, "site"), _labels(rows, "federation"), True))
+        out.append(SitePolicyRow(site, revoked, number, _labels(rows, "site"), _labels(rows, "federation"), True))
     return out
 
 
-def _labels(rows: list[Row], who: str) -> tuple[str, ...]:
+def _labels(rows: list[PolicyRow], who: str) -> tuple[str, ...]:
     return tuple(row.label for row in rows if row.binds == who)
 
 
@@ -130,7 +130,7 @@ def _signed(context: CoordinatorConsoleContext, site: str, digest: bytes) -> tup
 def _history(context: CoordinatorConsoleContext, site: str) -> list[Version]:
     """The policies that a site has signed, the newest first, each with what it changed."""
     context.index.follow()
-    found = context.index.find(Query(kinds=("enrolled", "amended"), site=site, most=MOST))
+    found = context.index.find(EntryQuery(kinds=("enrolled", "amended"), site=site, most=MOST))
     in_force = context.store.state.policies[site]
     out, before = list[Version](), None
     for seq in reversed(found.seqs):
@@ -139,7 +139,7 @@ def _history(context: CoordinatorConsoleContext, site: str) -> list[Version]:
         if not isinstance(entry, Enrolled | Amended) or entry.site != site:
             continue
         text, policy = _signed(context, site, entry.envelope)
-        made: tuple[Change, ...] = changes(before, policy) if before is not None else ()
+        made: tuple[AmendedKey, ...] = changes(before, policy) if before is not None else ()
         number = entry.number if isinstance(entry, Amended) else 0
         current = entry.envelope == in_force
         out.append(Version(seq, record.at, number, entry.envelope.hex(), text, policy, made, current))

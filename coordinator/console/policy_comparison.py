@@ -35,7 +35,7 @@ KEYS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PolicyRow:
     """One key of the policies."""
 
     key: str
@@ -48,7 +48,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class AmendedKey:
     """One key that an amendment changed."""
 
     key: str
@@ -68,7 +68,7 @@ class Version:
     digest: str  # SHA-256 of the sealed statement, hexadecimal
     text: str  # TOML, as the site wrote it
     policy: Policy
-    changes: tuple[Change, ...]  # against the version before
+    changes: tuple[AmendedKey, ...]  # against the version before
     in_force: bool
 
 
@@ -91,24 +91,24 @@ def size_of(count: int) -> str:
     return f"{count} bytes"
 
 
-def compare(federation: Policy, own: Policy) -> list[Row]:
+def compare(federation: Policy, own: Policy) -> list[PolicyRow]:
     """The federation's policy, a site's, and what binds: key by key."""
     both = strictest(federation, own)
     return [_row(key, federation, own, both) for key in KEYS]
 
 
-def _row(key: str, federation: Policy, own: Policy, both: Policy) -> Row:
+def _row(key: str, federation: Policy, own: Policy, both: Policy) -> PolicyRow:
     f, o, b = (getattr(p, key) for p in (federation, own, both))
     binds = "both" if f == o else "federation" if b == f else "site" if b == o else "neither"
-    return Row(key, *KEYS[key], shown(key, f), shown(key, o), shown(key, b), binds)
+    return PolicyRow(key, *KEYS[key], shown(key, f), shown(key, o), shown(key, b), binds)
 
 
-def changes(before: Policy, after: Policy) -> tuple[Change, ...]:
+def changes(before: Policy, after: Policy) -> tuple[AmendedKey, ...]:
     """What an amendment changed, and which way: towards less that may leave, or towards more."""
     both, out = strictest(before, after), []
     for f in fields(Policy):
         old, new, strict = (getattr(p, f.name) for p in (before, after, both))
         if old != new and f.name in KEYS:
             way = "tighter" if strict == new else "looser" if strict == old else "other"
-            out.append(Change(f.name, KEYS[f.name][0], shown(f.name, old), shown(f.name, new), way))
+            out.append(AmendedKey(f.name, KEYS[f.name][0], shown(f.name, old), shown(f.name, new), way))
     return tuple(out)

@@ -55,7 +55,7 @@ class PersonRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class ProposalView:
     """One proposal, as the viewing person may act on it."""
 
     serial: str
@@ -108,9 +108,9 @@ def persons_of(state: State, pinned: frozenset[str]) -> list[PersonRow]:
 class Listing:
     """The newest proposals, and how many there are beside them."""
 
-    waiting: tuple[Proposal, ...]
+    waiting: tuple[ProposalView, ...]
     more: int  # that wait too; anybody who may ask can add to them, and none is withdrawn
-    done: tuple[Proposal, ...]
+    done: tuple[ProposalView, ...]
 
 
 def proposals_of(state: State, envelope: Callable[[bytes], bytes | None], me: str, most: tuple[int, int]) -> Listing:
@@ -130,7 +130,7 @@ def proposals_of(state: State, envelope: Callable[[bytes], bytes | None], me: st
     return Listing(shown[0], max(0, len(waiting) - most[0]), shown[1])
 
 
-def proposal_of(state: State, envelope: Callable[[bytes], bytes | None], me: str, serial: str) -> Proposal | None:
+def proposal_of(state: State, envelope: Callable[[bytes], bytes | None], me: str, serial: str) -> ProposalView | None:
     """One proposal; None if there is none of that serial, or its words cannot be read."""
     said = _said(state, envelope, serial)
     if said is None:
@@ -143,7 +143,7 @@ def proposal_of(state: State, envelope: Callable[[bytes], bytes | None], me: str
     missing = () if done else _missing(state, said, frozenset(role for _, role in approved))
     by = asked.person if asked is not None else ""
     may, why = _may(state, me, by, given, done)
-    return Proposal(
+    return ProposalView(
         serial=serial,
         action=said.action,
         subject=said.subject,

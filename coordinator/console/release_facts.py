@@ -55,7 +55,7 @@ class Attack:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ReleaseFacts:
     """A release as its page shows it."""
 
     id: str
@@ -93,7 +93,7 @@ class Facts:
         return self.file == FILES["image-set"]
 
 
-def facts_of(entry: Admitted, opened: Opened, said: Release | None) -> Facts:
+def facts_of(entry: Admitted, opened: Opened, said: Release | None) -> ReleaseFacts:
     """A release's facts.
 
     Args:
@@ -106,7 +106,7 @@ def facts_of(entry: Admitted, opened: Opened, said: Release | None) -> Facts:
     kind = said.artifact_type if said else ""
     method = MECHANISMS.get(entry.mechanism, entry.mechanism)
     reid, power = (said.reid_rate, said.vetting_power) if said else (None, None)
-    return Facts(
+    return ReleaseFacts(
         id=entry.release,
         site=entry.site,
         run=entry.run,
@@ -169,7 +169,7 @@ def _percent(share: str | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SitePart:
     """One site's part in a run's model."""
 
     site: str
@@ -179,15 +179,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class RunModel:
     """A finished run's model, according to the ledger."""
 
-    facts: Facts
-    parts: tuple[Part, ...]
+    facts: ReleaseFacts
+    parts: tuple[SitePart, ...]
     strategy: str
 
 
-def model_of(state: State, updates: Sequence[Admitted], model: bytes, strategy: str) -> Model | None:
+def model_of(state: State, updates: Sequence[Admitted], model: bytes, strategy: str) -> RunModel | None:
     """A run's model in words; None while the ledger counts no update for it.
 
     It is no better than the dearest of the updates in it, and than the weakest level among them.
@@ -211,7 +211,7 @@ def model_of(state: State, updates: Sequence[Admitted], model: bytes, strategy: 
     facts = facts_of(replace(worst[-1], level=weakest), _opened(state, worst[-1]), None)
     rounds = {site: sum(a.site == site for a in mine) for site in last}
     parts = [
-        Part(site, rounds[site], _together(state, own), max(a.level for a in own)) for site, own in given.items()
+        SitePart(site, rounds[site], _together(state, own), max(a.level for a in own)) for site, own in given.items()
     ]
     facts = replace(
         facts,
@@ -227,7 +227,7 @@ def model_of(state: State, updates: Sequence[Admitted], model: bytes, strategy: 
         artifact=model.hex(),
         tested=UNTESTED if weakest == "C" else "",
     )
-    return Model(facts, tuple(parts), strategy)
+    return RunModel(facts, tuple(parts), strategy)
 
 
 def _together(state: State, last: Sequence[Admitted]) -> str:

@@ -39,7 +39,7 @@ class ArchivedImage:
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class ImageSheet:
     """A set: its images in order, and how many there are."""
 
     places: tuple[ArchivedImage, ...]
@@ -52,7 +52,7 @@ class ReleaseFiles:
     def __init__(self, root: Path) -> None:
         """``root``: the shelf's folder."""
         self._root, self._lock = root, threading.Lock()
-        self._sheets: OrderedDict[tuple[str, bytes], Sheet] = OrderedDict()
+        self._sheets: OrderedDict[tuple[str, bytes], ImageSheet] = OrderedDict()
 
     def there(self, release: str, name: str) -> bool:
         """Whether the shelf has a file of that name; what is in it is another question."""
@@ -77,7 +77,7 @@ class ReleaseFiles:
             raise
         return stream
 
-    def sheet(self, release: str, name: str, digest: bytes) -> Sheet:
+    def sheet(self, release: str, name: str, digest: bytes) -> ImageSheet:
         """The images of a set of PNG.
 
         Raises:
@@ -123,7 +123,7 @@ def rest_in_chunks(stream: BinaryIO) -> Iterator[bytes]:
             yield piece
 
 
-def _places(stream: BinaryIO) -> Sheet:
+def _places(stream: BinaryIO) -> ImageSheet:
     """Where the images are. The archive was read strictly before it was admitted: plain members, in pairs."""
     found, total = list[ArchivedImage](), 0
     body, start = b"", 0
@@ -144,4 +144,4 @@ def _places(stream: BinaryIO) -> Sheet:
             body = b""
     if not total:
         raise DigestMismatchError("the set holds no images that a browser can show")
-    return Sheet(tuple(found), total)
+    return ImageSheet(tuple(found), total)

@@ -18,7 +18,7 @@ _NAMES: Final = ("site", "level", "mechanism")
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class ReleasePage:
     """One page of the releases that were asked for, newest first."""
 
     entries: tuple[Admitted, ...]
@@ -68,7 +68,7 @@ class Listed:
             self._take(state)
             return tuple(self._runs.get(run, ()))
 
-    def sheet(self, state: State, wanted: Mapping[str, str], page: int, most: int) -> Sheet:
+    def sheet(self, state: State, wanted: Mapping[str, str], page: int, most: int) -> ReleasePage:
         """A page of those that were asked for: site, level and method exactly, and a part of the name.
 
         Args:
@@ -94,4 +94,4 @@ class Listed:
             newest = whole if total == len(whole) else heapq.merge(*map(reversed, chosen), reverse=True)
             cut = islice(newest, (page - 1) * most, page * most)
             choices = {name: sorted({group[at] for group in self._groups}) for at, name in enumerate(_NAMES)}
-            return Sheet(tuple(self._alone[n] for n in cut), total, len(self._alone), page, last, choices)
+            return ReleasePage(tuple(self._alone[n] for n in cut), total, len(self._alone), page, last, choices)

@@ -13,15 +13,15 @@ from starlette.responses import Response, StreamingResponse
 from coordinator.claim_descriptions import release_in
 from coordinator.console.context import READERS, CoordinatorConsoleContext
 from coordinator.console.policy_comparison import size_of
-from coordinator.console.release_facts import Facts, Model, facts_of, model_of
+from coordinator.console.release_facts import ReleaseFacts, RunModel, facts_of, model_of
 from coordinator.console.release_files import ArchivedImage, DigestMismatchError, ReleaseFiles, rest_in_chunks
 from coordinator.console.release_index import Listed
 from coordinator.federation.job import Job
-from policies.index.search import Query
+from policies.index.search import EntryQuery
 from policies.ledger.entries import Admitted, RoundClosed
 from policies.ledger.state import State
 from policies.statements import ID
-from protos.web.charts import Bar, Part, bars
+from protos.web.charts import Bar, BarPart, bars
 from protos.web.router import PageError, RequestContext, Router
 
 PER_PAGE: Final = 20
@@ -80,14 +80,14 @@ def _one(pages: Router, context: CoordinatorConsoleContext, files: ReleaseFiles,
     @pages.get("/releases/{release}", READERS)
     def release(asked: RequestContext, release: str, sheet: int = 1) -> Response:
         found = _find(context, listed, release)
-        if isinstance(found, Model):
+        if isinstance(found, RunModel):
             there = files.there(release, found.facts.file)
             rows = [(part.site, part.rounds, part.level, part.epsilon or "none") for part in found.parts]
             return asked.page("model.html", model=found, facts=found.facts, there=there, rows=rows)
         facts = found
         there = bool(facts.file) and not facts.run and files.there(release, facts.file)
         # of each interval one end: up to where it reaches, or from where on
-        ends = [Bar(a.name, (Part(a.kind, a.value),), 100.0, f"{a.says}; {a.wanted}") for a in facts.attacks]
+        ends = [Bar(a.name, (BarPart(a.kind, a.value),), 100.0, f"{a.says}; {a.wanted}") for a in facts.attacks]
         return asked.page(
             "release.html",
             facts=facts,
@@ -103,7 +103,7 @@ def _one(pages: Router, context: CoordinatorConsoleContext, files: ReleaseFiles,
     @pages.get("/releases/{release}/pictures/{index}", READERS)
     def picture(asked: RequestContext, release: str, index: int) -> Response:
         facts = _find(context, listed, release)
-        if not isinstance(facts, Facts) or not facts.pictures or facts.run:
+        if not isinstance(facts, ReleaseFacts) or not facts.pictures or facts.run:
             raise PageError(404, _GONE)
         try:
             return asked.png_response(files.image(release, facts.file, bytes.fromhex(facts.artifact), index))
@@ -117,8 +117,8 @@ def _files(pages: Router, context: CoordinatorConsoleContext, files: ReleaseFile
     @pages.get("/releases/{release}/artifact", READERS)
     def artifact(asked: RequestContext, release: str) -> Response:
         found = _find(context, listed, release)
-        facts = found.facts if isinstance(found, Model) else found
-        if facts.run and not isinstance(found, Model):
+        facts = found.facts if isinstance(found, RunModel) else found
+        if facts.run and not isinstance(found, RunModel):
             raise PageError(404, "A single update of a run is not kept: use the run's model.")
         try:
             stream = files.open(release, facts.file, bytes.fromhex(facts.artifact))
@@ -132,13 +132,13 @@ def _files(pages: Router, context: CoordinatorConsoleContext, files: ReleaseFile
     @pages.get("/releases/{release}/statement", READERS)
     def statement(asked: RequestContext, release: str) -> Response:
         facts = _find(context, listed, release)
-        body = None if isinstance(facts, Model) else context.store.envelope(bytes.fromhex(facts.statement))
+        body = None if isinstance(facts, RunModel) else context.store.envelope(bytes.fromhex(facts.statement))
         if body is None:
             raise PageError(404, _GONE)
         return asked.download(f"{release}-envelope.json", body, "application/json")
 
 
-def _find(context: CoordinatorConsoleContext, listed: Listed, name: str) -> Facts | Model:
+def _find(context: CoordinatorConsoleContext, listed: Listed, name: str) -> ReleaseFacts | RunModel:
     """A release, or a finished run's model, of that name.
 
     Raises:
@@ -154,7 +154,7 @@ def _find(context: CoordinatorConsoleContext, listed: Listed, name: str) -> Fact
     return found[0]
 
 
-def _facts(context: CoordinatorConsoleContext, state: State, entry: Admitted) -> Facts:
+def _facts(context: CoordinatorConsoleContext, state: State, entry: Admitted) -> ReleaseFacts:
     """A release in words; its statement is the one whose digest is in the entry."""
     opened = state.accounts[state.grants[entry.grant].reserved.account].opened
     try:
@@ -164,13 +164,13 @@ def _facts(context: CoordinatorConsoleContext, state: State, entry: Admitted) ->
     return facts_of(entry, opened, said)
 
 
-def _models(context: CoordinatorConsoleContext, listed: Listed, only: str = "") -> list[Model]:
+def _models(context: CoordinatorConsoleContext, listed: Listed, only: str = "") -> list[RunModel]:
     """The models of finished runs, by name; or of the run of that name alone."""
     jobs = [job for job, state in context.runs.known() if state == "finished" and only in ("", job.run)]
     return [model for job in jobs if (model := _model(context, listed, job)) is not None]
 
 
-def _model(context: CoordinatorConsoleContext, listed: Listed, job: Job) -> Model | None:
+def _model(context: CoordinatorConsoleContext, listed: Listed, job: Job) -> RunModel | None:
     """A finished run's model: the one of its last closed round, by the ledger's entry; None if there is none."""
     lines = context.store.answer(f"round-{job.run}-{job.rounds}")
     entry = lines[0].record.entry if lines else None
@@ -180,7 +180,7 @@ def _model(context: CoordinatorConsoleContext, listed: Listed, job: Job) -> Mode
         return model_of(ledger, listed.of_run(ledger, job.run), entry.model, job.strategy)
 
 
-def _sheet(files: ReleaseFiles, facts: Facts, page: int) -> SheetImages:
+def _sheet(files: ReleaseFiles, facts: ReleaseFacts, page: int) -> SheetImages:
     """One page of a set's contact sheet, or why there is none."""
     try:
         sheet = files.sheet(facts.id, facts.file, bytes.fromhex(facts.artifact))
@@ -195,14 +195,14 @@ def _sheet(files: ReleaseFiles, facts: Facts, page: int) -> SheetImages:
 def _seq(context: CoordinatorConsoleContext, release: str) -> int | None:
     """The number of the entry that admitted it; None while the index has not found it."""
     context.index.follow()
-    for seq in context.index.find(Query(kinds=("admitted",), text=release, most=5)).seqs:
+    for seq in context.index.find(EntryQuery(kinds=("admitted",), text=release, most=5)).seqs:
         entry = context.store.line(seq).record.entry
         if isinstance(entry, Admitted) and entry.release == release:
             return seq
     return None
 
 
-def _statement(context: CoordinatorConsoleContext, facts: Facts) -> str:
+def _statement(context: CoordinatorConsoleContext, facts: ReleaseFacts) -> str:
     """The sealed statement's content, indented for reading; "" when it cannot be read."""
     body = context.store.envelope(bytes.fromhex(facts.statement)) or b""
     try:

@@ -13,10 +13,10 @@ from coordinator.console.context import OPERATOR, READERS, RESEARCHER, Coordinat
 from coordinator.console.job_form import JobFormError
 from coordinator.console.run_status import RunStatus, board_of, books_of
 from coordinator.federation.aggregation import STRATEGIES
-from coordinator.federation.job import KEYS, PLAIN, Decision, Job, JobError, SiteCost, job_from
+from coordinator.federation.job import KEYS, PLAIN, Job, JobError, LaunchDecision, SiteCost, job_from
 from policies.statements import ID
 from protos.common.durable_files import replace_file
-from protos.web.charts import Bar, Part, bars
+from protos.web.charts import Bar, BarPart, bars
 from protos.web.router import PageError, RequestContext, Router
 
 DRIVERS: Final = frozenset({OPERATOR, RESEARCHER})  # who plans and conducts runs; the sites' budgets decide
@@ -50,7 +50,7 @@ def _look(pages: Router, context: CoordinatorConsoleContext) -> None:
         job, state = _known(context, run)
         (board,) = _boards(context, [(job, state)])
         said = f"{board.closed} of {job.rounds} are closed"
-        drawn = Bar("Rounds", (Part("spent", board.closed),), job.rounds, said)
+        drawn = Bar("Rounds", (BarPart("spent", board.closed),), job.rounds, said)
         return asked.page(
             "run.html",
             board=board,
@@ -138,7 +138,9 @@ def _launch(pages: Router, context: CoordinatorConsoleContext) -> None:
         return asked.go(f"/rounds/{job.run}", "The run is launched.")
 
 
-def _priced(context: CoordinatorConsoleContext, values: Mapping[str, str]) -> tuple[Job, list[SiteCost], Decision]:
+def _priced(
+    context: CoordinatorConsoleContext, values: Mapping[str, str]
+) -> tuple[Job, list[SiteCost], LaunchDecision]:
     """The job that a form asks for, and what it would cost.
 
     Raises:
@@ -213,7 +215,7 @@ def _form(
 
 
 def _forecast(
-    asked: RequestContext, job: Job, costs: Sequence[SiteCost], decision: Decision, notice: str = ""
+    asked: RequestContext, job: Job, costs: Sequence[SiteCost], decision: LaunchDecision, notice: str = ""
 ) -> Response:
     """What it would cost each site, with the way to launch it, or back to the form."""
     return (asked.again if notice else asked.page)(
@@ -230,12 +232,12 @@ def _forecast(
     )
 
 
-def _bar(cost: job_form.Cost) -> Bar:
+def _bar(cost: job_form.SiteForecast) -> Bar:
     """What a run takes of what a site has left."""
     if cost.share is None:
         return Bar(cost.site, (), 100.0, "no budget left, or unknown")
     words = f"{cost.share:.4g} % of what is left{'' if cost.fits else f': {cost.reason}'}"
-    return Bar(cost.site, (Part("held" if cost.fits else "no", cost.share),), 100.0, words)
+    return Bar(cost.site, (BarPart("held" if cost.fits else "no", cost.share),), 100.0, words)
 
 
 def _indented(text: str) -> str:

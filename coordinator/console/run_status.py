@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from coordinator.explanations import RULES, epsilon_text, explain, format_rounded_up
-from coordinator.federation.events import ENDS, Event
+from coordinator.federation.events import ENDS, RunEvent
 from coordinator.federation.job import Job
 from policies.accounting.rdp import epsilon_of
 from policies.ledger.state import State
@@ -182,10 +182,10 @@ class _Heard:
     asked: dict[int, tuple[str, ...]] = field(default_factory=dict)
     out: dict[int, dict[str, str]] = field(default_factory=dict)  # round -> site -> code
     granted: tuple[str, ...] = ()
-    last: Event | None = None
+    last: RunEvent | None = None
 
 
-def _heard(events: Iterable[Event]) -> _Heard:
+def _heard(events: Iterable[RunEvent]) -> _Heard:
     heard = _Heard()
     for event in events:
         heard.last = event
@@ -201,7 +201,9 @@ def _heard(events: Iterable[Event]) -> _Heard:
     return heard
 
 
-def board_of(job: Job, known: str, entries: RunEntries, events: Sequence[Event], stopping: bool = False) -> RunStatus:
+def board_of(
+    job: Job, known: str, entries: RunEntries, events: Sequence[RunEvent], stopping: bool = False
+) -> RunStatus:
     """The board.
 
     Args:

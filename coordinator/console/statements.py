@@ -9,7 +9,7 @@ from typing import Any
 
 from coordinator.console.entry_text import visible_text
 from policies.audit.auditor import open_envelope
-from policies.index.search import Index, Query
+from policies.index.search import EntryQuery, Index
 from policies.ledger.entries import Enrolled, Entry
 from policies.ledger.export import ExportError
 from policies.ledger.state import State
@@ -69,7 +69,7 @@ def _keys(entry: Entry, state: State, store: Store, index: Index) -> tuple[str, 
     site = getattr(entry, "site", "") or (held.reserved.site if held else "")
     known = state.sites.get(site)
     keys = [known.sign_key] if known is not None else []
-    for seq in index.find(Query(kinds=("enrolled",), site=site)).seqs if site else ():
+    for seq in index.find(EntryQuery(kinds=("enrolled",), site=site)).seqs if site else ():
         earlier = store.line(seq).record.entry
         if isinstance(earlier, Enrolled) and earlier.sign_key not in keys:
             keys.append(earlier.sign_key)

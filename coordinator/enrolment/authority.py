@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from coordinator.admission import COORDINATOR, AdmissionService
-from coordinator.enrolment.enrolment_requests import INVITATION_LIFE, Enrolments, Record, SignedRequest
+from coordinator.enrolment.enrolment_requests import INVITATION_LIFE, EnrolmentRecord, Enrolments, SignedRequest
 from coordinator.storage.directory import CoordinatorDirectory
 from policies.audit.auditor import open_envelope
 from policies.governance import decisions
@@ -143,8 +143,8 @@ class Authority:
         }
         with self._turn:
             self._tidy()
-            known = self._kept.read(site) or Record(site, 0, "")
-            self._kept.write(Record(site, until, _hash(key.public_key()), "", known.asked, known.earlier))
+            known = self._kept.read(site) or EnrolmentRecord(site, 0, "")
+            self._kept.write(EnrolmentRecord(site, until, _hash(key.public_key()), "", known.asked, known.earlier))
         return Invitation((json.dumps(body, indent=1) + "\n").encode(), token, root_fingerprint(root))
 
     def join(self, site: str, leaf: x509.Certificate, envelope: bytes) -> JoinState:
@@ -170,7 +170,7 @@ class Authority:
                     return self._answer(record, asked)
         raise JoinError("this invitation was replaced by a newer one, or is for another request or key")
 
-    def _handed_in(self, record: Record, envelope: bytes) -> JoinState:
+    def _handed_in(self, record: EnrolmentRecord, envelope: bytes) -> JoinState:
         """A call under the token's key: good for one request, which may be sent again."""
         if not self._clock().timestamp() < record.until:
             raise JoinError("the invitation has ended: ask for a new one")
@@ -191,7 +191,7 @@ class Authority:
         assert record.asked is not None
         return self._answer(record, record.asked)
 
-    def _read(self, record: Record, envelope: bytes) -> SignedRequest:
+    def _read(self, record: EnrolmentRecord, envelope: bytes) -> SignedRequest:
         """A request in order: sealed by its own key, for this site, neither it nor its key ended by revocation."""
         statement = self._intake.read_enrolment(envelope)
         if statement.site != record.site:
@@ -211,7 +211,7 @@ class Authority:
         revoked = self._store.state.revoked
         return any(number in revoked for number, known in self._kept.keys(site).items() if known == key)
 
-    def _answer(self, record: Record, asked: SignedRequest) -> JoinState:
+    def _answer(self, record: EnrolmentRecord, asked: SignedRequest) -> JoinState:
         said = fingerprint(asked.envelope)
         if self._in_force(record.site, asked):
             if self._spoiled(record.site, asked.key):  # a new invitation says why
@@ -236,7 +236,7 @@ class Authority:
         enrolled = state.sites.get(site)
         return enrolled is not None and enrolled.envelope.hex() == asked.digest and site not in state.revoked_sites
 
-    def _picked_up(self, record: Record, asked: SignedRequest) -> bytes:
+    def _picked_up(self, record: EnrolmentRecord, asked: SignedRequest) -> bytes:
         """The certificate of an approved request: the one of before while it is good, or a new one."""
         if asked.certificate:
             leaf = leaf_of(asked.certificate.encode())
@@ -275,7 +275,7 @@ class Authority:
             self._tidy()
             return [self._pending(record) for record in self._kept.all()]
 
-    def _pending(self, record: Record) -> Pending:
+    def _pending(self, record: EnrolmentRecord) -> Pending:
         asked, now = record.asked, self._clock()
         if asked is None or (not record.bound and now.timestamp() < record.until):
             state = "invited" if now.timestamp() < record.until else "expired"

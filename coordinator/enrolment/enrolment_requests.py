@@ -49,7 +49,7 @@ class SignedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class EnrolmentRecord:
     """Everything about one site that is not in the ledger."""
 
     site: str
@@ -60,7 +60,7 @@ class Record:
     earlier: tuple[SignedRequest, ...] = ()  # those that it replaced
     contested: bool = False  # the token came with another request too
 
-    def exchanged(self, old: SignedRequest, new: SignedRequest) -> Record:
+    def exchanged(self, old: SignedRequest, new: SignedRequest) -> EnrolmentRecord:
         """The same with another version of one of the requests."""
         asked = new if self.asked is old else self.asked
         return replace(self, asked=asked, earlier=tuple(new if a is old else a for a in self.earlier))
@@ -74,7 +74,7 @@ class Enrolments:
         folder.mkdir(mode=0o700, exist_ok=True)
         self._folder = folder
 
-    def read(self, site: str) -> Record | None:
+    def read(self, site: str) -> EnrolmentRecord | None:
         """What is known of a site.
 
         Raises:
@@ -97,7 +97,7 @@ class Enrolments:
             )
         return record
 
-    def write(self, record: Record) -> None:
+    def write(self, record: EnrolmentRecord) -> None:
         """Keep it; durable when this returns."""
         replace_private(self._path(record.site), json.dumps(_json(record), sort_keys=True, indent=1).encode())
 
@@ -129,7 +129,7 @@ class Enrolments:
         known = self.keys(site) | {number: key}
         replace_private(self._path(site).with_suffix(".keys"), json.dumps(known, indent=0).encode())
 
-    def all(self) -> list[Record]:
+    def all(self) -> list[EnrolmentRecord]:
         """Every site's, by name."""
         sites = sorted(path.stem for path in self._folder.glob("*.json"))
         return [record for site in sites if (record := self.read(site)) is not None]
@@ -140,7 +140,7 @@ class Enrolments:
         return self._folder / f"{site}.json"
 
 
-def _json(record: Record) -> dict[str, Any]:
+def _json(record: EnrolmentRecord) -> dict[str, Any]:
     out = asdict(record)
     out["asked"] = _asked_json(record.asked) if record.asked else None
     out["earlier"] = [_asked_json(a) for a in record.earlier]
@@ -151,9 +151,9 @@ def _asked_json(asked: SignedRequest) -> dict[str, Any]:
     return {**asdict(asked), "envelope": base64.b64encode(asked.envelope).decode()}
 
 
-def _record(document: Any) -> Record:
+def _record(document: Any) -> EnrolmentRecord:
     asked, earlier = document.pop("asked"), document.pop("earlier")
-    return Record(**document, asked=_asked(asked) if asked else None, earlier=tuple(map(_asked, earlier)))
+    return EnrolmentRecord(**document, asked=_asked(asked) if asked else None, earlier=tuple(map(_asked, earlier)))
 
 
 def _asked(document: Any) -> SignedRequest:

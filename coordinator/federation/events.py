@@ -12,7 +12,7 @@ ENDS: Final = frozenset({"finished", "failed", "stopped"})
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RunEvent:
     """Something happened in a run; ``round`` 0 is the pricing."""
 
     run: str
@@ -26,12 +26,12 @@ class Event:
 class EventStream:
     """A run's events so far, and a way to wait for more."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[RunEvent] = field(default_factory=list)
     over: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
     waiting: threading.Event = field(default_factory=threading.Event)  # has its turn, or stands in line for it
 
-    def put(self, event: Event) -> None:
+    def put(self, event: RunEvent) -> None:
         """Say that something happened."""
         with self.changed:
             self.events.append(event)
@@ -44,7 +44,7 @@ class EventStream:
             self.over = True
             self.changed.notify_all()
 
-    def follow(self) -> Iterator[Event]:
+    def follow(self) -> Iterator[RunEvent]:
         """Every event from the first; ends with the run."""
         seen = 0
         while True:

@@ -297,7 +297,7 @@ def _decimal(nano: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class LaunchDecision:
     """Whether to launch, and with whom."""
 
     go: bool
@@ -306,7 +306,7 @@ class Decision:
     reason: str  # why not; "" when it is a go
 
 
-def decide(job: Job, costs: Sequence[SiteCost]) -> Decision:
+def decide(job: Job, costs: Sequence[SiteCost]) -> LaunchDecision:
     """Go when all fit or, where sites may be dropped, when at least ``min_sites`` do. No forecast is no fit."""
     said: dict[str, list[SiteCost]] = {site: [] for site in job.sites}
     for one in costs:
@@ -322,4 +322,4 @@ def decide(job: Job, costs: Sequence[SiteCost]) -> Decision:
         reason = f"all sites must fit, and these do not: {', '.join(dropped)}"
     elif not len(fitting) >= job.min_sites:
         reason = f"{job.min_sites} sites are needed, and {len(fitting)} fit"
-    return Decision(not reason, () if reason else fitting, MappingProxyType(dropped), reason)
+    return LaunchDecision(not reason, () if reason else fitting, MappingProxyType(dropped), reason)

@@ -19,10 +19,10 @@ import numpy as np
 
 from coordinator.admission import AdmissionService, RequestRejectedError
 from coordinator.federation.aggregation import Moments, strategy_from
-from coordinator.federation.events import Event, EventStream, RunQueue
+from coordinator.federation.events import EventStream, RunEvent, RunQueue
 from coordinator.federation.job import Job
 from coordinator.federation.run_process import RunLostError
-from coordinator.federation.strategy import AWAY, Model, Progress, RoundFailedError, RoundPlan
+from coordinator.federation.strategy import AWAY, RoundFailedError, RoundModel, RoundPlan, RoundProgress
 from coordinator.federation.superlink import FlowerHost, conduct
 from coordinator.storage.release_store import WORDING, ReleaseStore, certificate
 from policies.ledger.entries import Admitted
@@ -82,11 +82,11 @@ class RunController:
                 if end.state != "waiting" or host.stopping.is_set():
                     break
                 if not time.monotonic() < until:
-                    end = Event(job.run, end.round, "stopped", end.sites, end.reason)
+                    end = RunEvent(job.run, end.round, "stopped", end.sites, end.reason)
                     break
                 self.feed.put(end)
                 if self._sleep(pause):
-                    end = Event(job.run, end.round, "stopped", (), "by an operator")
+                    end = RunEvent(job.run, end.round, "stopped", (), "by an operator")
                     break
                 pause = min(2 * pause, _PAUSES_S[1])
             except (
@@ -95,15 +95,15 @@ class RunController:
             ) as why:  # OSError: the disk, or no descriptor left; nothing is lost by waiting
                 reason = "by an operator" if isinstance(why, RunStopped) else "storage"
                 self.context.log.warning("run_stopped", run=job.run, rule=type(why).__name__)
-                end = Event(job.run, 0, "stopped", (), reason)
+                end = RunEvent(job.run, 0, "stopped", (), reason)
                 break
             except Exception as fault:  # noqa: BLE001 - a run that fails in an unknown way has failed; its grants are spent
                 self.context.log.error("run_failed", run=job.run, fault=type(fault).__name__)
-                end = Event(job.run, 0, "failed", reason="internal")
+                end = RunEvent(job.run, 0, "failed", reason="internal")
                 break
         self._finish(end)
 
-    def _attempt(self) -> Event:
+    def _attempt(self) -> RunEvent:
         """Conduct the rest of the run; a process of it that is lost is replaced, so many times for one round."""
         lost: Counter[int] = Counter()
         while True:
@@ -114,15 +114,15 @@ class RunController:
                 lost[done] += 1
                 self.context.log.error("run_process_lost", run=self.job.run, round=done + 1)
                 if not lost[done] < _LOST:
-                    return Event(self.job.run, done + 1, "failed", (), "internal")
-                self.feed.put(Event(self.job.run, done + 1, "waiting", (), "run_process_lost"))
+                    return RunEvent(self.job.run, done + 1, "failed", (), "internal")
+                self.feed.put(RunEvent(self.job.run, done + 1, "waiting", (), "run_process_lost"))
 
     def _closed(self) -> int:
         """Rounds that the ledger says are closed."""
         with self.register.store.exclusive() as state:
             return state.rounds.get(self.job.run, 0)
 
-    def _finish(self, end: Event) -> None:
+    def _finish(self, end: RunEvent) -> None:
         job = self.job
         try:
             if end.state == "stopped":
@@ -132,10 +132,10 @@ class RunController:
                 self.context.tell("over", job.run, job.sites)
         except Exception as fault:  # noqa: BLE001 - not closed, so the next start resumes it; whoever watches must hear
             self.context.log.error("run_not_closed", run=job.run, fault=type(fault).__name__)
-            end = Event(job.run, end.round, "failed", end.sites, "internal")
+            end = RunEvent(job.run, end.round, "failed", end.sites, "internal")
         self.feed.put(end)
 
-    def _end_of(self, failure: RoundFailedError) -> Event:
+    def _end_of(self, failure: RoundFailedError) -> RunEvent:
         """A round had too few sites: is that for good, or are they away?"""
         away = {site for site, code in failure.refused.items() if code in AWAY}
         gone = {site for site in failure.refused if site not in away}
@@ -145,7 +145,7 @@ class RunController:
         absent = _ABSENT_SECRET if self.job.secure else _ABSENT
         state = "waiting" if failure.reason in absent and away and enough else "failed"
         refused = tuple(sorted(failure.refused))
-        return Event(self.job.run, failure.round_index + 1, state, refused, failure.reason)
+        return RunEvent(self.job.run, failure.round_index + 1, state, refused, failure.reason)
 
     def _sleep(self, seconds: float) -> bool:
         """Wait; True when the run was stopped meanwhile."""
@@ -155,7 +155,7 @@ class RunController:
                 return True
         return False
 
-    def _conduct(self, done: int) -> Event:
+    def _conduct(self, done: int) -> RunEvent:
         job = self.job
         if done < job.rounds:
             if (self.folder / "stop").exists():
@@ -178,7 +178,7 @@ class RunController:
             conduct(self.context.host, plan, self)
         with self.register.store.exclusive() as state:
             sites = sorted({site for run, _, site in state.aggregated if run == job.run})
-        return Event(job.run, job.rounds, "finished", tuple(sites))
+        return RunEvent(job.run, job.rounds, "finished", tuple(sites))
 
     def _sites(self, done: int) -> tuple[str, ...]:
         """Whom to ask: all at first; after a restart those that were granted."""
@@ -198,11 +198,11 @@ class RunController:
             mine = [g.reserved for g in state.grants.values() if g.reserved.run == self.job.run and g.state == "held"]
         return {reserved.site: reserved.envelope for reserved in mine}
 
-    def _model(self, done: int) -> Model:
+    def _model(self, done: int) -> RoundModel:
         if not done:
-            return Model(np.zeros(self.job.parameters, np.float32))
+            return RoundModel(np.zeros(self.job.parameters, np.float32))
         vector = unpack_vector((self.folder / f"round-{done}.safetensors").read_bytes())
-        return Model(vector, Moments.from_bytes((self.folder / f"round-{done}.moments").read_bytes()))
+        return RoundModel(vector, Moments.from_bytes((self.folder / f"round-{done}.moments").read_bytes()))
 
     def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
         """The gate: the budgets of all sites in one append; a run that goes on asks for nothing twice."""
@@ -227,30 +227,32 @@ class RunController:
             return refusal.finding.rule
         return None if verdict.admitted else verdict.findings[0].rule
 
-    def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
+    def round_done(
+        self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
+    ) -> None:
         """The new parameters are durable before the ledger says that the round is closed."""
         del refused  # each has its verdict in the ledger
         number, body = round_index + 1, pack_vector(model.vector)
         replace_file(self.folder / f"round-{number}.safetensors", body)
         replace_file(self.folder / f"round-{number}.moments", model.moments.to_bytes())
         self.register.close_round(self.job.run, number, used, hashlib.sha256(body).digest())
-        self.feed.put(Event(self.job.run, number, "closed", used))
+        self.feed.put(RunEvent(self.job.run, number, "closed", used))
         self.context.log.info("round_closed", run=self.job.run, round=number, sites=len(used))
         if number < self.job.rounds and (self.folder / "stop").exists():
             raise RunStopped
 
-    def progress(self, event: Progress) -> None:
+    def progress(self, event: RoundProgress) -> None:
         """The gate: the news of a round, for whoever follows the run."""
         job, index = self.job, event.round_index + 1
         for site, code in event.refused.items():
             stage = "declined" if event.stage == "priced" else "refused"
-            self.feed.put(Event(job.run, 0 if event.stage == "priced" else index, stage, (site,), code))
+            self.feed.put(RunEvent(job.run, 0 if event.stage == "priced" else index, stage, (site,), code))
         if event.stage == "priced":
-            self.feed.put(Event(job.run, 0, "granted", event.sites))
+            self.feed.put(RunEvent(job.run, 0, "granted", event.sites))
         elif event.stage == "sent":
-            self.feed.put(Event(job.run, index, "sent", event.sites))
+            self.feed.put(RunEvent(job.run, index, "sent", event.sites))
 
-    def _close(self, end: Event) -> None:
+    def _close(self, end: RunEvent) -> None:
         """Every grant of the run is spent; a finished run's model goes on the shelf."""
         with self.register.store.exclusive() as state:
             mine = [(name, g.used) for name, g in state.grants.items() if g.reserved.run == self.job.run]
@@ -268,7 +270,7 @@ class RunController:
             mine = [a for a in state.releases.values() if a.run == self.job.run]
             return [a for a in mine if (a.run, a.round, a.site) in state.aggregated]
 
-    def _certificate(self, end: Event, body: bytes) -> dict[str, Any]:
+    def _certificate(self, end: RunEvent, body: bytes) -> dict[str, Any]:
         mine = self._updates()
         worst = max(mine, key=lambda a: a.used)
         weakest = max(mine, key=lambda a: a.level).level  # A < A* < B < C

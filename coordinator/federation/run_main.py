@@ -28,9 +28,9 @@ import httpx
 
 from coordinator.federation.grid import BoundedGrid, LoopbackEndpoint
 from coordinator.federation.replies import pack
-from coordinator.federation.run_messages import TO_RUN, Frame, Pipe, RunFrameError, RunSpec
+from coordinator.federation.run_messages import TO_RUN, Pipe, RunFrameError, RunMessage, RunSpec
 from coordinator.federation.secure_strategy import SecureStrategy
-from coordinator.federation.strategy import GatedStrategy, Model, Progress, RoundFailedError
+from coordinator.federation.strategy import GatedStrategy, RoundFailedError, RoundModel, RoundProgress
 from protos.artifacts.arrays import pack_vector
 from protos.common.errors import WorkerError
 from protos.federation import flower_environment
@@ -52,7 +52,7 @@ class RemoteGate:
         """Nothing is asked yet."""
         self.pipe = pipe
         self.stopping = threading.Event()
-        self._answers: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[RunMessage] = queue.SimpleQueue()
 
     def listen(self) -> None:
         """The second thread: what the coordinator says. The end of the pipe ends the process."""
@@ -67,7 +67,7 @@ class RemoteGate:
         except RunFrameError:
             os._exit(0)  # there is nobody left to take a result
 
-    def _ask(self, word: str, text: Mapping[str, Any], body: bytes = b"", more: bytes = b"") -> Frame:
+    def _ask(self, word: str, text: Mapping[str, Any], body: bytes = b"", more: bytes = b"") -> RunMessage:
         self.pipe.send(word, text, body, more)
         answer = self._answers.get()
         if answer.word != "answer":
@@ -86,12 +86,14 @@ class RemoteGate:
         (code,) = self._ask("admit", {"site": site, "round": round_index}, envelope, artifact).values("code")
         return None if code is None else str(code)
 
-    def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
+    def round_done(
+        self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
+    ) -> None:
         """See `coordinator.federation.strategy.RunGate`; where it fails, the coordinator ends this process."""
         text = {"round": round_index, "used": used, "refused": dict(refused)}
         self._ask("done", text, pack_vector(model.vector), model.moments.to_bytes())
 
-    def progress(self, event: Progress) -> None:
+    def progress(self, event: RoundProgress) -> None:
         """See `coordinator.federation.strategy.RunGate`."""
         text = {"stage": event.stage, "round": event.round_index, "sites": event.sites}
         self._ask("progress", {**text, "refused": dict(event.refused)})

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.admission import AdmissionService
-from coordinator.federation.events import Event, EventStream
-from coordinator.federation.job import Decision, Job, JobError, SiteCost, claim_of, decide, forecast, job_from
+from coordinator.federation.events import EventStream, RunEvent
+from coordinator.federation.job import Job, JobError, LaunchDecision, SiteCost, claim_of, decide, forecast, job_from
 from coordinator.federation.run_controller import RunContext, RunController
 from coordinator.federation.superlink import FlowerHost
 from coordinator.storage.release_store import ReleaseStore
@@ -60,7 +60,7 @@ class RunManager:
         for job in sorted(open_jobs, key=lambda job: job.run not in begun):  # those that were granted come first
             self._start(job).waiting.wait(10)
 
-    def launch(self, job: Job) -> Iterator[Event]:
+    def launch(self, job: Job) -> Iterator[RunEvent]:
         """Start a run, or follow the one of that name, and yield its events from the first.
 
         Raises:
@@ -79,7 +79,7 @@ class RunManager:
                 replace_file(path, job.to_json().encode())
         return self._follow(job)
 
-    def plan(self, job: Job) -> tuple[list[SiteCost], Decision]:
+    def plan(self, job: Job) -> tuple[list[SiteCost], LaunchDecision]:
         """What a run would cost each site, by the same review that the reservation will get; nothing is held.
 
         Raises:
@@ -103,7 +103,7 @@ class RunManager:
             costs = forecast(job, standings, {site: register.policy_of(site) for site in job.sites}, claim)
         return costs, decide(job, costs)
 
-    def watch(self, run: str) -> Iterator[Event]:
+    def watch(self, run: str) -> Iterator[RunEvent]:
         """The events of a run that is known, from the first that this process has seen.
 
         Raises:
@@ -111,12 +111,12 @@ class RunManager:
         """
         return self._follow(self._known(run), start=False)
 
-    def so_far(self, run: str) -> tuple[tuple[Event, ...], bool]:
+    def so_far(self, run: str) -> tuple[tuple[RunEvent, ...], bool]:
         """What this process has seen of a run, without waiting for more; and whether that is all there will be."""
         feed = self._feeds.get(run)
         return (tuple(feed.events), feed.over) if feed is not None else ((), True)
 
-    def resume(self, run: str) -> Iterator[Event]:
+    def resume(self, run: str) -> Iterator[RunEvent]:
         """Go on with a run that was stopped, where it was; its events from here on.
 
         Raises:
@@ -167,14 +167,14 @@ class RunManager:
             raise JobError("there is no run of that name")
         return job_from(path.read_text())
 
-    def _follow(self, job: Job, start: bool = True) -> Iterator[Event]:
+    def _follow(self, job: Job, start: bool = True) -> Iterator[RunEvent]:
         end = self.root / job.run / "end.json"
         feed = self._feeds.get(job.run)
         if feed is None and end.exists():
             last = json.loads(end.read_text())
-            return iter([Event(job.run, last["round"], last["state"], tuple(last["sites"]), last["reason"])])
+            return iter([RunEvent(job.run, last["round"], last["state"], tuple(last["sites"]), last["reason"])])
         if feed is None and (not start or (self.root / job.run / "stop").exists()):
-            return iter([Event(job.run, 0, "stopped", (), "resume it with `round resume`")])
+            return iter([RunEvent(job.run, 0, "stopped", (), "resume it with `round resume`")])
         return (feed or self._start(job)).follow()
 
     def _start(self, job: Job) -> EventStream:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coordinator.federation.aggregation import Moments, strategy_from
-from coordinator.federation.strategy import SLUG, Model, RoundPlan
+from coordinator.federation.strategy import SLUG, RoundModel, RoundPlan
 from protos.artifacts.arrays import pack_vector, unpack_vector
 from protos.common.canonical_json import json_object
 from protos.common.errors import PeerError
@@ -59,7 +59,7 @@ class RunFrameError(PeerError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Frame:
+class RunMessage:
     """One word with its fields."""
 
     word: str
@@ -115,7 +115,7 @@ class Pipe:
         waiting.register(self._end, select.POLLIN)
         return bool(waiting.poll(seconds * 1000))
 
-    def receive(self) -> Frame:
+    def receive(self) -> RunMessage:
         """The next frame; waits for it.
 
         Raises:
@@ -128,7 +128,7 @@ class Pipe:
             raise RunFrameError("an unknown word, or too long")
         text, body, more = (self._exactly(size) for size in sizes)
         try:
-            return Frame(name, json_object(text.decode()), body, more)
+            return RunMessage(name, json_object(text.decode()), body, more)
         except ValueError:  # a decoding error is one
             raise RunFrameError("not a frame") from None
 
@@ -171,7 +171,7 @@ class RunSpec:
         pipe.send("start", text, pack_vector(plan.model.vector), plan.model.moments.to_bytes())
 
     @classmethod
-    def of(cls, frame: Frame) -> RunSpec:
+    def of(cls, frame: RunMessage) -> RunSpec:
         """The reverse.
 
         Raises:
@@ -185,7 +185,7 @@ class RunSpec:
                 sites=tuple(sites),
                 rounds=rounds[1],
                 first_round=rounds[0],
-                model=Model(unpack_vector(frame.body), Moments.from_bytes(frame.more)),
+                model=RoundModel(unpack_vector(frame.body), Moments.from_bytes(frame.more)),
                 config=base64.b64decode(config, validate=True),
                 min_sites=least[0],
                 least_grants=least[1],

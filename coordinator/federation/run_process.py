@@ -20,9 +20,9 @@ import httpx
 from coordinator.federation.aggregation import Moments, MomentsError
 from coordinator.federation.grid import CALL_S, LoopbackEndpoint
 from coordinator.federation.run_messages import (
-    Frame,
     Pipe,
     RunFrameError,
+    RunMessage,
     RunSpec,
     code_of,
     codes_of,
@@ -30,7 +30,7 @@ from coordinator.federation.run_messages import (
     index_of,
     sites_of,
 )
-from coordinator.federation.strategy import SLUG, Model, Progress, RoundFailedError, RoundPlan, RunGate
+from coordinator.federation.strategy import SLUG, RoundFailedError, RoundModel, RoundPlan, RoundProgress, RunGate
 from coordinator.federation.superlink_listeners import KEY_HEADER
 from protos.artifacts.arrays import ArtifactFormatError, unpack_vector
 from protos.artifacts.strict_safetensors import unpack_ring
@@ -39,7 +39,7 @@ from protos.federation import flower_environment
 from protos.federation.messages import FLEET_BODY
 from protos.operations import child_process
 from protos.operations.http_relay import Relay
-from protos.secagg.messages import Step
+from protos.secagg.messages import SumStep
 
 MODULE: Final = "coordinator.federation.run_main"
 _POLL_S: Final = 0.2
@@ -129,7 +129,7 @@ class RunRequestHandler:
     def __init__(self, plan: RoundPlan, gate: RunGate) -> None:
         """At the price of ``plan``."""
         self.plan, self._gate = plan, gate
-        steps = 1 if plan.roster is None else len(Step)
+        steps = 1 if plan.roster is None else len(SumStep)
         self.patience = plan.node_wait_s + steps * plan.round_timeout_s + _SLACK_S
         self.index = plan.first_round  # of the round that is open
         self._model = plan.model
@@ -137,7 +137,7 @@ class RunRequestHandler:
         self._asked: set[str] = set()  # the gate was asked to admit them in this round
         self._admitted: set[str] = set()
 
-    def take(self, frame: Frame) -> Answer | None:
+    def take(self, frame: RunMessage) -> Answer | None:
         """The answer to one question; None when the run is over.
 
         Raises:
@@ -166,7 +166,7 @@ class RunRequestHandler:
                 (kind,) = frame.values("kind")
                 raise RunFrameError(code_of(kind))
 
-    def _reserve(self, frame: Frame) -> Answer:
+    def _reserve(self, frame: RunMessage) -> Answer:
         least, listed = frame.values("least", "sealed")
         if self._granted is not None or least != self.plan.least_grants or not isinstance(listed, list):
             raise RunFrameError("reserve: not now, or not of this run")
@@ -189,7 +189,7 @@ class RunRequestHandler:
         self._granted = {site: envelope for site, envelope in sealed.items() if site not in refused}
         return "answer", {"refused": refused}
 
-    def _admit(self, frame: Frame) -> Answer:
+    def _admit(self, frame: RunMessage) -> Answer:
         site, index = frame.values("site", "round")
         if type(site) is not str or site not in (self._granted or {}) or site in self._asked:
             raise RunFrameError("admit: not granted, or asked before")
@@ -211,7 +211,7 @@ class RunRequestHandler:
             return "answer", {"code": None}
         return "answer", {"code": _slug(verdict)}
 
-    def _done(self, frame: Frame) -> Answer:
+    def _done(self, frame: RunMessage) -> Answer:
         index, used, refused = frame.values("round", "used", "refused")
         self._open(index)
         sites = sites_of(used, self._admitted)
@@ -228,9 +228,9 @@ class RunRequestHandler:
         """Refuse (RunFrameError) any round but the one that is open."""
         index_of(index, self.index, min(self.index, self.plan.rounds - 1))
 
-    def _model_of(self, frame: Frame) -> Model:
+    def _model_of(self, frame: RunMessage) -> RoundModel:
         try:
-            model = Model(unpack_vector(frame.body), Moments.from_bytes(frame.more))
+            model = RoundModel(unpack_vector(frame.body), Moments.from_bytes(frame.more))
         except (ArtifactFormatError, MomentsError):
             raise RunFrameError("done: not a model") from None
         size = self._model.vector.size
@@ -238,13 +238,13 @@ class RunRequestHandler:
             raise RunFrameError("done: a model of another length")
         return model
 
-    def _tell(self, frame: Frame) -> Answer:
+    def _tell(self, frame: RunMessage) -> Answer:
         stage, index, sites, refused = frame.values("stage", "round", "sites", "refused")
         if stage not in ("priced", "sent", "done"):
             raise RunFrameError("progress: an unknown stage")
         index_of(index, self.plan.first_round, self.plan.rounds - 1)
         self._gate.progress(
-            Progress(stage, index, sites_of(sites, self.plan.sites), codes_of(refused, self.plan.sites))
+            RoundProgress(stage, index, sites_of(sites, self.plan.sites), codes_of(refused, self.plan.sites))
         )
         return "answer", {}
 

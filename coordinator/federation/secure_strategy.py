@@ -17,14 +17,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from coordinator.federation.aggregation import Advancing, NoAggregateError
-from coordinator.federation.strategy import GatedStrategy, Model, Progress
+from coordinator.federation.strategy import GatedStrategy, RoundModel, RoundProgress
 from protos.artifacts.arrays import pack_vector
 from protos.artifacts.strict_safetensors import pack_ring
 from protos.federation import messages
 from protos.secagg import round
-from protos.secagg.messages import SecAggError, Step
+from protos.secagg.messages import SecAggError, SumStep
 from protos.secagg.server import Server
-from protos.secagg.session import Quorum, Session
+from protos.secagg.session import Quorum, SumSession
 
 
 @dataclass(slots=True, eq=False)
@@ -45,9 +45,9 @@ class SecureStrategy(GatedStrategy):
         asked = self._present(grid, index)
         session = self._session(asked, index)
         hub = Server(session)
-        self.gate.progress(Progress("sent", index, asked, dict(self._lost)))
+        self.gate.progress(RoundProgress("sent", index, asked, dict(self._lost)))
         try:
-            for step in Step:
+            for step in SumStep:
                 self._step(grid, index, hub, step)
             total = hub.aggregate()
         except SecAggError:
@@ -61,7 +61,7 @@ class SecureStrategy(GatedStrategy):
             self._fail(index, "no_aggregate", self._without(hub))
         self._expected = set(total.survivors)
         used = tuple(site for site in self.plan.sites if site in total.survivors)
-        self.close(index, Model(vector, moments), used, self._without(hub))
+        self.close(index, RoundModel(vector, moments), used, self._without(hub))
 
     def _present(self, grid: Grid, index: int) -> tuple[str, ...]:
         """The granted sites that are online: the members of this round.
@@ -77,7 +77,7 @@ class SecureStrategy(GatedStrategy):
             self._fail(index, "too_few_sites_online", self._lost)
         return asked
 
-    def _session(self, asked: tuple[str, ...], index: int) -> Session:
+    def _session(self, asked: tuple[str, ...], index: int) -> SumSession:
         config = json.loads(self.plan.config)
         quorum = Quorum.smallest(len(asked), round.CORRUPT, config["honest"])
         terms = round.RoundParams(self.plan.run, index, self.plan.config, self.plan.aggregator.to_json())
@@ -89,14 +89,14 @@ class SecureStrategy(GatedStrategy):
         """Site to code of those that are not in the sum; what a site is blamed for in words stays here."""
         return dict.fromkeys(hub.dropped, "masked") | self._lost
 
-    def _step(self, grid: Grid, index: int, hub: Server, step: Step) -> None:
+    def _step(self, grid: Grid, index: int, hub: Server, step: SumStep) -> None:
         requests = dict(hub.requests())
-        if step is Step.ADVERTISE:
+        if step is SumStep.ADVERTISE:
             start, strategy = pack_vector(self.model.vector), self.plan.aggregator.to_json()
             requests = dict.fromkeys(requests, round.RoundSetup(dict(hub.session.roster), strategy, start).encode())
         for site, payload in self._exchange(grid, index, step, requests).items():
             message = payload
-            if step is Step.MASK:
+            if step is SumStep.MASK:
                 try:
                     envelope, message = round.unframe(payload)
                 except round.SecAggSetupError:  # one site's nonsense is that site's trouble
@@ -120,7 +120,7 @@ class SecureStrategy(GatedStrategy):
         except Exception:  # noqa: BLE001 - whatever went wrong in a review, it was not a yes
             return "internal"
 
-    def _exchange(self, grid: Grid, index: int, step: Step, requests: Mapping[str, bytes]) -> dict[str, bytes]:
+    def _exchange(self, grid: Grid, index: int, step: SumStep, requests: Mapping[str, bytes]) -> dict[str, bytes]:
         """One message to each site, and what came back in time; who is silent is noted."""
         nodes = {node.name: node.node_id for node in grid.get_nodes()}
         name = step.name.lower()

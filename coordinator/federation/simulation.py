@@ -40,7 +40,7 @@ from coordinator.federation.events import EventStream
 from coordinator.federation.job import PLAIN, Job, JobError, forecast
 from coordinator.federation.replies import pack
 from coordinator.federation.run_controller import RunController
-from coordinator.federation.strategy import GatedStrategy, Model, Progress, RoundFailedError, RoundPlan
+from coordinator.federation.strategy import GatedStrategy, RoundFailedError, RoundModel, RoundPlan, RoundProgress
 from coordinator.federation.virtual_sites import (
     FEATURES,
     ROLL,
@@ -116,18 +116,20 @@ class _Gate(RunController):
     """The run's own gate; a closed round is looked at, and the news go to who simulates."""
 
     def __init__(
-        self, ledger: _Books, job: Job, closed: Callable[[Model], None], told: Callable[[Progress], None]
+        self, ledger: _Books, job: Job, closed: Callable[[RoundModel], None], told: Callable[[RoundProgress], None]
     ) -> None:
         super().__init__(cast(Any, ledger), job, EventStream())
         self.closed, self.told = closed, told
         self.folder.mkdir(parents=True)
 
-    def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
+    def round_done(
+        self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
+    ) -> None:
         """Durable and in the ledger, as ever; then the model is tried."""
         super().round_done(round_index, model, used, refused)
         self.closed(model)
 
-    def progress(self, event: Progress) -> None:
+    def progress(self, event: RoundProgress) -> None:
         """Nobody follows a simulated run."""
         self.told(event)
 
@@ -202,7 +204,7 @@ class Simulation:
     players: Scenario
     policy: str  # TOML: the federation's, and every site's but the poor ones'
     folder: Path  # thrown away afterwards
-    tell: Callable[[Progress | RoundSeen], None]
+    tell: Callable[[RoundProgress | RoundSeen], None]
     began: float = field(default_factory=time.monotonic)
     rounds: list[RoundSeen] = field(default_factory=list)
     failed: str = ""
@@ -239,7 +241,7 @@ class Simulation:
             sites=job.sites,
             rounds=job.rounds,
             first_round=0,
-            model=Model(np.zeros(job.parameters, np.float32)),
+            model=RoundModel(np.zeros(job.parameters, np.float32)),
             config=job.config.encode(),
             min_sites=job.min_sites,
             least_grants=len(job.sites) if job.all_or_none else job.min_sites,
@@ -277,7 +279,7 @@ class Simulation:
                 names[reply.metadata.src_node_id] = name_of(int(cast(bytes, said)))
         return names
 
-    def _progress(self, progress: Progress) -> None:
+    def _progress(self, progress: RoundProgress) -> None:
         self._marks[progress.stage] = time.monotonic()
         if progress.stage == "done":  # after the gate, which has put the round there
             seen = dataclasses.replace(self.rounds[-1], used=len(progress.sites), refused=dict(progress.refused))
@@ -286,7 +288,7 @@ class Simulation:
         else:
             self.tell(progress)
 
-    def _closed(self, model: Model, held_out: SyntheticCohort) -> None:
+    def _closed(self, model: RoundModel, held_out: SyntheticCohort) -> None:
         took = time.monotonic() - self._marks["sent"]
         accuracy = Training.of(self.job).accuracy(model.vector, held_out)
         self.rounds.append(RoundSeen(len(self.rounds) + 1, round(took, 2), 0, {}, round(accuracy, 4)))
@@ -348,7 +350,7 @@ def _ray(cpus: int, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def simulate(
-    job: Job, players: Scenario, policy: str, tell: Callable[[Progress | RoundSeen], None], cpus: int = 2
+    job: Job, players: Scenario, policy: str, tell: Callable[[RoundProgress | RoundSeen], None], cpus: int = 2
 ) -> SimulationResult:
     """Conduct a job with virtual sites on this machine. Call it in a process that does nothing else.
 

@@ -37,7 +37,7 @@ AWAY: Final = frozenset({"offline", "no_reply"})  # codes of sites that may come
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RoundProgress:
     """Something happened in a run: safe to log."""
 
     stage: Literal["priced", "sent", "done"]
@@ -62,15 +62,17 @@ class RunGate(Protocol):
     def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
         """None admits the update; anything else is the code of its refusal."""
 
-    def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
+    def round_done(
+        self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
+    ) -> None:
         """Make the new global parameters durable. An exception ends the run."""
 
-    def progress(self, event: Progress) -> None:
+    def progress(self, event: RoundProgress) -> None:
         """Let whoever follows the run know. An exception ends the run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Model:
+class RoundModel:
     """What a round starts from and leaves behind."""
 
     vector: NDArray[np.float32]  # (p,), the global parameters
@@ -85,7 +87,7 @@ class RoundPlan:
     sites: tuple[str, ...]  # the only sites asked, and the order of the sum
     rounds: int  # of the whole run
     first_round: int
-    model: Model  # before ``first_round``
+    model: RoundModel  # before ``first_round``
     config: bytes  # the mechanism's public configuration
     min_sites: int  # in each round
     least_grants: int  # at the price
@@ -134,7 +136,7 @@ class GatedStrategy(Strategy):
     plan: RoundPlan
     gate: RunGate
     stopping: threading.Event = field(default_factory=threading.Event)
-    model: Model = field(init=False)
+    model: RoundModel = field(init=False)
     granted: dict[str, bytes] = field(init=False, default_factory=dict)
     declined: dict[str, str] = field(init=False, default_factory=dict)
     _sent: dict[str, Message] = field(init=False, default_factory=dict)
@@ -167,7 +169,7 @@ class GatedStrategy(Strategy):
             self.granted = {site: sealed for site, sealed in self.granted.items() if site not in self._lost}
         self.declined = dict(self._lost)
         self._expected = set(self.granted)
-        self.gate.progress(Progress("priced", self.plan.first_round, tuple(self.granted), self.declined))
+        self.gate.progress(RoundProgress("priced", self.plan.first_round, tuple(self.granted), self.declined))
         if not len(self.granted) >= least:
             self._fail(-1, "too_few_grants", self.declined)
 
@@ -193,7 +195,7 @@ class GatedStrategy(Strategy):
         messages = self._address(grid, asked, wire.TRAIN, index, arrays)
         if not len(messages) >= self.plan.min_sites:
             self._fail(index, "too_few_sites_online", self._lost)
-        self.gate.progress(Progress("sent", index, tuple(self._sent), dict(self._lost)))
+        self.gate.progress(RoundProgress("sent", index, tuple(self._sent), dict(self._lost)))
         return messages
 
     def aggregate_train(
@@ -226,14 +228,14 @@ class GatedStrategy(Strategy):
         except NoAggregateError:  # too few for this strategy, or no finite result
             self._fail(index, "no_aggregate", refused)
         refused |= dict.fromkeys(admitted.keys() - set(used), "not_selected")  # by Krum
-        self.close(index, Model(vector, moments), used, refused)
+        self.close(index, RoundModel(vector, moments), used, refused)
         return pack(self.model.vector), None
 
-    def close(self, index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
+    def close(self, index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
         """A round is over: durable first, then known."""
         self.gate.round_done(index, model, used, refused)
         self.model = model
-        self.gate.progress(Progress("done", index, used, refused))
+        self.gate.progress(RoundProgress("done", index, used, refused))
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -45,7 +45,7 @@ class Presence:
     since: float  # seconds since 1970
 
 
-class Sessions:
+class NotificationStreams:
     """One stream for each site at most."""
 
     def __init__(self, log: Any, clock: Callable[[], float] = time.time) -> None:

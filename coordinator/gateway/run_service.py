@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
-from coordinator.federation.events import Event
+from coordinator.federation.events import RunEvent
 from coordinator.federation.job import FEDAVG, Job, JobError
 from coordinator.federation.run_manager import RunManager
 from protos.v1 import gateway_pb2
@@ -61,7 +61,7 @@ def _job(request: Any) -> Job:
     return Job(**{**given, **more})
 
 
-def _events(run: str, act: Callable[[], Iterator[Event]]) -> Iterator[Any]:
+def _events(run: str, act: Callable[[], Iterator[RunEvent]]) -> Iterator[Any]:
     try:
         for e in act():
             yield gateway_pb2.RoundEvent(**asdict(e))

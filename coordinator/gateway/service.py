@@ -22,7 +22,7 @@ from coordinator.errors import CoordinatorConfigError
 from coordinator.gateway.calls import Call, CallRejectedError
 from coordinator.gateway.context import GatewayContext
 from coordinator.gateway.guard import Guard
-from coordinator.gateway.notifications import Sessions
+from coordinator.gateway.notifications import NotificationStreams
 from coordinator.gateway.quotas import IdleTimeout, SiteQuota
 from coordinator.sandbox.inspector_process import inspect
 from coordinator.storage.site_heads import BadHeadError, HeadNotShownError, ShownHead, SiteTurnedBackError, to_show
@@ -64,7 +64,7 @@ _TO_OPERATORS: Final = (CoordinatorConfigError, KeyFileError, KeyReusedError)
 class Service(GatewayServicer):
     """One method for each call. In place of gRPC's context each gets the guard's :class:`Call`."""
 
-    def __init__(self, counter: GatewayContext, sessions: Sessions) -> None:
+    def __init__(self, counter: GatewayContext, sessions: NotificationStreams) -> None:
         """Nothing is open yet."""
         self.at, self.store = counter, counter.intake.register.store
         self.sessions, self._patience, self._places = sessions, IdleTimeout(), SiteQuota(MOST_UPLOADS)

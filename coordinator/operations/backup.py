@@ -32,7 +32,7 @@ from policies.ledger.export import ExportError
 from policies.ledger.store import LedgerBackend, Store, export, signed_head
 from protos.encryption.key_archive import files_of, key_mark, seal_files
 from protos.identity.key_files import write_private
-from protos.operations.backup import BOX, BackupError, BackupWriter, Manifest, copy_files, read, tells_password
+from protos.operations.backup import BOX, BackupError, BackupManifest, BackupWriter, copy_files, read, tells_password
 
 TREES: Final = ("releases", "witnesses", "site-heads", "enrolments", "architectures", "runs", "logins")
 PASSING: Final = frozenset({"console.key"})  # made anew where it is missing
@@ -42,17 +42,17 @@ _SUFFIX: Final = ".restoring"
 
 
 @dataclass(frozen=True, slots=True)
-class Backup:
+class CoordinatorBackup:
     """What was written."""
 
-    manifest: Manifest
+    manifest: BackupManifest
     entries: int
     files: int
     keys: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredCoordinator:
     """The restored contents."""
 
     made: int  # seconds since 1970
@@ -70,7 +70,7 @@ def private_of(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return {name: body for name, body in files.items() if not name.endswith(".crt")}
 
 
-def backup(home: CoordinatorDirectory, out: Path, passphrase: str = "") -> Backup:
+def backup(home: CoordinatorDirectory, out: Path, passphrase: str = "") -> CoordinatorBackup:
     """Write a backup to a new folder, also while the coordinator serves; whole and durable when this returns.
 
     Args:
@@ -103,9 +103,9 @@ def backup(home: CoordinatorDirectory, out: Path, passphrase: str = "") -> Backu
         if box:
             writer.add(BOX, box)
         marks = {name: key_mark(body) for name, body in secrets.items() if name not in PASSING}
-        made = Manifest(ORIGIN, int(time.time()), version("lazaret"), head, form, marks)
+        made = BackupManifest(ORIGIN, int(time.time()), version("lazaret"), head, form, marks)
         writer.finish(made, key)
-    return Backup(made, entries, files, bool(box))
+    return CoordinatorBackup(made, entries, files, bool(box))
 
 
 def _no_password(home: CoordinatorDirectory, address: str) -> None:
@@ -162,7 +162,7 @@ def _rest(home: CoordinatorDirectory, writer: BackupWriter) -> int:
 
 def restore(
     root: Path, folder: Path, secrets: Mapping[str, bytes], nonce: str, last: bytes | None = None
-) -> Restored:
+) -> RestoredCoordinator:
     """Bring a backup into a new directory, all of it or nothing, and open the ledger's next epoch.
 
     Args:
@@ -194,7 +194,7 @@ def restore(
     return done
 
 
-def _assembled(home: CoordinatorDirectory, folder: Path, secrets: Mapping[str, bytes]) -> Manifest:
+def _assembled(home: CoordinatorDirectory, folder: Path, secrets: Mapping[str, bytes]) -> BackupManifest:
     home.keys.mkdir(mode=0o700, parents=True)
     home.root.chmod(0o700)
     write_private(home.keys / "ledger.key", secrets["ledger.key"])
@@ -214,7 +214,7 @@ def _assembled(home: CoordinatorDirectory, folder: Path, secrets: Mapping[str, b
     return manifest
 
 
-def _new_epoch(home: CoordinatorDirectory, made: int, nonce: str, last: bytes | None) -> Restored:
+def _new_epoch(home: CoordinatorDirectory, made: int, nonce: str, last: bytes | None) -> RestoredCoordinator:
     with open_restored_ledger(home) as store:
         entries, until = store.state.size, last_entry(store)
         lost = _lost(store, last) if last is not None else None
@@ -222,7 +222,7 @@ def _new_epoch(home: CoordinatorDirectory, made: int, nonce: str, last: bytes | 
         Witnesses(home.witnesses).forget(store.state.epoch)
         aside = set_aside(store, home.releases)
         waiting = tuple(sorted(store.state.sites_awaited))
-        return Restored(made, entries, store.state.epoch, waiting, nonce, until, lost, aside)
+        return RestoredCoordinator(made, entries, store.state.epoch, waiting, nonce, until, lost, aside)
 
 
 def _lost(store: Store, last: bytes) -> RestoreLosses:

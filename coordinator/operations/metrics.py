@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from coordinator.gateway.notifications import Sessions
+from coordinator.gateway.notifications import NotificationStreams
 from coordinator.storage.directory import CoordinatorDirectory
 from coordinator.storage.uploads import KEEP_FREE
 from policies.ledger.budget_metrics import RefusalCounts, put_budgets, put_entries, store_fault
@@ -55,19 +55,19 @@ _STATES: Final = ("open", "stopped", "finished", "failed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MonitoredState:
+class MonitoredCoordinator:
     """What is looked at."""
 
     home: CoordinatorDirectory
     store: Store
-    sessions: Sessions
+    sessions: NotificationStreams
     runs: Path  # the folder of runs
     staging: Path  # of uploads
     now: Callable[[], dt.datetime]
     tally: EventCounters = PROCESS
 
 
-def metrics(watched: MonitoredState) -> MetricsPage:
+def metrics(watched: MonitoredCoordinator) -> MetricsPage:
     """The page for Prometheus, as a callable."""
     refusals, ended = RefusalCounts(watched.store), dict[str, str]()
     sources = {
@@ -91,7 +91,7 @@ def _budgets(store: Store, told: Samples) -> None:
         put_budgets(state, told.put, by_site=True)
 
 
-def _ledger(watched: MonitoredState, told: Samples) -> None:
+def _ledger(watched: MonitoredCoordinator, told: Samples) -> None:
     with watched.store.exclusive() as state:
         put_entries(state, told.put)
         told.put("lazaret_ledger_epoch", state.epoch)
@@ -105,14 +105,14 @@ def _ledger(watched: MonitoredState, told: Samples) -> None:
         told.put("lazaret_releases_admitted", count, mechanism=mechanism)
 
 
-def _witnesses(watched: MonitoredState, told: Samples) -> None:
+def _witnesses(watched: MonitoredCoordinator, told: Samples) -> None:
     size = watched.store.state.size
     for note in watched.home.witnesses.glob("*.note"):
         seen = int(note.read_text().split("\n")[1])  # a C2SP checkpoint: origin, size, root
         told.put("lazaret_witness_lag_entries", max(0, size - seen), site=note.stem)
 
 
-def _sites(watched: MonitoredState, told: Samples) -> None:
+def _sites(watched: MonitoredCoordinator, told: Samples) -> None:
     with watched.store.exclusive() as state:
         enrolled = sorted(set(state.sites) - state.revoked_sites)
     online = set(watched.sessions.connected())
@@ -139,7 +139,7 @@ def _uploads(root: Path, told: Samples) -> None:
     told.put("lazaret_uploads_ready", sum(1 for _ in root.glob("ready/*/*")))
 
 
-def _certificates(watched: MonitoredState, told: Samples) -> None:
+def _certificates(watched: MonitoredCoordinator, told: Samples) -> None:
     now, keys = watched.now(), watched.home.keys
     for which in ("root", "intermediate", "tls", "console"):
         end = end_of(keys / f"{which}.crt")
@@ -156,14 +156,14 @@ def _certificates(watched: MonitoredState, told: Samples) -> None:
         told.put("lazaret_certificate_days_left", days_left(end, now), which="site", site=site)
 
 
-def live(watched: MonitoredState) -> Callable[[], str | None]:
+def live(watched: MonitoredCoordinator) -> Callable[[], str | None]:
     """Is it alive? The ledger's lock can be had, and the ledger was not stopped: else only a restart helps."""
     return lambda: store_fault(
         watched.store, "the ledger could not be written: restart the coordinator, which replays it"
     )
 
 
-def ready(watched: MonitoredState) -> Callable[[], str | None]:
+def ready(watched: MonitoredCoordinator) -> Callable[[], str | None]:
     """Can it do its work now? What is wrong otherwise, without a path or a name."""
     alive = live(watched)
 

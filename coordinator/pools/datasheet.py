@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from coordinator.claim_descriptions import describe_claim, evidence, is_kanonymous, without_epsilon
 from coordinator.explanations import LEVELS, MECHANISMS, count, utc
-from coordinator.pools.selection import AdmittedRelease, Budget, Cost, LeftOut, PoolRefusedError, WorstCase
+from coordinator.pools.selection import AdmittedRelease, LeftOut, PoolBudget, PoolCost, PoolRefusedError, WorstCase
 from policies.accounting.claims import RELATION, UNIT
 from policies.accounting.rounding import epsilon_text, format_rounded_up
 from policies.statements import claim_json
@@ -144,7 +144,7 @@ class PoolReport:
     near: dict[str, tuple[int, int]]  # site -> look-alikes within, across
     parts: tuple[SourceSummary, ...]
     left_out: tuple[LeftOut, ...]
-    budgets: tuple[Budget, ...]  # all together first, then one for each modality where there are several
+    budgets: tuple[PoolBudget, ...]  # all together first, then one for each modality where there are several
     shards: tuple[File, ...]
 
 
@@ -367,7 +367,7 @@ def _words(report: PoolReport) -> list[str]:
     ]
 
 
-def _budget(budget: Budget) -> list[str]:
+def _budget(budget: PoolBudget) -> list[str]:
     title = f"{budget.modality} alone" if budget.modality else "All of the pool"
     rows = ["| hospital | kind | releases | in the worst case, for one patient |", "|---|---|---|---|"]
     rows += [f"| {c.site} | {_KINDS[c.kind]} | {c.releases} | {_figure(c)} |" for c in budget.costs]
@@ -384,7 +384,7 @@ _KINDS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def _figure(cost: Cost | WorstCase) -> str:
+def _figure(cost: PoolCost | WorstCase) -> str:
     """What one row of a budget comes to; upwards, and never a figure that there is not."""
     if cost.kind == "k" and cost.sets is not None:
         return f"{count(cost.sets, 'released group')}" + (" (does not compose)" if cost.sets > 1 else "")

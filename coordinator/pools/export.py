@@ -39,7 +39,7 @@ from coordinator.pools.selection import (
     source_of,
     weakest,
 )
-from coordinator.pools.webdataset import SETS, SHARD_BYTES, Plan, Progress, plan_shards, write_shards
+from coordinator.pools.webdataset import SETS, SHARD_BYTES, DatasetPlan, Progress, plan_shards, write_shards
 from coordinator.storage.directory import CoordinatorDirectory, look_at_ledger
 from policies.ledger.entries import decode
 from policies.statements import claim_json
@@ -175,7 +175,7 @@ def gather(
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ExportOptions:
     """How a pool is written."""
 
     seed: int = 0  # of the shuffle; public
@@ -188,7 +188,7 @@ def export_pool(
     ledger: PoolLedger,
     out: Path,
     wanted: SelectionCriteria,
-    options: Options | None = None,
+    options: ExportOptions | None = None,
     progress: Progress = lambda _what, _done, _of: None,
 ) -> PoolReport:
     """Write the pool of the admitted sets that are wanted; the same pool has the same bytes everywhere.
@@ -199,7 +199,7 @@ def export_pool(
         PoolRefusedError: nothing to pool, a tampered release, modalities or shapes that differ and were not asked
             for, a directory in the way, a full disk. Nothing is left behind at ``out``.
     """
-    options = options or Options()
+    options = options or ExportOptions()
     if out.exists():  # before an hour of reading; looked at again when it is made
         raise PoolRefusedError(f"{out.name} exists already: name a new directory")
     kept, left = gather(home, ledger, wanted)
@@ -285,7 +285,7 @@ def read_pool_images(archive: Path, source: AdmittedRelease) -> list[PoolImage] 
 
 def _report(
     out: Path,
-    plan: Plan,
+    plan: DatasetPlan,
     merged: MergedSamples,
     seed: int,
     found: tuple[Sequence[AdmittedRelease], Sequence[PoolImage], Sequence[LeftOut]],
@@ -316,7 +316,7 @@ def _report(
     )
 
 
-def _write_card(part: Path, plan: Plan, report: PoolReport, card: Card) -> None:
+def _write_card(part: Path, plan: DatasetPlan, report: PoolReport, card: Card) -> None:
     """What stands beside the shards; the sums come last."""
     names = ("key", "label", "site", "release", "mechanism", "level", "modality", "pixels_sha256")
     samples = ((json.loads(plan.text(i)), s.first.label) for i, (_, s) in enumerate(plan.samples))

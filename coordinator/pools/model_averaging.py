@@ -28,7 +28,7 @@ from coordinator.pools.datasheet import OVERLAP
 from coordinator.pools.export import as_json, envelope_of
 from coordinator.pools.selection import (
     AdmittedRelease,
-    Budget,
+    PoolBudget,
     PoolLedger,
     PoolRefusedError,
     budget,
@@ -71,7 +71,7 @@ class MergeReport:
     level: str  # the weakest
     meaning: str
     ingredients: tuple[Ingredient, ...]
-    budget: Budget  # per site, and for a patient of all of them
+    budget: PoolBudget  # per site, and for a patient of all of them
     overlap: str  # what the second of these is about
 
 
@@ -117,7 +117,7 @@ def average_runs(
     return report
 
 
-def _report(out: Path, done: Averaged, ingredients: Sequence[Ingredient], cost: Budget) -> MergeReport:
+def _report(out: Path, done: Averaged, ingredients: Sequence[Ingredient], cost: PoolBudget) -> MergeReport:
     level = weakest(i.level for i in ingredients)
     facts = (done.sha256, done.size, done.tensors, done.architecture)
     meaning = LEVELS[level][1] + ("; the merged model itself was not tested" if level == "C" else "")

@@ -235,7 +235,7 @@ def _out_of_bounds(source: AdmittedRelease, wanted: SelectionCriteria) -> tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class PoolCost:
     """What the releases of one kind in a pool cost the patients of one site."""
 
     site: str
@@ -259,15 +259,15 @@ class WorstCase:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class PoolBudget:
     """What a pool costs, site by site, and a patient of all of them."""
 
     modality: str  # "" for all together
-    costs: tuple[Cost, ...]
+    costs: tuple[PoolCost, ...]
     worst: tuple[WorstCase, ...] = field(default=())
 
 
-def budget(sources: Iterable[AdmittedRelease], modality: str = "") -> Budget:
+def budget(sources: Iterable[AdmittedRelease], modality: str = "") -> PoolBudget:
     """What these releases cost per site and kind, and in the worst case a patient who was in all of the sites.
 
     Within a site Rényi divergences add at the account's order, each grant as far as it is used (P9). Across sites
@@ -283,20 +283,20 @@ def budget(sources: Iterable[AdmittedRelease], modality: str = "") -> Budget:
         if source.grant not in at or source.used > at[source.grant].used:
             at[source.grant] = source
     costs = tuple(_cost(*key, count[key], tuple(by_grant.values())) for key, by_grant in sorted(used.items()))
-    return Budget(modality, costs, worst_case(costs))
+    return PoolBudget(modality, costs, worst_case(costs))
 
 
-def _cost(site: str, kind: str, releases: int, paid: tuple[AdmittedRelease, ...]) -> Cost:
+def _cost(site: str, kind: str, releases: int, paid: tuple[AdmittedRelease, ...]) -> PoolCost:
     total = sum(s.used for s in paid)
     if kind == "k":
-        return Cost(site, kind, releases, sets=total)
+        return PoolCost(site, kind, releases, sets=total)
     (order, delta), *others = {(s.order, s.delta) for s in paid}
     if kind != "rdp" or delta is None or others:
-        return Cost(site, kind, releases)
-    return Cost(site, kind, releases, epsilon_of(total, delta, order), delta)
+        return PoolCost(site, kind, releases)
+    return PoolCost(site, kind, releases, epsilon_of(total, delta, order), delta)
 
 
-def worst_case(costs: Sequence[Cost]) -> tuple[WorstCase, ...]:
+def worst_case(costs: Sequence[PoolCost]) -> tuple[WorstCase, ...]:
     """By kind, for one patient in all of the sites. What has no figure at one site has none in sum."""
     out = []
     for kind in sorted({c.kind for c in costs}):

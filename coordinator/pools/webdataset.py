@@ -24,7 +24,7 @@ Progress = Callable[[str, int, int], None]  # what is done, how many of them, of
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DatasetPlan:
     """Everything that an export's bytes follow from."""
 
     samples: tuple[tuple[str, Sample], ...]  # key, sample; in order
@@ -54,7 +54,7 @@ class Plan:
 
 def plan_shards(
     kept: Sequence[AdmittedRelease], archives: Mapping[str, Path], samples: Sequence[Sample], seed: int, most: int
-) -> Plan:
+) -> DatasetPlan:
     """Shuffle by the public seed, name, number the labels, and cut into shards of at most ``most`` bytes.
 
     Raises:
@@ -62,7 +62,7 @@ def plan_shards(
     """
     order = tuple((f"s{i:08d}", s) for i, s in enumerate(shuffled(samples, seed)))
     classes = {label: i for i, label in enumerate(sorted({s.first.label for s in samples}))}
-    whole = Plan(order, classes, {s.release: s for s in kept}, archives, ())
+    whole = DatasetPlan(order, classes, {s.release: s for s in kept}, archives, ())
     shards: list[tuple[str, int, int]] = []
     first, size = 0, 0
     for place, (_, sample) in enumerate(order):
@@ -77,7 +77,7 @@ def plan_shards(
     return replace(whole, shards=tuple(shards))
 
 
-def write_shards(part: Path, plan: Plan, progress: Progress) -> tuple[File, ...]:
+def write_shards(part: Path, plan: DatasetPlan, progress: Progress) -> tuple[File, ...]:
     """The shards, each durable before the next; one that a killed export has finished is kept."""
     out = []
     for done, (name, first, last) in enumerate(plan.shards):
@@ -92,7 +92,7 @@ def write_shards(part: Path, plan: Plan, progress: Progress) -> tuple[File, ...]
     return tuple(out)
 
 
-def _write_shard(path: Path, plan: Plan, first: int, last: int) -> None:
+def _write_shard(path: Path, plan: DatasetPlan, first: int, last: int) -> None:
     with path.open("wb") as raw:
         with tarfile.open(fileobj=raw, mode="w", format=tarfile.USTAR_FORMAT) as archive:
             for place in range(first, last):
@@ -106,7 +106,7 @@ def _write_shard(path: Path, plan: Plan, first: int, last: int) -> None:
         os.fsync(raw.fileno())
 
 
-def _png(plan: Plan, picture: PoolImage) -> bytes:
+def _png(plan: DatasetPlan, picture: PoolImage) -> bytes:
     with plan.archives[picture.release].open("rb") as archive:
         archive.seek(picture.start)
         body = archive.read(picture.size)

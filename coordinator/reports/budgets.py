@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from coordinator.explanations import MECHANISMS, count, epsilon_text, format_rounded_up, rounded_down, rounded_up, utc
-from coordinator.reports.document import Block, Curve, Document, Facts, Line, Section, Table, Text
+from coordinator.reports.document import Block, Curve, Document, FactList, Line, ReportTable, Section, Text
 from coordinator.reports.report_inputs import UNIT_OF, ReportInputs, per
 from policies.accounting.rdp import epsilon_of
 
@@ -49,7 +49,7 @@ def _account(inputs: ReportInputs, account: Mapping[str, Any], history: list[tup
         rows.append(("Left", f"{left:g} %"))
     else:
         rows += [("Spent", str(spent)), ("Held", str(held)), ("Left", str(limit - spent - held))]
-    blocks: list[Block] = [Facts(tuple(rows))]
+    blocks: list[Block] = [FactList(tuple(rows))]
     if len(history) > 1:
         history = [*history, (inputs.told.records[-1].at, *history[-1][1:])]  # drawn until the ledger's last entry
         used = tuple((at, 100 * (s + h) / most if most else 0.0) for at, s, h, most in history)
@@ -77,7 +77,7 @@ def _worth(inputs: ReportInputs, account: Mapping[str, Any], amount: int) -> str
     return f": epsilon {epsilon_text(epsilon)} at {where}, so far"
 
 
-def _uses(inputs: ReportInputs, account: Mapping[str, Any]) -> Table:
+def _uses(inputs: ReportInputs, account: Mapping[str, Any]) -> ReportTable:
     """What the account paid for, grant by grant."""
     words = {"held": "held", "spent": "spent", "freed": "given back: nothing was read or released"}
     rows = []
@@ -90,6 +90,6 @@ def _uses(inputs: ReportInputs, account: Mapping[str, Any]) -> Table:
         method = MECHANISMS.get(g.mechanism, g.mechanism)
         rows.append((utc(at), g.run or "one release", method, price, words[grant.state]))
     head = ("Asked for (UTC)", "Run", "Method", "Price", "Now")
-    return Table(
+    return ReportTable(
         "What it was used for", head, tuple(rows), frozenset({3}), (17, 14, 35, 12, 22), "nothing was asked for"
     )

@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from coordinator.explanations import epsilon_text, format_rounded_up, utc
-from coordinator.reports.document import Block, Document, Facts, Section, Table, Text
+from coordinator.reports.document import Block, Document, FactList, ReportTable, Section, Text
 from coordinator.reports.report_inputs import Item, ReportInputs, bound, level_words, together
 from policies.audit.certificate import Certificate, ProvenEntry
 from policies.audit.certificate_check import revoked_words, supporting_entries
-from policies.ledger.merkle import Tree, leaf_hash
+from policies.ledger.merkle import MerkleTree, leaf_hash
 
 
 def certificate(inputs: ReportInputs, item: Item) -> Certificate:
     """What the ledger's key is to sign, under the checkpoint of the ledger."""
-    tree = Tree()
+    tree = MerkleTree()
     for entry in inputs.export.entries:
         tree.append(leaf_hash(entry))
     wanted = supporting_entries(item.name, inputs.told.about(item.name))
@@ -64,7 +64,7 @@ def promise(item: Item) -> tuple[Block, ...]:
     rows += [("Assumption", given)] if given else []
     rows += [("Tried", f"group sizes tried on the patients before one was chosen: {tried}")] if tried else []
     rows += [("Tested", f"{item.tested}, as the hospital's statement says")] if item.tested else []
-    return (Text(item.meaning, "claim"), *revocations(item), Facts(tuple(rows)))
+    return (Text(item.meaning, "claim"), *revocations(item), FactList(tuple(rows)))
 
 
 def as_document(inputs: ReportInputs, item: Item) -> Document:
@@ -100,7 +100,7 @@ def _about(item: Item) -> tuple[Block, ...]:
     ]
     readers = sorted({p["reader"] for p in item.parts if p["reader"]})
     rows += [("Encrypted to", ", ".join(readers) + "; the coordinator has not seen the content")] if readers else []
-    table = Table(
+    table = ReportTable(
         f"The hospitals' own signed statements behind it{bound(item)}",
         ("Hospital", "Entry", "Level", "Epsilon per patient", "Statement, sha256"),
         tuple(
@@ -116,7 +116,7 @@ def _about(item: Item) -> tuple[Block, ...]:
         frozenset({1}),
         (16, 9, 9, 24, 42),
     )
-    return (Facts(tuple(rows)), table)
+    return (FactList(tuple(rows)), table)
 
 
 def admitted(item: Item) -> str:
@@ -138,7 +138,7 @@ def _how(inputs: ReportInputs, item: Item) -> tuple[Block, ...]:
             "offline, "
             "with Python and cryptography alone. Compare the key with the one that the ledger's owner publishes."
         ),
-        Facts(
+        FactList(
             (
                 ("With the key", f"lazaret-verify FILE --key {inputs.source.key}"),
                 ("With the ledger", "add --from ledger.export: does the ledger hold all of it, and what came later?"),

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from coordinator.claim_descriptions import BRAIN
 from coordinator.explanations import count
-from coordinator.reports.document import OPEN, Block, Document, Facts, Points, Section, Table, Text
+from coordinator.reports.document import OPEN, Block, Document, FactList, Points, ReportTable, Section, Text
 from coordinator.reports.report_inputs import Item, ReportInputs, level_words
 
 CELL: Final = 11  # distinct patients: EMA/90915/2016 v1.3, and Health Canada; never 1/k <= 0.09
@@ -64,7 +64,7 @@ def annex(inputs: ReportInputs) -> Document:
         Section(
             "Data and identifiers",
             (
-                Facts(
+                FactList(
                     (
                         ("Controller", p.controller or OPEN),
                         ("Data", f"medical images: {shown}"),
@@ -82,7 +82,7 @@ def annex(inputs: ReportInputs) -> Document:
         Section(
             "Residual risk",
             (
-                Facts((("Assessment", p.residual_risk or OPEN),)),
+                FactList((("Assessment", p.residual_risk or OPEN),)),
                 Text(
                     "k-anonymity limits what one set says. It does not compose: who knows that a patient is in two "
                     "sets may find them by comparing the sets, whatever k is. The same patient may have been in two "
@@ -111,15 +111,15 @@ def _quasi(items: list[Item]) -> str:
     return f"the image itself, and its label; no dates, ages or places are released{own}"
 
 
-def _cells(items: list[Item]) -> Table:
+def _cells(items: list[Item]) -> ReportTable:
     rows = tuple((i.name, i.sites, str(i.k), f"1 in {i.k}", compare_with_threshold(i)) for i in items)
     head = ("Release", "Hospital", "k", "Largest risk in a cell", f"Threshold: k at least {CELL}")
-    return Table("Distinct patients behind each image", head, rows, frozenset({2}), (36, 14, 8, 18, 24))
+    return ReportTable("Distinct patients behind each image", head, rows, frozenset({2}), (36, 14, 8, 18, 24))
 
 
-def _others(items: list[Item]) -> Table:
+def _others(items: list[Item]) -> ReportTable:
     rows = tuple((i.name, i.sites, i.level, level_words(i.level)[0], i.strength) for i in items)
-    return Table(
+    return ReportTable(
         "What is promised instead",
         ("Release", "Hospital", "Level", "Kind of promise", "Strength"),
         rows,
@@ -127,10 +127,10 @@ def _others(items: list[Item]) -> Table:
     )
 
 
-def _tests(items: list[Item]) -> Table:
+def _tests(items: list[Item]) -> ReportTable:
     rows = tuple((i.name, i.sites, i.tested) for i in items if i.tested)
     empty = "no statement names one; a release with a promise need not"
-    return Table(
+    return ReportTable(
         "Measured and stated by the hospital",
         ("Release", "Hospital", "Result"),
         rows,

@@ -37,7 +37,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class FactList:
     """Names and what they are."""
 
     rows: tuple[tuple[str, str], ...]
@@ -51,7 +51,7 @@ class Points:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ReportTable:
     """Rows under a head; ``right`` are the columns of numbers. ``widths`` are shares, for paper."""
 
     caption: str
@@ -110,7 +110,7 @@ class Images:
         return f"{self.caption}: {len(self.images)}, shown in the HTML form."
 
 
-Block = Text | Facts | Points | Table | Curve | Images
+Block = Text | FactList | Points | ReportTable | Curve | Images
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ReportSource:
     """The ledger that a report was made from, as of one head."""
 
     origin: str
@@ -141,7 +141,7 @@ class Document:
     title: str
     summary: str
     sections: tuple[Section, ...]
-    source: Source
+    source: ReportSource
     data: Mapping[str, Any] = field(default_factory=dict)  # the same for machines
 
     @property
@@ -194,7 +194,7 @@ def as_markdown(document: Document) -> str:
 def _markdown(block: Block) -> Sequence[str]:
     if isinstance(block, Text):
         return [f"**{_escaped(block.text)}**" if block.tone in ("claim", "warn") else _escaped(block.text)]
-    if isinstance(block, Facts):
+    if isinstance(block, FactList):
         return [f"- {_escaped(name)}: {_escaped(text)}" for name, text in block.rows]
     if isinstance(block, Points):
         return [f"- {_escaped(item)}" for item in block.items]

@@ -10,7 +10,7 @@ from typing import Final
 
 from coordinator.claim_descriptions import BRAIN
 from coordinator.explanations import MECHANISMS, count
-from coordinator.reports.document import OPEN, Block, Document, Facts, Points, Section, Table, Text
+from coordinator.reports.document import OPEN, Block, Document, FactList, Points, ReportTable, Section, Text
 from coordinator.reports.report_inputs import UNIT_OF, Item, ReportInputs, level_words
 
 _STAY: Final = "Images stay at the hospital."
@@ -87,7 +87,7 @@ def processing(inputs: ReportInputs) -> Document:
         Section(
             "Necessity and proportionality: Article 35(7)(b)",
             (
-                Facts(
+                FactList(
                     (
                         ("Legal basis", inputs.particulars.legal_basis or OPEN),
                         ("Necessity", inputs.particulars.necessity or OPEN),
@@ -101,12 +101,12 @@ def processing(inputs: ReportInputs) -> Document:
             "Measures and residual risk: Article 35(7)(d)",
             (
                 Text("The measures are those under Article 32(1) above."),
-                Facts((("Residual risk", inputs.particulars.residual_risk or OPEN),)),
+                FactList((("Residual risk", inputs.particulars.residual_risk or OPEN),)),
             ),
         ),
         Section(
             "Views of patients or their representatives: Article 35(9)",
-            (Facts((("Views of patients", inputs.particulars.consultation or OPEN),)),),
+            (FactList((("Views of patients", inputs.particulars.consultation or OPEN),)),),
         ),
     )
     data = {
@@ -121,7 +121,7 @@ def processing(inputs: ReportInputs) -> Document:
     return Document("processing", title, summary, sections, inputs.source, data)
 
 
-def _record(inputs: ReportInputs, items: list[Item]) -> Table:
+def _record(inputs: ReportInputs, items: list[Item]) -> ReportTable:
     p = inputs.particulars
     modalities = sorted({part["modality"] for i in items for part in i.parts})
     sealed = sorted({part["reader"][:12] for i in items for part in i.parts if part["reader"]})
@@ -150,7 +150,7 @@ def _record(inputs: ReportInputs, items: list[Item]) -> Table:
         ),
         ("(g) security measures", "see Article 32(1) below"),
     )
-    return Table("Article 30(1), row by row", ("Row", "Entry"), rows, widths=(30, 70))
+    return ReportTable("Article 30(1), row by row", ("Row", "Entry"), rows, widths=(30, 70))
 
 
 def _minimised(items: list[Item]) -> str:
@@ -166,10 +166,10 @@ def _minimised(items: list[Item]) -> str:
     return "; ".join(told) or "no set and no model was released yet"
 
 
-def _description(inputs: ReportInputs, items: list[Item]) -> Facts:
+def _description(inputs: ReportInputs, items: list[Item]) -> FactList:
     methods = Counter(i.facts["mechanism"] for i in items)
     said = [f"{MECHANISMS.get(name, name)}: {n}" for name, n in sorted(methods.items())]
-    return Facts(
+    return FactList(
         (
             ("Hospitals", ", ".join(sorted(inputs.state.sites)) or "none yet"),
             ("Methods", "; ".join(said) or "nothing was released"),
@@ -179,10 +179,10 @@ def _description(inputs: ReportInputs, items: list[Item]) -> Facts:
     )
 
 
-def _releases(items: list[Item]) -> Table:
+def _releases(items: list[Item]) -> ReportTable:
     rows = tuple((i.name, i.sites, i.level, i.method, i.strength) for i in items)
     head = ("Release", "Hospital", "Level", "Method", "Promise")
-    return Table("What was released", head, rows, widths=(22, 13, 7, 28, 30))
+    return ReportTable("What was released", head, rows, widths=(22, 13, 7, 28, 30))
 
 
 def _risks(items: list[Item]) -> tuple[Block, ...]:
@@ -194,8 +194,8 @@ def _risks(items: list[Item]) -> tuple[Block, ...]:
     tests = tuple((i.name, i.sites, i.tested) for i in items if i.tested)
     return (
         Text(_FREE, "warn"),
-        Table("The three questions of WP216, by level of claim", head, rows, widths=(19, 28, 27, 26)),
-        Table(
+        ReportTable("The three questions of WP216, by level of claim", head, rows, widths=(19, 28, 27, 26)),
+        ReportTable(
             "What was measured, as the hospitals' statements say",
             ("Release", "Hospital", "Result"),
             tests,

@@ -11,7 +11,7 @@ from typing import Any, Final
 from coordinator.claim_descriptions import BRAIN
 from coordinator.explanations import epsilon_text, format_rounded_up
 from coordinator.reports.certificates import admitted, promise
-from coordinator.reports.document import OPEN, Block, Document, Facts, Points, Section, Table, Text
+from coordinator.reports.document import OPEN, Block, Document, FactList, Points, ReportTable, Section, Text
 from coordinator.reports.report_inputs import Item, ReportInputs, bound, together
 
 _NOT_FOR: Final = (
@@ -58,7 +58,7 @@ def _caveats(item: Item) -> Points:
     return Points((*heads, *(_TESTED if item.k is None else _CROWD), *_OTHERS))
 
 
-def _details(inputs: ReportInputs, item: Item) -> Facts:
+def _details(inputs: ReportInputs, item: Item) -> FactList:
     p = inputs.particulars
     rows = [
         ("Name", item.name),
@@ -72,10 +72,10 @@ def _details(inputs: ReportInputs, item: Item) -> Facts:
     rows += [("Rounds", str(item.facts["round"]))] if item.facts["round"] else []
     readers = sorted({part["reader"] for part in item.parts if part["reader"]})
     rows += [("Encrypted to", ", ".join(readers))] if readers else []
-    return Facts(tuple(rows))
+    return FactList(tuple(rows))
 
 
-def _parts(item: Item) -> Table:
+def _parts(item: Item) -> ReportTable:
     rows = tuple(
         (
             p["site"],
@@ -88,13 +88,15 @@ def _parts(item: Item) -> Table:
         for p in item.parts
     )
     head = ("Hospital", "Modality", "Level", "Epsilon per patient", "Delta", "Components and where they are from")
-    return Table(f"Training data, by hospital{bound(item)}", head, rows, frozenset({3, 4}), (18, 12, 9, 16, 12, 33))
+    return ReportTable(
+        f"Training data, by hospital{bound(item)}", head, rows, frozenset({3, 4}), (18, 12, 9, 16, 12, 33)
+    )
 
 
 def _use(inputs: ReportInputs) -> tuple[Block, ...]:
     p = inputs.particulars
     return (
-        Facts((("Intended use", p.intended_use or p.purposes or OPEN), ("Intended users", p.recipients or OPEN))),
+        FactList((("Intended use", p.intended_use or p.purposes or OPEN), ("Intended users", p.recipients or OPEN))),
         Text("Not for:"),
         Points(_NOT_FOR),
     )

@@ -28,11 +28,11 @@ from coordinator.reports.document import (
     Block,
     Curve,
     Document,
-    Facts,
+    FactList,
     Images,
     Line,
+    ReportTable,
     Section,
-    Table,
     Text,
     UnsoundReportError,
 )
@@ -180,7 +180,7 @@ def _contents(view: ReleaseView) -> Iterator[Block]:
         return
     total, size = len(view.images), f"{view.images.shape[2]} × {view.images.shape[1]}"
     labels = ", ".join(f"{label or 'without a label'} ({n})" for label, n in sorted(Counter(view.labels).items()))
-    yield Facts((("Contents", f"{count(total, 'synthetic image')} of {size} pixels: {labels}"),))
+    yield FactList((("Contents", f"{count(total, 'synthetic image')} of {size} pixels: {labels}"),))
     shown = tuple((label, _png(image)) for label, image in zip(view.labels, view.images[:SHOWN], strict=False))
     yield Images(f"Images of {view.id}", shown)
     if total > len(shown):
@@ -197,7 +197,7 @@ def _release(view: ReleaseView, ledger: _JsonMap, items: Mapping[str, Item], inp
     digests = ((name, f"sha256 {view.certificate[f'{name.lower()}_sha256']}") for name in ("Artifact", "Statement"))
     blocks = (*as_document(inputs, item).sections[0].blocks, *_contents(view))
     where = (("Ledger", f"✓ in the ledger: {proof}"), ("Method", item.method), ("Hospital", item.sites), *digests)
-    return Section(f"Release {view.id}", (Facts(where), *blocks))
+    return Section(f"Release {view.id}", (FactList(where), *blocks))
 
 
 def _part(of: object, name: str) -> Mapping[str, Any]:
@@ -248,7 +248,7 @@ def _accuracy(measured: _JsonMap) -> Section:
         rows.append(("For comparison", f"epsilon {epsilon_text(tight)} {words}"))
     if not points and accuracy.get("private") is None:
         return Section("What privacy cost in accuracy", (_missing("Accuracy was"),))
-    blocks: list[Block] = [Facts((("Measured on", on), *rows))]
+    blocks: list[Block] = [FactList((("Measured on", on), *rows))]
     if points:
         drawn = tuple((e, 100 * a) for _, e, a, _ in points)
         flat = [(text, accuracy.get(k)) for k, text in _ACCURACY[1:]]
@@ -257,7 +257,7 @@ def _accuracy(measured: _JsonMap) -> Section:
         blocks.append(Curve("Accuracy against epsilon", f"% of {on}", tuple(lines), ends=ends))
         table = tuple((name, epsilon_text(e), _percent(a), sites or "–") for name, e, a, sites in points)
         head = ("Point", "epsilon", "accuracy", "hospitals")
-        blocks.append(Table("Accuracy after each round", head, table, frozenset({1, 2})))
+        blocks.append(ReportTable("Accuracy after each round", head, table, frozenset({1, 2})))
     return Section("What privacy cost in accuracy", tuple(blocks))
 
 
@@ -280,14 +280,16 @@ def _ingest(measured: object) -> Section:
     words = (
         "A file that the agent does not understand, or that might show a name, stays in quarantine at the hospital."
     )
-    table = Table("Files by hospital", head, tuple(rows), frozenset({1, 2, 3}))
+    table = ReportTable("Files by hospital", head, tuple(rows), frozenset({1, 2, 3}))
     return Section("Files taken in", (Text(words), table) if rows else (_missing("Files were"),))
 
 
 def _steps(measured: object) -> Section:
     timed = [(str(s.get("name", "")), _number(s.get("seconds"))) for s in _items(measured, "steps")]
     rows = tuple((name, "not measured" if t is None else f"{t:.1f}") for name, t in timed)
-    table = Table("Seconds per step, on the machine that made this report", ("Step", "seconds"), rows, frozenset({1}))
+    table = ReportTable(
+        "Seconds per step, on the machine that made this report", ("Step", "seconds"), rows, frozenset({1})
+    )
     return Section("How long it took", (table,) if rows else (_missing("Times were"),))
 
 
@@ -296,7 +298,7 @@ def _lines(inputs: ReportInputs) -> Section:
     said = [(utc(r.at), kind_of(r.entry), whose(r.entry, state), words(r.entry, state)) for r in inputs.records]
     rows = tuple((str(n), at, marks.get(kind, "") + KINDS[kind], *rest) for n, (at, kind, *rest) in enumerate(said))
     head = ("No.", "Time (UTC)", "What", "Hospital", "It says")
-    table = Table("All entries, oldest first", head, rows, frozenset({0}))
+    table = ReportTable("All entries, oldest first", head, rows, frozenset({0}))
     size = count(state.size, "entry", "entries")
     intro = f"{size}. None can be changed or removed without a change of the root below."
     return Section("The ledger, line by line", (Text(intro), table))
@@ -332,7 +334,7 @@ def _glance(head: Mapping[str, int]) -> Section:
     without = without_epsilon(head["crowds"], head["nothing"])
     alone = f"{count(head['admitted'] - head['updates'], 'release')} of one hospital"
     refused = "each with its reason, below" if head["refused"] else "nothing was refused"
-    facts = Facts(
+    facts = FactList(
         (
             ("Admitted", f"{head['admitted']}: {alone}, {count(head['updates'], 'training update')}"),
             ("Refused", f"{head['refused']}: {refused}"),

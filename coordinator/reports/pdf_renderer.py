@@ -21,11 +21,11 @@ from coordinator.reports.document import (
     Block,
     Curve,
     Document,
-    Facts,
+    FactList,
     Images,
     Points,
+    ReportTable,
     Section,
-    Table,
     Text,
     plain,
 )
@@ -96,7 +96,7 @@ def as_pdf(document: Document, made: dt.datetime, attached: tuple[str, bytes] | 
     sheet.say(document.title, 17, "B")
     sheet.ln(1.5)
     sheet.say(document.summary, 10.5, color=_SOFT)
-    for section in (*document.sections, Section(_ORIGIN, (Facts(document.foot),))):
+    for section in (*document.sections, Section(_ORIGIN, (FactList(document.foot),))):
         _section(sheet, section)
     if attached is not None:
         sheet.embed_file(bytes=attached[1], basename=attached[0], mime_type="application/json", compress=False)
@@ -121,13 +121,13 @@ def _section(sheet: _Sheet, section: Section) -> None:
 def _block(sheet: _Sheet, block: Block) -> None:
     if isinstance(block, Text):
         _text(sheet, block)
-    elif isinstance(block, Facts):
+    elif isinstance(block, FactList):
         _grid(sheet, block.rows, (21, 79))
     elif isinstance(block, Points):
         for item in block.items:
             sheet.say(f"• {item}", color=_WARN if item == OPEN else _INK)
             sheet.ln(0.8)
-    elif isinstance(block, Table):
+    elif isinstance(block, ReportTable):
         _table(sheet, block)
     elif isinstance(block, Images):
         sheet.say(block.said, color=_SOFT)
@@ -169,7 +169,7 @@ def _grid(sheet: _Sheet, rows: tuple[tuple[str, str], ...], widths: tuple[int, i
             row.cell(sheet.shown(text), style=FontFace(color=_WARN if text == OPEN else _INK))
 
 
-def _table(sheet: _Sheet, block: Table) -> None:
+def _table(sheet: _Sheet, block: ReportTable) -> None:
     if not block.rows:
         sheet.say(f"{block.caption}: {block.empty}", color=_SOFT)
         return

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.explanations import MECHANISMS, STAGES, count, explain, utc
-from coordinator.reports.document import Document, Section, Table, Text
+from coordinator.reports.document import Document, ReportTable, Section, Text
 from coordinator.reports.report_inputs import ReportInputs
 
 _WORDS = (
@@ -30,7 +30,7 @@ def denied(inputs: ReportInputs) -> Document:
         Section(
             "By reason",
             (
-                Table(
+                ReportTable(
                     "How often each rule was broken",
                     ("Rule", "Why", "What to do", "Times"),
                     rules,
@@ -42,7 +42,7 @@ def denied(inputs: ReportInputs) -> Document:
         Section(
             "By hospital",
             (
-                Table(
+                ReportTable(
                     "Refusals by hospital",
                     ("Hospital", "Times"),
                     tuple((site or "unknown", str(n)) for site, n in sorted(by_site.items())),
@@ -64,7 +64,7 @@ def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry[name] for name in names}
 
 
-def _table(caption: str, entries: Sequence[Mapping[str, Any]]) -> Table:
+def _table(caption: str, entries: Sequence[Mapping[str, Any]]) -> ReportTable:
     rows = tuple(
         (
             str(e["seq"]),
@@ -77,4 +77,4 @@ def _table(caption: str, entries: Sequence[Mapping[str, Any]]) -> Table:
         for e in reversed(entries)
     )
     head = ("Entry", "Time (UTC)", "Hospital", "What", "When", "Why")
-    return Table(f"{caption}, newest first", head, rows, widths=(8, 16, 13, 22, 18, 30))
+    return ReportTable(f"{caption}, newest first", head, rows, widths=(8, 16, 13, 22, 18, 30))

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from coordinator.claim_descriptions import describe_claim, evidence
 from coordinator.explanations import LEVELS, MECHANISMS, RELATIONS, epsilon_text, format_rounded_up, utc
-from coordinator.reports.document import ReportError, Source
+from coordinator.reports.document import ReportError, ReportSource
 from coordinator.reports.ledger_view import LedgerView, Placed
 from policies.accounting.claims import RELATION, UNIT
 from policies.audit.auditor import open_envelope
@@ -186,7 +186,7 @@ class ReportInputs:
 
     export: Export
     told: LedgerView  # what its entries say; each part is worked out when a report asks for it
-    source: Source
+    source: ReportSource
     made: dt.datetime
     federation: Policy | None
     policies: Mapping[str, Policy]  # each site's own, of today
@@ -270,7 +270,7 @@ def books_of(raw: bytes, federation: str, made: dt.datetime, particulars: Partic
     told = LedgerView(export.entries, export.envelopes)
     until = utc(decode(export.entries[-1]).at) if export.entries else ""
     key = hashlib.sha256(export.public).hexdigest()
-    source = Source(head.origin, head.size, head.root.hex(), key, until, f"{made:%Y-%m-%d %H:%M}")
+    source = ReportSource(head.origin, head.size, head.root.hex(), key, until, f"{made:%Y-%m-%d %H:%M}")
     policy = parse_policy(federation, "policy.toml") if federation else None
     return ReportInputs(export, told, source, made, policy, _policies(told), particulars or Particulars())
 

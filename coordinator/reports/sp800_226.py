@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from coordinator.explanations import RELATIONS, count, epsilon_text, format_rounded_up
-from coordinator.reports.document import OPEN, Document, Section, Table, Text
+from coordinator.reports.document import OPEN, Document, ReportTable, Section, Text
 from coordinator.reports.report_inputs import UNIT_OF, Item, ReportInputs
 
 LEDGER, SOFTWARE, DEPLOYER = "shown by the ledger", "by the software", "for the deployer"
@@ -129,8 +129,8 @@ def checklist(inputs: ReportInputs) -> Document:
     return Document("sp-800-226", title, summary, sections, inputs.source, data)
 
 
-def _rows(caption: str, rows: tuple[tuple[str, str, str], ...]) -> Table:
-    return Table(caption, ("Question", "Answer", "Where it is from"), rows, widths=(24, 50, 26))
+def _rows(caption: str, rows: tuple[tuple[str, str, str], ...]) -> ReportTable:
+    return ReportTable(caption, ("Question", "Answer", "Where it is from"), rows, widths=(24, 50, 26))
 
 
 def _unit(inputs: ReportInputs) -> tuple[tuple[str, str, str], ...]:
@@ -147,7 +147,7 @@ def _unit(inputs: ReportInputs) -> tuple[tuple[str, str, str], ...]:
     )
 
 
-def _budgets(inputs: ReportInputs) -> Table:
+def _budgets(inputs: ReportInputs) -> ReportTable:
     rows = tuple(
         (a["site"], epsilon_text(a["epsilon"]), format_rounded_up(a["delta"]), str(a["order"]))
         for a in inputs.told.accounts
@@ -155,14 +155,14 @@ def _budgets(inputs: ReportInputs) -> Table:
     )
     relation = RELATIONS.get(UNIT_OF["relation"], UNIT_OF["relation"])
     caption = f"The whole budget of each hospital, per {UNIT_OF['unit']}: {relation}"
-    return Table(
+    return ReportTable(
         caption, ("Hospital", "Epsilon", "Delta", "Rényi order"), rows, frozenset({1, 2, 3}), (40, 20, 20, 20)
     )
 
 
-def _releases(items: list[Item]) -> Table:
+def _releases(items: list[Item]) -> ReportTable:
     rows = tuple((i.name, i.sites, i.level, i.method, i.epsilon) for i in items)
-    return Table(
+    return ReportTable(
         "Releases with an epsilon, each alone",
         ("Release", "Hospital", "Level", "Method", "Epsilon"),
         rows,

@@ -49,7 +49,7 @@ _TURNS: Final = threading.BoundedSemaphore(max(2, os.cpu_count() or 1))  # so ma
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class InspectionLimits:
     """What looking at one file may cost."""
 
     memory_bytes: int = 512 << 20  # address space of the process, of which Python and numpy map about a third
@@ -57,13 +57,13 @@ class Limits:
     wall_seconds: float = 120.0
 
     @staticmethod
-    def for_size(size: int) -> Limits:
+    def for_size(size: int) -> InspectionLimits:
         """Time in proportion to a file's bytes; memory does not depend on it.
 
         A file of images unpacks to eight times its size, at most, and the time is for 16 MiB of that in a second.
         """
         seconds = 30 + size // (2 << 20)
-        return Limits(cpu_seconds=seconds, wall_seconds=4.0 * seconds)
+        return InspectionLimits(cpu_seconds=seconds, wall_seconds=4.0 * seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class ConfinedResult:
 
 
 def inspect(
-    path: Path, artifact_type: str, expected: Mapping[str, object], limits: Limits | None = None
+    path: Path, artifact_type: str, expected: Mapping[str, object], limits: InspectionLimits | None = None
 ) -> Inspection:
     """Is the file an artifact of its type, in its one form? Blocks until that is known; call it from a thread.
 
@@ -101,7 +101,7 @@ def inspect(
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     _TURNS.acquire()
     try:
-        limits = limits or Limits.for_size(os.fstat(descriptor).st_size)
+        limits = limits or InspectionLimits.for_size(os.fstat(descriptor).st_size)
         request = {"type": artifact_type, "expected": dict(expected)}
         return _read(artifact_type, run_confined("coordinator.sandbox.inspector_main", request, descriptor, limits))
     finally:
@@ -110,7 +110,7 @@ def inspect(
 
 
 def run_confined(
-    program: str, request: Mapping[str, Any], descriptor: int, limits: Limits, paths: Sequence[str] = ()
+    program: str, request: Mapping[str, Any], descriptor: int, limits: InspectionLimits, paths: Sequence[str] = ()
 ) -> ConfinedResult:
     """Start ``main`` of a module, which must end in :func:`protos.operations.confinement.serve`, for one open file.
 

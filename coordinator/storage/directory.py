@@ -52,7 +52,7 @@ Whoever holds root.key can be anybody in this federation. If it is lost, every s
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class CoordinatorSettings:
     """``coordinator.toml``, checked."""
 
     listen: str  # host:port of the gRPC service, the one port that sites need
@@ -114,13 +114,13 @@ class CoordinatorDirectory:
         """The newest head of each site's own ledger."""
         return self.root / "site-heads"
 
-    def settings(self) -> Settings:
+    def settings(self) -> CoordinatorSettings:
         """Parse ``coordinator.toml``.
 
         Raises:
             CoordinatorConfigError: missing, not TOML, or with missing, unknown or ill-typed keys.
         """
-        found = toml_file.read(self.root / "coordinator.toml", Settings, CoordinatorConfigError)
+        found = toml_file.read(self.root / "coordinator.toml", CoordinatorSettings, CoordinatorConfigError)
         if found is None:
             raise CoordinatorConfigError("coordinator.toml is missing: run `lazaret-coordinator --home DIR init`")
         return found

@@ -24,7 +24,7 @@ from agent.defacing.deid_gan.training import VolumeGanTraining
 from agent.defacing.head import HeadScan
 from agent.defacing.head_mask import head_mask
 from agent.domain import Volume
-from agent.models.training_loop import Progress
+from agent.models.training_loop import TrainingProgress
 from deploy.phantoms.head_files import nifti
 from deploy.phantoms.heads import HeadPhantoms, isotropic
 from deploy.phantoms.scanner_files import find_head
@@ -115,7 +115,7 @@ def train(
     folder: Path,
     steps: int = TRAINING.steps,
     people: int = PEOPLE,
-    say: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[TrainingProgress], None] = lambda _: None,
 ) -> bytes:
     """The network's file; a run in the same folder that was interrupted goes on.
 

@@ -20,7 +20,7 @@ from agent.mechanisms.distillation.latent_model import LatentConfig, LatentDiffu
 from agent.mechanisms.distillation.teacher_student import Course, Output, Work, distil
 from agent.models.diffusion.edm_training import Average
 from agent.models.diffusion.latent_training import LatentTrainer, encoded
-from agent.models.training_loop import FileCheckpointStore, Plan, torch_generator, train
+from agent.models.training_loop import FileCheckpointStore, TrainingPlan, torch_generator, train
 from agent.vetting.reference import Reference, reference_of
 from deploy.phantoms.chest import FINDINGS
 from deploy.reproduction.distillation_experiment import DistillWork, Images, Labels, aligner, autoencoder, vetting
@@ -151,7 +151,7 @@ def tuned(work: DistillWork, start: LatentDiffusion, data: Made, steps: int, key
     trainer.denoiser.load_state_dict(start.state())
     trainer.average = Average(trainer.denoiser, config.ema)
     run = sha([config.training.run(of.sha256), start.fingerprint, key])
-    train(trainer, Plan(steps, run, config.seed, config.checkpoint_every), place)
+    train(trainer, TrainingPlan(steps, run, config.seed, config.checkpoint_every), place)
     trainer.average.give(trainer.denoiser)
     model = LatentDiffusion(config, start.autoencoder, work.conditions)
     model.restore(trainer.denoiser.state_dict())

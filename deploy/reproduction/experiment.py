@@ -26,9 +26,9 @@ from agent.domain import Cohort, Image, Patient
 from agent.mechanisms.ksalsa.style_alignment import PUBLISHED, Alignment
 from agent.models.image_tensors import to_bytes
 from agent.models.stylegan.network import PRESETS as GENERATORS
-from agent.models.stylegan.network import Architecture
+from agent.models.stylegan.network import StyleGanShape
 from agent.models.stylegan.restyle import Polish
-from agent.models.training_loop import Progress
+from agent.models.training_loop import TrainingProgress
 from deploy.reproduction.datasets import Dataset
 from deploy.reproduction.result_cache import Kept, Say, locked, sha
 from deploy.reproduction.tables import Cell, Table
@@ -45,7 +45,7 @@ _MEASURED: Final = (
     "views",
 )  # and on these no network
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-SMALL: Final = Architecture(32, 3, 64, 64, 2, 1024, 64)  # a quarter of a million weights: minutes on one core
+SMALL: Final = StyleGanShape(32, 3, 64, 64, 2, 1024, 64)  # a quarter of a million weights: minutes on one core
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +125,7 @@ class Settings:
     (``agent.mechanisms.ksalsa.style_alignment.PUBLISHED``).
     """
 
-    generator: Architecture = SMALL  # its resolution is the side of every image
+    generator: StyleGanShape = SMALL  # its resolution is the side of every image
     seeds: tuple[int, ...] = (0, 1, 2)
     ks: tuple[int, ...] = (2, 5, 10)
     net_seeds: int = 1  # networks are trained so many times; seed i takes those of i modulo this number
@@ -267,7 +267,7 @@ class Work(Kept):
         run = sha([self.samples.digest(), told, pictures, seed % self.settings.net_seeds])
         return self.folder / "networks" / f"{kind}-{run[:16]}"
 
-    def told(self, kind: str) -> Callable[[Progress], None]:
+    def told(self, kind: str) -> Callable[[TrainingProgress], None]:
         """Progress of a training, as lines."""
         return lambda p: self.say(
             f"{kind}: step {p.step} of {p.steps} ({', '.join(f'{k} {v:.3g}' for k, v in p.losses.items())})"

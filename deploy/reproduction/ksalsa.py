@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from agent.evaluation.fidelity import LEAST, Extractor, Features, describe, frechet, kid, manifold
 from agent.evaluation.utility import Examples, Recipe, network_trainer, tstr
 from agent.intervals import Resampling
-from agent.mechanisms.ksalsa.augmentation import Views, augmented, public_spread
+from agent.mechanisms.ksalsa.augmentation import KSalsaViews, augmented, public_spread
 from agent.microaggregation.aggregation import average
 from deploy.reproduction.attacks.membership import (
     Game,
@@ -276,7 +276,7 @@ def _viewed(work: Work, seed: int, k: int, row: str) -> dict[str, float]:
     codes = aligned_codes(of, work.settings.alignment) if aligned else average(of.latents, of.clusters)
     rng = work.rng("views", seed, k)
     spread = public_spread(codec(work, seed).generator, 1_000, rng)
-    more, which = augmented(codes, spread, Views(int(views)), rng)
+    more, which = augmented(codes, spread, KSalsaViews(int(views)), rng)
     return utility(work, seed, codec(work, seed).decode(more), [of.labels[j] for j in which])
 
 

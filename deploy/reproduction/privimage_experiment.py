@@ -21,15 +21,15 @@ from torch import Tensor
 
 from agent.domain import CheckpointStore
 from agent.dp.clipping import PrivacyUnit, vmap_engine
-from agent.dp.dpsgd import PrivateSgd, Task, train_privately
+from agent.dp.dpsgd import PrivateSgd, TrainingTask, train_privately
 from agent.dp.noise import SystemEntropy
 from agent.evaluation.utility import Recipe
 from agent.mechanisms.privimage.diffusion import Diffusion, DiffusionConfig
-from agent.mechanisms.privimage.semantic_query import Query, chosen, histogram, refuse_shared, selection
+from agent.mechanisms.privimage.semantic_query import SemanticQuery, chosen, histogram, refuse_shared, selection
 from agent.models.diffusion.edm import DiffusionArchitecture
 from agent.models.semantics.classifier import Semantics, semantics_from
 from agent.models.semantics.training import SemanticsConfig, suited, train_semantics
-from agent.models.training_loop import FileCheckpointStore, Progress, torch_generator
+from agent.models.training_loop import FileCheckpointStore, TrainingProgress, torch_generator
 from deploy.reproduction.conditional_gan.model import Adversarial, AdversarialConfig
 from deploy.reproduction.experiment import Rows, Samples, cohort_of
 from deploy.reproduction.result_cache import Kept, Say, locked, sha
@@ -65,7 +65,7 @@ class GenerativeModel(Protocol):
         labels: NDArray[np.int64],
         steps: int,
         place: CheckpointStore,
-        say: Callable[[Progress], None] = ...,
+        say: Callable[[TrainingProgress], None] = ...,
     ) -> None:
         """Train on public images, and go on where ``place`` has a checkpoint of this run.
 
@@ -79,7 +79,7 @@ class GenerativeModel(Protocol):
             ValueError: images or labels that do not fit.
         """
 
-    def task(self) -> Task:
+    def task(self) -> TrainingTask:
         """What DP-SGD trains, after the pre-training; the same model and follower whenever it is asked.
 
         Its ``expand`` takes units of two tensors, a row for each image: images (n, s, s[, 3]) uint8 and labels (n,)
@@ -124,7 +124,7 @@ class PrivateSettings:
     adversarial: AdversarialConfig
     diffusion_job: Job
     adversarial_job: Job
-    query: Query
+    query: SemanticQuery
     patients: int  # a public bound of the cohort: the divisor of the sums is its share q
     delta: float = 1e-4
     epsilons: tuple[float, ...] = (10.0, 1.0)

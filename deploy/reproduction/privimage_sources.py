@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 
 from agent.evaluation.utility import Recipe
 from agent.mechanisms.privimage.diffusion import DiffusionConfig
-from agent.mechanisms.privimage.semantic_query import Query
+from agent.mechanisms.privimage.semantic_query import SemanticQuery
 from agent.models.diffusion import edm as diffusion
 from agent.models.diffusion.edm import DiffusionArchitecture
 from deploy.phantoms.handwriting import glyphs
@@ -48,7 +48,7 @@ DIGITS8: Final = PrivateSettings(
     ),
     diffusion_job=Job(0.5, 20, 0.05),
     adversarial_job=Job(0.5, 40, 0.05),
-    query=Query(votes=1, noise=8.0, keep=1),
+    query=SemanticQuery(votes=1, noise=8.0, keep=1),
     patients=1_400,
     delta=1e-4,
     keeps=(1, 3, 6),
@@ -65,7 +65,7 @@ def _paper(preset: str, gan: str, patients: int, delta: float, steps: tuple[int,
         adversarial=AdversarialConfig(adversarial.PRESETS[gan]),
         diffusion_job=Job(min(1.0, 16_384 / patients), steps[0], 1e-3),
         adversarial_job=Job(min(1.0, 16_384 / patients), steps[1], 1e-3),
-        query=Query(votes=5, noise=20.0, keep=5),
+        query=SemanticQuery(votes=5, noise=20.0, keep=5),
         patients=patients,
         delta=delta,
         epsilons=(10.0, 5.0, 1.0),

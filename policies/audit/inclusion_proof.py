@@ -46,7 +46,7 @@ def restore_that_opened(head: Checkpoint, body: bytes, at: int, proof: Sequence[
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProofStep:
     """Two hashes joined into the one above them."""
 
     left: bytes
@@ -64,7 +64,7 @@ class Proof:
     seq: int
     entry: bytes
     leaf: bytes  # SHA-256(0x00 || entry)
-    steps: tuple[Step, ...]
+    steps: tuple[ProofStep, ...]
     root: bytes  # where the steps lead
     path: tuple[bytes, ...]  # the neighbours, as the ledger gave them
     checkpoint: str  # the signed note
@@ -95,7 +95,7 @@ class Proof:
         return (json.dumps(document, indent=2) + "\n").encode()
 
 
-def walk(leaf: bytes, index: int, size: int, path: Sequence[bytes]) -> tuple[Step, ...]:
+def walk(leaf: bytes, index: int, size: int, path: Sequence[bytes]) -> tuple[ProofStep, ...]:
     """The joins of RFC 9162 section 2.1.3.2; the last one's result is the root that the proof leads to.
 
     Raises:
@@ -114,7 +114,9 @@ def walk(leaf: bytes, index: int, size: int, path: Sequence[bytes]) -> tuple[Ste
             fn, sn, level = fn >> 1, sn >> 1, level + 1
         fn, sn, level, r = fn >> 1, sn >> 1, level + 1, node_hash(left, right)
         first = fn << level
-        steps.append(Step(left, right, r, "left" if on_left else "right", first, min(first + (1 << level), size) - 1))
+        steps.append(
+            ProofStep(left, right, r, "left" if on_left else "right", first, min(first + (1 << level), size) - 1)
+        )
     return tuple(steps)
 
 
@@ -130,7 +132,7 @@ def check(seq: int, entry: bytes, path: Sequence[bytes], checkpoint: str, ledger
     """
     origin, public = ledger
     leaf, head, fault = leaf_hash(entry), None, ""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[ProofStep, ...] = ()
     try:
         head = open_checkpoint(checkpoint, public)
         steps = walk(leaf, seq, head.size, path)

@@ -78,7 +78,7 @@ class RunningBalance:
 
 
 @dataclass(slots=True)
-class Batch:
+class IndexBatch:
     """What some entries in a row add to the tables."""
 
     lines: list[tuple[int, int]] = field(default_factory=list)  # seq, time
@@ -100,7 +100,7 @@ class EntryProjection:
     grant: Callable[[str], HeldGrant | None]  # of earlier batches
     open_of: Callable[[str], Iterable[tuple[str, HeldGrant]]]  # grants of a site that were open before this batch
     today: int = 0  # the ledger never goes back, whatever the clock does
-    batch: Batch = field(default_factory=Batch)
+    batch: IndexBatch = field(default_factory=IndexBatch)
 
     def take(self, seq: int, record: Record) -> None:
         """One more entry."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import apsw
 
-from policies.index.projection import TOKENCHARS, Batch, EntryProjection, RunningBalance
+from policies.index.projection import TOKENCHARS, EntryProjection, IndexBatch, RunningBalance
 from policies.ledger.merkle import CompactRange
 
 FORM: Final = 1  # another one is thrown away and made again
@@ -59,7 +59,7 @@ def store_batch(
         db.execute("UPDATE place SET size = ?, peaks = ?, today = ?", place)
 
 
-def _keep_money(db: apsw.Connection, batch: Batch) -> None:
+def _keep_money(db: apsw.Connection, batch: IndexBatch) -> None:
     rows: list[tuple[Any, ...]] = [
         (name, g.site, g.account, g.run, g.mechanism, g.amount, int(g.open)) for name, g in batch.grants.items()
     ]

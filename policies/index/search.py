@@ -51,7 +51,7 @@ class QueryTooWideError(RefusedError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class EntryQuery:
     """What is looked for; everything given must hold. Newest first."""
 
     kinds: tuple[str, ...] = ()  # one of these
@@ -283,7 +283,7 @@ class Index:
         except apsw.Error as error:
             raise self._unreadable(error) from None
 
-    def find(self, query: Query) -> EntryPage:
+    def find(self, query: EntryQuery) -> EntryPage:
         """A page of entries.
 
         Raises:
@@ -301,11 +301,11 @@ class Index:
             return EntryPage(tuple(reversed(seqs)), bool(self._beside(query, seqs, -1)), more)
         return EntryPage(tuple(seqs), more, bool(self._beside(query, seqs, 1)))
 
-    def count(self, query: Query) -> int:
+    def count(self, query: EntryQuery) -> int:
         """How many there are in all, counted up to :data:`COUNTED` + 1."""
         return len(self._hits(query, self._between(query), COUNTED + 1, False))
 
-    def _beside(self, query: Query, seqs: Sequence[int], side: int) -> list[Any]:
+    def _beside(self, query: EntryQuery, seqs: Sequence[int], side: int) -> list[Any]:
         """Something on the other side of a page: above its first entry, or below its last."""
         low, high = self._between(query)
         edge = max(seqs, default=query.before or 0) if side > 0 else min(seqs, default=query.after or 0)
@@ -315,7 +315,7 @@ class Index:
             high = edge if seqs else edge + 1
         return self._hits(query, (low, high), 1, side > 0)
 
-    def _hits(self, query: Query, bounds: tuple[int, int], most: int, upward: bool) -> list[Any]:
+    def _hits(self, query: EntryQuery, bounds: tuple[int, int], most: int, upward: bool) -> list[Any]:
         match, order = self._match(query), "ASC" if upward else "DESC"
         if match is None or bounds[0] >= bounds[1]:
             return []
@@ -331,7 +331,7 @@ class Index:
         sql = f"SELECT words.rowid FROM words {join} WHERE {found} {also} ORDER BY words.rowid {order} LIMIT ?"  # noqa: S608
         return self._rows(sql, [match, *bounds, *time, most])
 
-    def _between(self, query: Query) -> tuple[int, int]:
+    def _between(self, query: EntryQuery) -> tuple[int, int]:
         """The entries of the days that are asked for: [first, end)."""
         if query.since is None and query.until is None:
             return 0, self.size
@@ -340,7 +340,7 @@ class Index:
         ((low, high),) = self._rows("SELECT min(first), max(last) FROM day WHERE day BETWEEN ? AND ?", (first, last))
         return (0, 0) if low is None else (low, high + 1)
 
-    def _match(self, query: Query) -> str | None:
+    def _match(self, query: EntryQuery) -> str | None:
         """What FTS5 is asked; "" for everything, None for what nothing can be."""
         parts = []
         if query.kinds:

@@ -70,7 +70,7 @@ def _split(n: int) -> int:
 
 
 @dataclass(slots=True)
-class Tree:
+class MerkleTree:
     """A growing tree that keeps every perfect subtree's root: 64 bytes a leaf, any proof in O(log n)."""
 
     levels: list[bytearray] = field(default_factory=lambda: [bytearray()])

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from policies.ledger.cbor import EntryEncodingError
 from policies.ledger.entries import Entry, InvalidEntryError, Record, Restored, decode, encode
 from policies.ledger.export import Export
-from policies.ledger.merkle import Checkpoint, CompactRange, Tree, leaf_hash, sign_checkpoint
+from policies.ledger.merkle import Checkpoint, CompactRange, MerkleTree, leaf_hash, sign_checkpoint
 from policies.ledger.state import KeyReusedError, State
 from protos.common.errors import LedgerIntegrityError, StorageError
 
@@ -207,7 +207,7 @@ class Store:
 
     def _replay(self, upto: int | None, pending: Sequence[bytes] = ()) -> None:
         """Fold the disk's entries and what is pending."""
-        self.state, self._tree = State(), Tree()
+        self.state, self._tree = State(), MerkleTree()
         for source in (self._disk.bodies(upto), pending):
             for body in source:
                 self.state.apply(decode(body))

@@ -16,7 +16,7 @@ class ArtifactFormatError(ArtifactError, ValueError):
     """The bytes are not an artifact in its one form; the text says why, and quotes nothing of them."""
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Bytes with a known size that can be read at any place."""
 
     @property
@@ -45,7 +45,7 @@ class BytesSource:
         return len(self.raw)
 
     def read(self, offset: int, count: int) -> bytes:
-        """See :class:`Source`."""
+        """See :class:`ByteSource`."""
         if not 0 <= offset <= offset + count <= len(self.raw):
             raise ArtifactFormatError("the file ends early")
         return self.raw[offset : offset + count]
@@ -64,7 +64,7 @@ class FileSource:
         return FileSource(descriptor, os.fstat(descriptor).st_size)
 
     def read(self, offset: int, count: int) -> bytes:
-        """See :class:`Source`. Reads with ``pread``: the descriptor's own position is neither used nor moved."""
+        """See :class:`ByteSource`. Reads with ``pread``: the descriptor's own position is neither used nor moved."""
         if not 0 <= offset <= offset + count <= self.size:
             raise ArtifactFormatError("the file ends early")
         parts: list[bytes] = []
@@ -81,18 +81,18 @@ class FileSource:
 class Window:
     """A part of another source, as a source."""
 
-    source: Source
+    source: ByteSource
     start: int
     size: int
 
     def read(self, offset: int, count: int) -> bytes:
-        """See :class:`Source`."""
+        """See :class:`ByteSource`."""
         if not 0 <= offset <= offset + count <= self.size:
             raise ArtifactFormatError("the file ends early")
         return self.source.read(self.start + offset, count)
 
 
-def blocks(source: Source, start: int, end: int) -> Iterator[bytes]:
+def blocks(source: ByteSource, start: int, end: int) -> Iterator[bytes]:
     """The bytes from ``start`` to before ``end``, in blocks of at most :data:`BLOCK`."""
     for offset in range(start, end, BLOCK):
         yield source.read(offset, min(BLOCK, end - offset))

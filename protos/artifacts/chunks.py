@@ -20,7 +20,7 @@ _BESIDE: Final = 2  # threads that hash pieces
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class ArtifactManifest:
     """What is announced of an artifact before a byte of it travels."""
 
     sha256: str  # of the whole, 64 hexadecimal digits
@@ -46,7 +46,7 @@ def length(size: int, index: int) -> int:
     return min(CHUNK, size - index * CHUNK)
 
 
-def manifest(artifact: Artifact, sha256: str = "") -> Manifest:
+def manifest(artifact: Artifact, sha256: str = "") -> ArtifactManifest:
     """Read an artifact once, a piece at a time.
 
     Args:
@@ -67,7 +67,7 @@ def manifest(artifact: Artifact, sha256: str = "") -> Manifest:
             if len(open_ones) > _BESIDE:
                 chunks.append(open_ones.popleft().result())
         chunks += [one.result() for one in open_ones]
-    return Manifest(sha256 if whole is None else whole.hexdigest(), size, tuple(chunks))
+    return ArtifactManifest(sha256 if whole is None else whole.hexdigest(), size, tuple(chunks))
 
 
 def _pieces(artifact: Artifact) -> Iterator[bytes]:

@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.artifacts.byte_source import ArtifactFormatError, Source, blocks
+from protos.artifacts.byte_source import ArtifactFormatError, ByteSource, blocks
 
 MAX_SIDE: Final = 2_048
 MAX_VOXELS: Final = 1 << 24
@@ -180,7 +180,7 @@ def pack_dicom(
     return picture.header(hashlib.sha256(body).digest(), index) + body + bytes(len(body) % 2)
 
 
-def check_dicom(source: Source, index: int) -> DicomImage:
+def check_dicom(source: ByteSource, index: int) -> DicomImage:
     """What a file of :func:`pack_dicom` says besides its pixels, which are read in blocks.
 
     Raises:

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from protos.artifacts.byte_source import ArtifactFormatError, Source
+from protos.artifacts.byte_source import ArtifactFormatError, ByteSource
 from protos.artifacts.shards import Contents, check_earlier_shard, check_shard
 from protos.artifacts.strict_safetensors import Architecture, check_ring, check_vector, check_weights
 
 MAX_KINDS: Final = 256  # of labels in a set: more would be room for a text beside every image
 
 
-def check(source: Source, artifact_type: str, expected: Mapping[str, Any]) -> dict[str, Any]:
+def check(source: ByteSource, artifact_type: str, expected: Mapping[str, Any]) -> dict[str, Any]:
     """Refuse a file that is not an artifact of its type, in its one form; returns what it holds.
 
     ======== =============== ===================================== ==========================================
@@ -39,14 +39,14 @@ def check(source: Source, artifact_type: str, expected: Mapping[str, Any]) -> di
     return read(source, expected)
 
 
-def _images(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
+def _images(source: ByteSource, expected: Mapping[str, Any]) -> dict[str, Any]:
     contents = check_earlier_shard(source) if expected.get("earlier") is True else check_shard(source)
     if len(contents.shape) - (contents.form == "png-rgb") != 2:
         raise ArtifactFormatError("an image set holds images, not volumes")
     return _facts(contents)
 
 
-def _volumes(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
+def _volumes(source: ByteSource, expected: Mapping[str, Any]) -> dict[str, Any]:
     contents = check_shard(source)
     if contents.form == "png-rgb" or len(contents.shape) != 3:
         raise ArtifactFormatError("a volume set holds volumes, not images")
@@ -60,14 +60,14 @@ def _facts(contents: Contents) -> dict[str, Any]:
     return {"form": contents.form, "count": contents.count, "shape": list(contents.shape), "labels": dict(labels)}
 
 
-def _masked(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
+def _masked(source: ByteSource, expected: Mapping[str, Any]) -> dict[str, Any]:
     dtype, size = check_ring(source, expected.get("size"))
     if expected.get("dtype", dtype) != dtype:
         raise ArtifactFormatError(f"the ring must be {expected['dtype']}, not {dtype}")
     return {"size": size, "dtype": dtype}
 
 
-def _model(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
+def _model(source: ByteSource, expected: Mapping[str, Any]) -> dict[str, Any]:
     if type(expected.get("architecture")) is not str:
         raise ArtifactFormatError("no architecture was approved for this model")
     architecture = Architecture.parse(expected["architecture"])
@@ -75,7 +75,7 @@ def _model(source: Source, expected: Mapping[str, Any]) -> dict[str, Any]:
     return {"digest": architecture.digest(), "size": architecture.nbytes}
 
 
-_READERS: Final[dict[str, tuple[Callable[[Source, Mapping[str, Any]], dict[str, Any]], frozenset[str]]]] = {
+_READERS: Final[dict[str, tuple[Callable[[ByteSource, Mapping[str, Any]], dict[str, Any]], frozenset[str]]]] = {
     "image-set": (_images, frozenset({"earlier"})),
     "volume-set": (_volumes, frozenset()),
     "update": (lambda source, told: {"size": check_vector(source, told.get("size"))}, frozenset({"size"})),

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.artifacts.byte_source import ArtifactFormatError, Source, blocks
+from protos.artifacts.byte_source import ArtifactFormatError, ByteSource, blocks
 
 MAX_SIDE: Final = 1_024
 MAX_VOXELS: Final = 1 << 24
@@ -25,7 +25,7 @@ _NAMES: Final = {code: name for name, (code, _) in _TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Volume:
+class NiftiMetadata:
     """A file's metadata besides its voxels.
 
     ``shape`` is (x, y, z); ``dtype`` int16 or float32; ``affine`` the first three rows of the matrix from voxels to
@@ -92,15 +92,15 @@ def pack_nifti(voxels: NDArray[np.int16] | NDArray[np.float32], affine: tuple[fl
     """An (x, y, z) volume of int16 or finite float32.
 
     Raises:
-        ArtifactFormatError: see :class:`Volume`; or a voxel is not finite.
+        ArtifactFormatError: see :class:`NiftiMetadata`; or a voxel is not finite.
     """
-    volume = Volume(voxels.shape, voxels.dtype.name, affine)
+    volume = NiftiMetadata(voxels.shape, voxels.dtype.name, affine)
     if not bool(np.isfinite(voxels).all()):
         raise ArtifactFormatError("a voxel is not finite")
     return volume.header() + voxels.astype(voxels.dtype.newbyteorder("<")).tobytes(order="F")
 
 
-def check_nifti(source: Source) -> Volume:
+def check_nifti(source: ByteSource) -> NiftiMetadata:
     """What a file of :func:`pack_nifti` says besides its voxels, which are read in blocks.
 
     Raises:
@@ -112,7 +112,7 @@ def check_nifti(source: Source) -> Volume:
     fields = _HEADER.unpack(head[:348])
     if fields[0] != 348 or fields[-1] != b"n+1\0" or fields[7] != 3 or fields[19] not in _NAMES:
         raise ArtifactFormatError("a volume is not a three-dimensional NIfTI-1 of int16 or float32")
-    volume = Volume(fields[8:11], _NAMES[fields[19]], fields[-14:-2])
+    volume = NiftiMetadata(fields[8:11], _NAMES[fields[19]], fields[-14:-2])
     if volume.header() != head:
         raise ArtifactFormatError("a NIfTI header says more than shape, type and affine")
     if source.size != _OFFSET + volume.nbytes:

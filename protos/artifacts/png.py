@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.artifacts.byte_source import ArtifactFormatError, Source
+from protos.artifacts.byte_source import ArtifactFormatError, ByteSource
 from protos.artifacts.deflate import compressed
 
 MAX_SIDE: Final = 2_048
@@ -68,7 +68,7 @@ def plain_size(shape: tuple[int, ...]) -> int:
     return _BEFORE + _stored_size(height * (1 + width * (3 if shape[2:] else 1))) + _BEHIND
 
 
-def read_png(source: Source) -> NDArray[np.uint8]:
+def read_png(source: ByteSource) -> NDArray[np.uint8]:
     """The image of :func:`pack_png`. Its size is known from the header, and bounded, before a pixel is read.
 
     Raises:
@@ -84,7 +84,7 @@ def read_png(source: Source) -> NDArray[np.uint8]:
     return image
 
 
-def read_earlier_png(source: Source) -> NDArray[np.uint8]:
+def read_earlier_png(source: ByteSource) -> NDArray[np.uint8]:
     """The image of :func:`pack_earlier_png`.
 
     Raises:
@@ -100,7 +100,7 @@ def read_earlier_png(source: Source) -> NDArray[np.uint8]:
     return image
 
 
-def _head(source: Source) -> tuple[tuple[int, ...], int]:
+def _head(source: ByteSource) -> tuple[tuple[int, ...], int]:
     """The shape that the header promises, and the bytes of such an image in the plain form."""
     head = source.read(0, 33) if source.size >= 33 else b""
     if head[:16] != _SIGNATURE + b"\0\0\0\rIHDR":

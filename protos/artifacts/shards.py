@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.artifacts.byte_source import ArtifactFormatError, Source, Window
+from protos.artifacts.byte_source import ArtifactFormatError, ByteSource, Window
 from protos.artifacts.dicom import check_dicom, pack_dicom
 from protos.artifacts.nifti import check_nifti, pack_nifti
 from protos.artifacts.png import pack_png, plain_size, read_earlier_png, read_png
@@ -45,7 +45,7 @@ class Png:
 
 @dataclass(frozen=True, slots=True)
 class Nifti:
-    """(x, y, z) of int16 or float32; ``affine`` as in :class:`protos.artifacts.nifti.Volume`."""
+    """(x, y, z) of int16 or float32; ``affine`` as in :class:`protos.artifacts.nifti.NiftiMetadata`."""
 
     affine: tuple[float, ...]
 
@@ -60,7 +60,7 @@ class Dicom:
 
 Form = Png | Nifti | Dicom
 _Found = tuple[str, tuple[int, ...], object]  # form, shape, and whatever else all samples of a set share
-_Check = Callable[[Source, int], _Found]
+_Check = Callable[[ByteSource, int], _Found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _each(shape: tuple[int, ...], form: Form, dtype: type[np.generic]) -> int:
     return max(_taken(len(_packed(blank, index, form)[1])) for index in range(_LOOKS)) + _taken(MAX_LABEL)
 
 
-def check_shard(source: Source, taken: Callable[[Window], None] | None = None) -> Contents:
+def check_shard(source: ByteSource, taken: Callable[[Window], None] | None = None) -> Contents:
     """Refuse everything that :func:`pack_shard` would not write; one member at most is held at once.
 
     ``taken`` is given every sample, once it is known to be sound.
@@ -154,7 +154,7 @@ def check_shard(source: Source, taken: Callable[[Window], None] | None = None) -
     return _checked(source, taken, read_png)
 
 
-def check_earlier_shard(source: Source, taken: Callable[[Window], None] | None = None) -> Contents:
+def check_earlier_shard(source: ByteSource, taken: Callable[[Window], None] | None = None) -> Contents:
     """As :func:`check_shard`, of a set that was written before images were compressed.
 
     Raises:
@@ -163,7 +163,7 @@ def check_earlier_shard(source: Source, taken: Callable[[Window], None] | None =
     return _checked(source, taken, read_earlier_png)
 
 
-def check_kept_shard(source: Source, taken: Callable[[Window], None] | None = None) -> Contents:
+def check_kept_shard(source: ByteSource, taken: Callable[[Window], None] | None = None) -> Contents:
     """As :func:`check_shard`, of a set that was admitted or made here, now or before images were compressed.
 
     For reading only: what comes in has one form. :func:`read_kept_png` reads the images.
@@ -174,7 +174,7 @@ def check_kept_shard(source: Source, taken: Callable[[Window], None] | None = No
     return _checked(source, taken, read_kept_png)
 
 
-def read_kept_png(source: Source) -> NDArray[np.uint8]:
+def read_kept_png(source: ByteSource) -> NDArray[np.uint8]:
     """An image of today's form, or of the form before it.
 
     Raises:
@@ -193,7 +193,7 @@ def _like(known: _Found | None, found: _Found) -> _Found:
 
 
 def _checked(
-    source: Source, taken: Callable[[Window], None] | None, png: Callable[[Source], NDArray[np.uint8]]
+    source: ByteSource, taken: Callable[[Window], None] | None, png: Callable[[ByteSource], NDArray[np.uint8]]
 ) -> Contents:
     checks: Mapping[str, _Check] = {".png": lambda one, _: _picture(png(one)), ".nii": _nifti, ".dcm": _dicom}
     if source.size > MAX_SHARD:
@@ -237,12 +237,12 @@ def _picture(image: NDArray[np.uint8]) -> _Found:
     return "png" if image.ndim == 2 else "png-rgb", image.shape, None
 
 
-def _nifti(source: Source, index: int) -> _Found:
+def _nifti(source: ByteSource, index: int) -> _Found:
     volume = check_nifti(source)
     return f"nifti-{volume.dtype}", volume.shape, volume
 
 
-def _dicom(source: Source, index: int) -> _Found:
+def _dicom(source: ByteSource, index: int) -> _Found:
     picture = check_dicom(source, index)
     return f"dicom-{picture.dtype}", picture.shape, picture
 
@@ -269,7 +269,7 @@ def _end(at: int) -> int:
     return -(-(at + 2 * _BLOCK) // _RECORD) * _RECORD
 
 
-def _enter(source: Source, at: int, head: bytes, name: str) -> tuple[Window, int]:
+def _enter(source: ByteSource, at: int, head: bytes, name: str) -> tuple[Window, int]:
     """The body of the member whose header stands at ``at``, and where the next one starts."""
     digits = head[124:136]
     size = int(digits[:11], 8) if _OCTAL.fullmatch(digits) else -1
@@ -297,14 +297,14 @@ def _odd(head: bytes) -> str:
     return "a member is out of place, or its header has more than a name and a length"
 
 
-def _label(source: Source) -> str:
+def _label(source: ByteSource) -> str:
     raw = source.read(0, source.size) if source.size <= MAX_LABEL else b"\0"
     if not _LABEL.fullmatch(raw):
         raise ArtifactFormatError(f"a label is at most {MAX_LABEL} plain characters")
     return raw.decode()
 
 
-def read_images(source: Source) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
+def read_images(source: ByteSource) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
     """All images of a shard of PNG, (n, h, w) grey or (n, h, w, 3) RGB, and their labels, now or earlier made.
 
     Raises:

@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.artifacts.byte_source import ArtifactFormatError, BytesSource, Source, blocks
+from protos.artifacts.byte_source import ArtifactFormatError, ByteSource, BytesSource, blocks
 from protos.common.canonical_json import KeyTwiceError, distinct
 
 # In the order of the format's own type list, which its writer uses for alignment; bytes for each element.
@@ -137,7 +137,7 @@ class Architecture:
         return Architecture(tuple(sorted(Tensor(name, *tensor) for name, tensor in tensors.items())), told)
 
     @staticmethod
-    def shown_by(source: Source) -> Architecture:
+    def shown_by(source: ByteSource) -> Architecture:
         """The architecture that a file's header shows; whether it is in its one form is :func:`check_weights`'.
 
         Raises:
@@ -214,7 +214,7 @@ def vector_architecture(size: int, name: str = "flat", dtype: str = "F32") -> Ar
     return Architecture.of({name: (dtype, (size,))})
 
 
-def check_weights(source: Source, architecture: Architecture) -> None:
+def check_weights(source: ByteSource, architecture: Architecture) -> None:
     """Refuse everything but finite values for this architecture, in the one form; 4 MiB are held at once.
 
     Raises:
@@ -232,7 +232,7 @@ def check_weights(source: Source, architecture: Architecture) -> None:
             _check_values(block, tensor.dtype)
 
 
-def check_vector(source: Source, size: int | None = None) -> int:
+def check_vector(source: ByteSource, size: int | None = None) -> int:
     """Refuse everything but one finite float32 vector named ``flat``; returns its length p.
 
     Raises:
@@ -241,7 +241,7 @@ def check_vector(source: Source, size: int | None = None) -> int:
     return _check_single(source, "flat", ("F32",), size)[1]
 
 
-def check_ring(source: Source, size: int | None = None) -> tuple[str, int]:
+def check_ring(source: ByteSource, size: int | None = None) -> tuple[str, int]:
     """Refuse everything but one vector named ``ring`` of uint32 or uint64; returns ("U32" or "U64", length).
 
     A masked update (Bonawitz et al. 2017) is uniform over the ring, so that every value is admitted.
@@ -305,7 +305,7 @@ def unpack_ring(raw: bytes) -> NDArray[np.uint32] | NDArray[np.uint64]:
     return unpack_weights(raw, vector_architecture(size, "ring", dtype))["ring"]
 
 
-def _check_single(source: Source, name: str, dtypes: tuple[str, ...], size: int | None) -> tuple[str, int]:
+def _check_single(source: ByteSource, name: str, dtypes: tuple[str, ...], size: int | None) -> tuple[str, int]:
     """The header of one vector follows from its type and the file's length."""
     head = _head(source)
     for dtype in dtypes:
@@ -321,7 +321,7 @@ def _check_single(source: Source, name: str, dtypes: tuple[str, ...], size: int 
     )
 
 
-def _head(source: Source) -> bytes:
+def _head(source: ByteSource) -> bytes:
     length = int.from_bytes(source.read(0, 8), "little")
     if not 2 <= length <= MAX_HEADER:
         raise ArtifactFormatError("the header's length is out of bounds")

@@ -44,7 +44,7 @@ class BackupError(StorageError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class BackupManifest:
     """A backup's contents, and its owner."""
 
     origin: str  # the name of its ledger in checkpoints
@@ -58,7 +58,7 @@ class Manifest:
     files: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # name -> SHA-256, bytes
 
     @classmethod
-    def of(cls, raw: bytes, listing: bytes) -> Manifest:
+    def of(cls, raw: bytes, listing: bytes) -> BackupManifest:
         """Read one whose signature was checked, and its list of files.
 
         Raises:
@@ -150,7 +150,7 @@ class BackupWriter:
             found += self.copy(f"{name}/{path.relative_to(source).as_posix()}", path)
         return found
 
-    def finish(self, manifest: Manifest, key: Ed25519PrivateKey) -> None:
+    def finish(self, manifest: BackupManifest, key: Ed25519PrivateKey) -> None:
         """Sign the list, and give the backup its name: from here on it is one."""
         listing = json.dumps(self._files, sort_keys=True).encode()
         table = asdict(manifest) | {"listed": hashlib.sha256(listing).hexdigest()}
@@ -187,7 +187,7 @@ def _below(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def read(folder: Path, public: bytes) -> Manifest:
+def read(folder: Path, public: bytes) -> BackupManifest:
     """The list of a backup, signed by that key, with everything in the folder found to be as listed.
 
     Args:
@@ -203,7 +203,7 @@ def read(folder: Path, public: bytes) -> Manifest:
     if not len(listing) <= _MOST_LISTED:
         raise BackupError(f"{LIST} is too large")
     try:
-        manifest = Manifest.of(open_sealed(raw, PAYLOAD_TYPE, {"self": public}).payload, listing)
+        manifest = BackupManifest.of(open_sealed(raw, PAYLOAD_TYPE, {"self": public}).payload, listing)
     except EnvelopeError:
         raise BackupError("the backup was changed, or it is not signed by these keys") from None
     found = list(folder.rglob("*"))
@@ -236,7 +236,7 @@ def tells_password(text: str) -> bool:
     return _CLEAR.search(text) is not None
 
 
-def copy_files(folder: Path, manifest: Manifest, into: Path, without: Any = frozenset()) -> None:
+def copy_files(folder: Path, manifest: BackupManifest, into: Path, without: Any = frozenset()) -> None:
     """Copy a backup's files into a directory, 0600 in 0700, but for the box of keys and what is left out.
 
     Args:

@@ -2,8 +2,8 @@
 
 Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal, Seth, "Practical Secure Aggregation for
 Privacy-Preserving Machine Learning" (CCS 2017), Figure 4 with the parts for an active server: signed keys and the
-consistency check. Five exchanges (`protos.secagg.messages.Step`), bytes in and bytes out; `protos.secagg.server` is
-the other side. With ``u`` this site, ``x`` its vector and all sums modulo 2^bits, the coordinator gets
+consistency check. Five exchanges (`protos.secagg.messages.SumStep`), bytes in and bytes out; the other side is
+`protos.secagg.server`. With ``u`` this site, ``x`` its vector and all sums modulo 2^bits, the coordinator gets
 
     y_u = x_u + PRG(b_u) + sum over v < u of PRG(s_uv) - sum over v > u of PRG(s_uv)
 
@@ -45,7 +45,7 @@ from protos.secagg.messages import (
     Dealer,
     SecAggError,
     SecAggMessageError,
-    Step,
+    SumStep,
     SurvivorList,
     commit,
     commit_shares,
@@ -59,8 +59,8 @@ from protos.secagg.messages import (
     sign,
     split_messages,
 )
-from protos.secagg.session import KnownPartners, Session
-from protos.secagg.shamir import Entropy, split
+from protos.secagg.session import KnownPartners, SumSession
+from protos.secagg.shamir import RandomSource, split
 
 
 @dataclass(slots=True, repr=False)
@@ -86,7 +86,7 @@ class Member:
     """
 
     def __init__(
-        self, session: Session, site: str, sign_key: Ed25519PrivateKey, known: KnownPartners, entropy: Entropy
+        self, session: SumSession, site: str, sign_key: Ed25519PrivateKey, known: KnownPartners, entropy: RandomSource
     ) -> None:
         """Take part in ``session`` as ``site``.
 
@@ -105,7 +105,7 @@ class Member:
         self._session, self._key, self._known = session, sign_key, known
         self._own = session.sites.index(site)
         self._entropy = entropy
-        self._next: Step | None = Step.ADVERTISE
+        self._next: SumStep | None = SumStep.ADVERTISE
         self._meet(frozenset(range(len(session.sites))))
         self._secrets: _Secrets | None = self._draw(entropy)
 
@@ -120,18 +120,18 @@ class Member:
         Raises:
             SecAggError: asked before, or with something in the request.
         """
-        with self._doing(Step.ADVERTISE) as own:
+        with self._doing(SumStep.ADVERTISE) as own:
             if request:
                 raise SecAggMessageError("nothing is said before the keys")
             return own.advert
 
-    def _draw(self, entropy: Entropy) -> _Secrets:
+    def _draw(self, entropy: RandomSource) -> _Secrets:
         share_key = X25519PrivateKey.from_private_bytes(entropy.take(32))
         mask_key = X25519PrivateKey.from_private_bytes(entropy.take(32))
         seed = entropy.take(32)
         publics = [key.public_key().public_bytes_raw() for key in (share_key, mask_key)]
         body = b"".join([*publics, commit(self._session, b"b", (self._own,), seed)])
-        advert = sign(self._session, Step.ADVERTISE, self._own, body, self._key)
+        advert = sign(self._session, SumStep.ADVERTISE, self._own, body, self._key)
         return _Secrets(share_key, mask_key, seed, advert)
 
     def share(self, request: bytes) -> bytes:
@@ -141,7 +141,7 @@ class Member:
             SecAggError: a key is forged, repeated, of another session; this site's own is missing or was changed; or
                 too few members, or too few known ones, are left.
         """
-        with self._doing(Step.SHARE) as own:
+        with self._doing(SumStep.SHARE) as own:
             found = [read_advert(self._session, raw) for raw in split_messages(self._session, request, ADVERT_BYTES)]
             own.adverts = {advert.sender: advert for advert in found}
             _ascending([advert.sender for advert in found])
@@ -165,7 +165,7 @@ class Member:
             if i != self._own
         ]
         body = dealer.adverts + b"".join(commit_shares(self._session, self._own, self._own, kept)) + b"".join(parcels)
-        return sign(self._session, Step.SHARE, self._own, body, self._key)
+        return sign(self._session, SumStep.SHARE, self._own, body, self._key)
 
     def mask(self, request: bytes, lattice: NDArray[np.int64]) -> bytes:
         """Round 2: the parcels for this site in; its masked vector out.
@@ -179,7 +179,7 @@ class Member:
             SecAggError: parcels were changed, doubled, misdirected, or are too few.
             NotEncodableError: the vector does not fit the ring.
         """
-        with self._doing(Step.MASK) as own:
+        with self._doing(SumStep.MASK) as own:
             ring = self._session.params.ring
             total = ring.lift(lattice)
             self._accept(own, request)
@@ -187,7 +187,7 @@ class Member:
             for i in own.sharers - {self._own}:
                 seed = pair_seed(self._session, own.mask_key, self._own, own.adverts[i])
                 ring.add_mask(total, seed, 1 if self._own > i else -1)
-            return sign(self._session, Step.MASK, self._own, total.tobytes(), self._key)
+            return sign(self._session, SumStep.MASK, self._own, total.tobytes(), self._key)
 
     def _accept(self, own: _Secrets, request: bytes) -> None:
         assert own.dealer is not None
@@ -210,7 +210,7 @@ class Member:
             SecAggError: a site is listed both alive and dead, or in neither list; this site is not alive; or the
                 survivors, or the known ones among them, are too few.
         """
-        with self._doing(Step.AGREE) as own:
+        with self._doing(SumStep.AGREE) as own:
             roll = read_roll(self._session, request)
             if roll.alive & roll.dead:
                 raise SecAggError("a site is listed both dead and alive: whoever asks this wants to unmask it")
@@ -220,7 +220,7 @@ class Member:
                 raise SecAggError("this site has sent its vector and is not listed alive")
             self._enough(roll.alive)
             own.roll = roll
-            return sign(self._session, Step.AGREE, self._own, roll.encode(self._session), self._key)
+            return sign(self._session, SumStep.AGREE, self._own, roll.encode(self._session), self._key)
 
     def reveal(self, request: bytes) -> bytes:
         """Round 4: the survivors' signatures in; one share for each site out: of its seed or of its mask key.
@@ -228,12 +228,12 @@ class Member:
         Raises:
             SecAggError: fewer than ``threshold`` survivors have signed the very roll that this site has signed.
         """
-        with self._doing(Step.REVEAL) as own:
+        with self._doing(SumStep.REVEAL) as own:
             roll = own.roll
             assert roll is not None
             signers = []
             for raw in split_messages(self._session, request, FRAME + SurvivorList.size(self._session)):
-                signer, body = open_message(self._session, Step.AGREE, raw, SurvivorList.size(self._session))
+                signer, body = open_message(self._session, SumStep.AGREE, raw, SurvivorList.size(self._session))
                 if body != roll.encode(self._session):
                     raise SecAggError("the sites were shown different rolls")
                 signers.append(signer)
@@ -246,28 +246,28 @@ class Member:
                 i: (SEED_SHARE, seed) if i in roll.alive else (KEY_SHARE, key)
                 for i, (seed, key) in own.shares.items()
             }
-            return sign(self._session, Step.REVEAL, self._own, pack_reveal(self._session, shares), self._key)
+            return sign(self._session, SumStep.REVEAL, self._own, pack_reveal(self._session, shares), self._key)
 
-    def answer(self, step: Step, request: bytes, lattice: NDArray[np.int64] | None = None) -> bytes:
+    def answer(self, step: SumStep, request: bytes, lattice: NDArray[np.int64] | None = None) -> bytes:
         """The step by its name, for an adapter: bytes in, bytes out. Only `Step.MASK` takes a vector.
 
         Raises:
             SecAggError: as the steps do; or a vector is missing or not wanted.
         """
-        if (step is Step.MASK) is (lattice is None):
+        if (step is SumStep.MASK) is (lattice is None):
             raise SecAggError("a vector belongs to the mask step, and to it alone")
         if lattice is not None:
             return self.mask(request, lattice)
         steps = {
-            Step.ADVERTISE: self.advertise,
-            Step.SHARE: self.share,
-            Step.AGREE: self.agree,
-            Step.REVEAL: self.reveal,
+            SumStep.ADVERTISE: self.advertise,
+            SumStep.SHARE: self.share,
+            SumStep.AGREE: self.agree,
+            SumStep.REVEAL: self.reveal,
         }
         return steps[step](request)
 
     @contextmanager
-    def _doing(self, step: Step) -> Iterator[_Secrets]:
+    def _doing(self, step: SumStep) -> Iterator[_Secrets]:
         """Let ``step`` happen once and in its place; whatever goes wrong, no secret outlives it."""
         try:
             if self._next is not step or self._secrets is None:
@@ -276,10 +276,10 @@ class Member:
         except BaseException:
             self._forget()
             raise
-        if step is Step.REVEAL:
+        if step is SumStep.REVEAL:
             self._forget()
         else:
-            self._next = Step(step + 1)
+            self._next = SumStep(step + 1)
 
     def _forget(self) -> None:
         self._next, self._secrets = None, None

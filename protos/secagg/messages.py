@@ -35,7 +35,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from protos.common.dsse import pae
 from protos.common.errors import PeerError
-from protos.secagg.session import Session
+from protos.secagg.session import SumSession
 from protos.secagg.shamir import SHARE_BYTES, is_share
 
 PAYLOAD_TYPE: Final = "application/vnd.lazaret.secagg.v1"
@@ -50,7 +50,7 @@ PARCEL: Final = 6
 NO_SHARE, SEED_SHARE, KEY_SHARE = 0, 1, 2
 
 
-class Step(IntEnum):
+class SumStep(IntEnum):
     """The five exchanges of a round, in order; also the kinds of a member's messages."""
 
     ADVERTISE = 1
@@ -68,13 +68,13 @@ class SecAggMessageError(SecAggError):
     """Malformed, oversized, of another session, step or sender, or not validly signed."""
 
 
-def sign(session: Session, kind: int, sender: int, body: bytes, key: Ed25519PrivateKey) -> bytes:
+def sign(session: SumSession, kind: int, sender: int, body: bytes, key: Ed25519PrivateKey) -> bytes:
     """A message's bytes."""
     message = _HEAD.pack(MAGIC, kind, session.digest, sender) + body
     return message + key.sign(pae(PAYLOAD_TYPE, hashlib.sha256(message).digest()))
 
 
-def open_message(session: Session, kind: int, raw: bytes | memoryview, body_bytes: int) -> tuple[int, memoryview]:
+def open_message(session: SumSession, kind: int, raw: bytes | memoryview, body_bytes: int) -> tuple[int, memoryview]:
     """Check size, frame and signature; then (sender, body).
 
     Raises:
@@ -101,7 +101,7 @@ def open_message(session: Session, kind: int, raw: bytes | memoryview, body_byte
     return sender, view[_HEAD.size : -SIGNATURE_BYTES]
 
 
-def split_messages(session: Session, raw: bytes, size: int) -> list[bytes]:
+def split_messages(session: SumSession, raw: bytes, size: int) -> list[bytes]:
     """The messages of ``size`` bytes that the coordinator sent end to end.
 
     Raises:
@@ -115,12 +115,12 @@ def split_messages(session: Session, raw: bytes, size: int) -> list[bytes]:
 # -- sets of sites ---------------------------------------------------------------------------------------------------
 
 
-def pack_set(session: Session, members: Iterable[int]) -> bytes:
+def pack_set(session: SumSession, members: Iterable[int]) -> bytes:
     """A set of sites as a bitmap, lowest bit of the first byte first."""
     return sum(1 << i for i in set(members)).to_bytes(_set_bytes(session), "little")
 
 
-def _set_bytes(session: Session) -> int:
+def _set_bytes(session: SumSession) -> int:
     return -(-len(session.sites) // 8)
 
 
@@ -131,17 +131,17 @@ class SurvivorList:
     alive: frozenset[int]
     dead: frozenset[int]
 
-    def encode(self, session: Session) -> bytes:
+    def encode(self, session: SumSession) -> bytes:
         """The two bitmaps."""
         return pack_set(session, self.alive) + pack_set(session, self.dead)
 
     @staticmethod
-    def size(session: Session) -> int:
+    def size(session: SumSession) -> int:
         """Bytes of a roll."""
         return 2 * _set_bytes(session)
 
 
-def read_roll(session: Session, raw: bytes | memoryview) -> SurvivorList:
+def read_roll(session: SumSession, raw: bytes | memoryview) -> SurvivorList:
     """Read two bitmaps; nothing is said yet about whether they make sense.
 
     Raises:
@@ -170,13 +170,13 @@ class Advert:
     commitment: bytes  # to the self mask's seed (the paper's b)
 
 
-def read_advert(session: Session, raw: bytes) -> Advert:
+def read_advert(session: SumSession, raw: bytes) -> Advert:
     """Check and read an advertisement.
 
     Raises:
         SecAggMessageError: malformed, badly signed, or with a key of small order.
     """
-    sender, body = open_message(session, Step.ADVERTISE, raw, 96)
+    sender, body = open_message(session, SumStep.ADVERTISE, raw, 96)
     share_key, mask_key, commitment = (bytes(body[start : start + 32]) for start in (0, 32, 64))
     probe = X25519PrivateKey.from_private_bytes(bytes([1]) * 32)
     for public in (share_key, mask_key):
@@ -194,30 +194,30 @@ def _exchange(mine: X25519PrivateKey, theirs: bytes) -> bytes:
         raise SecAggMessageError("a public key of small order") from None
 
 
-def derive(session: Session, label: bytes, numbers: tuple[int, ...], secret: bytes) -> bytes:
+def derive(session: SumSession, label: bytes, numbers: tuple[int, ...], secret: bytes) -> bytes:
     """A 32-byte key for one use: HKDF-SHA256 (RFC 5869), salt: the session, info: label and members' numbers."""
     info = b"lazaret secagg " + label + struct.pack(f"<{len(numbers)}H", *numbers)
     return HKDF(SHA256(), 32, session.digest, info).derive(secret)
 
 
-def pair_seed(session: Session, mine: X25519PrivateKey, own: int, theirs: Advert) -> bytes:
+def pair_seed(session: SumSession, mine: X25519PrivateKey, own: int, theirs: Advert) -> bytes:
     """The seed of the mask that members ``own`` and ``theirs.sender`` share, the same from both sides."""
     numbers = (min(own, theirs.sender), max(own, theirs.sender))
     return derive(session, b"pair", numbers, _exchange(mine, theirs.mask_key))
 
 
-def self_seed(session: Session, own: int, secret: bytes) -> bytes:
+def self_seed(session: SumSession, own: int, secret: bytes) -> bytes:
     """The seed of member ``own``'s self mask."""
     return derive(session, b"self", (own,), secret)
 
 
-def commit(session: Session, label: bytes, numbers: tuple[int, ...], value: bytes) -> bytes:
+def commit(session: SumSession, label: bytes, numbers: tuple[int, ...], value: bytes) -> bytes:
     """SHA-256 commitment to a uniformly random value of at least 32 bytes: it hides because the value does."""
     head = b"lazaret secagg commit " + label + struct.pack(f"<{len(numbers)}H", *numbers)
     return hashlib.sha256(head + session.digest + value).digest()
 
 
-def commit_shares(session: Session, dealer: int, holder: int, shares: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+def commit_shares(session: SumSession, dealer: int, holder: int, shares: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
     """Commitments to ``holder``'s shares of ``dealer``'s self seed and mask key."""
     seed, key = shares
     return commit(session, b"seed", (dealer, holder), seed), commit(session, b"key", (dealer, holder), key)
@@ -237,12 +237,12 @@ class SealedShares:
 
 
 def _parcel_key(
-    session: Session, mine: X25519PrivateKey, theirs: bytes, dealer: int, holder: int
+    session: SumSession, mine: X25519PrivateKey, theirs: bytes, dealer: int, holder: int
 ) -> ChaCha20Poly1305:
     return ChaCha20Poly1305(derive(session, b"parcel", (dealer, holder), _exchange(mine, theirs)))
 
 
-def _parcel_data(session: Session, adverts: bytes, dealer: int, holder: int) -> bytes:
+def _parcel_data(session: SumSession, adverts: bytes, dealer: int, holder: int) -> bytes:
     return _HEAD.pack(MAGIC, PARCEL, session.digest, dealer) + adverts + struct.pack("<H", holder)
 
 
@@ -250,7 +250,7 @@ def _parcel_data(session: Session, adverts: bytes, dealer: int, holder: int) -> 
 class Dealer:
     """One member's means to seal and open parcels after all advertisements are known."""
 
-    session: Session
+    session: SumSession
     own: int
     secret: X25519PrivateKey
     adverts: bytes  # SHA-256 of all advertisements, ascending
@@ -280,7 +280,7 @@ class Dealer:
         return shares if wanted == parcel.commitments else None
 
 
-def read_parcel(session: Session, raw: bytes | memoryview, adverts: bytes) -> SealedShares:
+def read_parcel(session: SumSession, raw: bytes | memoryview, adverts: bytes) -> SealedShares:
     """Check a parcel's frame, signature and the set of advertisements that it answers.
 
     Raises:
@@ -298,21 +298,21 @@ def read_parcel(session: Session, raw: bytes | memoryview, adverts: bytes) -> Se
 # -- reveals ---------------------------------------------------------------------------------------------------------
 
 
-def pack_reveal(session: Session, shares: dict[int, tuple[int, bytes]]) -> bytes:
+def pack_reveal(session: SumSession, shares: dict[int, tuple[int, bytes]]) -> bytes:
     """The body of a reveal: member's number -> (kind, share); who is not named has none."""
     nothing = (NO_SHARE, bytes(SHARE_BYTES))
     rows = (shares.get(i, nothing) for i in range(len(session.sites)))
     return b"".join(bytes([kind]) + share for kind, share in rows)
 
 
-def read_reveal(session: Session, raw: bytes, roll: SurvivorList) -> tuple[int, dict[int, bytes]]:
+def read_reveal(session: SumSession, raw: bytes, roll: SurvivorList) -> tuple[int, dict[int, bytes]]:
     """Check a reveal against the roll: (sender, member's number -> share).
 
     Raises:
         SecAggMessageError: malformed, badly signed, or with a share of a kind that the roll does not ask for.
     """
     row = 1 + SHARE_BYTES
-    sender, body = open_message(session, Step.REVEAL, raw, row * len(session.sites))
+    sender, body = open_message(session, SumStep.REVEAL, raw, row * len(session.sites))
     shares: dict[int, bytes] = {}
     for i in range(len(session.sites)):
         kind, share = body[row * i], bytes(body[row * i + 1 : row * (i + 1)])

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from protos.common.canonical_json import canonical
 from protos.common.errors import PeerError
-from protos.secagg.messages import Step, open_message
+from protos.secagg.messages import SumStep, open_message
 from protos.secagg.ring import Ring, Words
-from protos.secagg.session import Params, Quorum, Session, start_context
+from protos.secagg.session import Params, Quorum, SumSession, start_context
 
 CORRUPT: Final = 1  # sites that may work with the coordinator against the others
 MOST_SETUP: Final = 1 << 16
@@ -101,7 +101,9 @@ def ring_of(config: Mapping[str, Any], parameters: int) -> Ring:
     return Ring(parameters, config["ring_bits"], config["value_bound"], config["scale"])
 
 
-def session(terms: RoundParams, start: NDArray[np.float32], roster: Mapping[str, bytes], quorum: Quorum) -> Session:
+def session(
+    terms: RoundParams, start: NDArray[np.float32], roster: Mapping[str, bytes], quorum: Quorum
+) -> SumSession:
     """The session as one side sees it: equal on both sides, or nothing can be unmasked.
 
     Raises:
@@ -110,14 +112,14 @@ def session(terms: RoundParams, start: NDArray[np.float32], roster: Mapping[str,
     config = json.loads(terms.config)
     ring = ring_of(config, int(start.size))
     context = start_context(start, (terms.strategy.encode(), terms.config))
-    return Session(terms.run, terms.round_index, Params(ring, quorum), context, roster)
+    return SumSession(terms.run, terms.round_index, Params(ring, quorum), context, roster)
 
 
-def masked_vector(of: Session, message: bytes) -> Words:
+def masked_vector(of: SumSession, message: bytes) -> Words:
     """The masked vector in a member's answer to `Step.MASK`: what the site seals as its artifact.
 
     Raises:
         ValueError: not such an answer, or not signed by its sender.
     """
-    _, body = open_message(of, Step.MASK, message, of.params.ring.size)
+    _, body = open_message(of, SumStep.MASK, message, of.params.ring.size)
     return of.params.ring.read(body)

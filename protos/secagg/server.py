@@ -22,7 +22,7 @@ from protos.secagg.messages import (
     Advert,
     SecAggError,
     SecAggMessageError,
-    Step,
+    SumStep,
     SurvivorList,
     commit,
     open_message,
@@ -33,7 +33,7 @@ from protos.secagg.messages import (
     read_roll,
     self_seed,
 )
-from protos.secagg.session import Session
+from protos.secagg.session import SumSession
 from protos.secagg.shamir import SharesError, join
 
 
@@ -53,10 +53,10 @@ class Server:
     Time-outs are the caller's: whoever has not answered when it advances is dropped.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: SumSession) -> None:
         """Start at `Step.ADVERTISE`, with every site of the roster expected."""
         self.session = session
-        self.step: Step | None = Step.ADVERTISE
+        self.step: SumStep | None = SumStep.ADVERTISE
         self.dropped: dict[str, str] = {}
         self._asked = frozenset(range(len(session.sites)))
         self._answered: set[int] = set()
@@ -71,12 +71,12 @@ class Server:
         self._agreements: dict[int, bytes] = {}
         self._shares: dict[int, dict[int, bytes]] = {}  # of whom -> point -> share
         self._revealed = False
-        self._takers: Mapping[Step, Callable[[int, bytes], None]] = {
-            Step.ADVERTISE: self._take_advert,
-            Step.SHARE: self._take_shares,
-            Step.MASK: self._take_vector,
-            Step.AGREE: self._take_agreement,
-            Step.REVEAL: self._take_reveal,
+        self._takers: Mapping[SumStep, Callable[[int, bytes], None]] = {
+            SumStep.ADVERTISE: self._take_advert,
+            SumStep.SHARE: self._take_shares,
+            SumStep.MASK: self._take_vector,
+            SumStep.AGREE: self._take_agreement,
+            SumStep.REVEAL: self._take_reveal,
         }
 
     def requests(self) -> dict[str, bytes]:
@@ -89,24 +89,24 @@ class Server:
             raise SecAggError("the round is over")
         return {self.session.sites[i]: self._request(i, self.step) for i in sorted(self._asked)}
 
-    def _request(self, i: int, step: Step) -> bytes:
-        if step is Step.SHARE:
+    def _request(self, i: int, step: SumStep) -> bytes:
+        if step is SumStep.SHARE:
             return _joined(self._raw_adverts)
-        if step is Step.MASK:
+        if step is SumStep.MASK:
             return b"".join(self._parcels[dealer][i] for dealer in sorted(self._asked - {i}))
-        if step is Step.AGREE:
+        if step is SumStep.AGREE:
             return self._roll.encode(self.session)
         return _joined(self._agreements)  # of Step.REVEAL; empty at Step.ADVERTISE, which is sent nothing
 
-    def size(self, step: Step) -> int:
+    def size(self, step: SumStep) -> int:
         """Bytes of an answer to ``step``: more, or fewer, need not be read from the wire."""
         n = len(self.session.sites)
         bodies = {
-            Step.ADVERTISE: 96,
-            Step.SHARE: 96 + (max(1, len(self._adverts)) - 1) * PARCEL_BYTES,
-            Step.MASK: self.session.params.ring.size,
-            Step.AGREE: SurvivorList.size(self.session),
-            Step.REVEAL: 34 * n,
+            SumStep.ADVERTISE: 96,
+            SumStep.SHARE: 96 + (max(1, len(self._adverts)) - 1) * PARCEL_BYTES,
+            SumStep.MASK: self.session.params.ring.size,
+            SumStep.AGREE: SurvivorList.size(self.session),
+            SumStep.REVEAL: 34 * n,
         }
         return FRAME + bodies[step]
 
@@ -144,18 +144,18 @@ class Server:
         for i in sorted(asked - self._answered):
             self._drop(i, f"no answer to {step.name.lower()}")
         present, self._answered = len(self._asked), set()
-        needed = quorum.threshold if step in (Step.AGREE, Step.REVEAL) else quorum.min_survivors
+        needed = quorum.threshold if step in (SumStep.AGREE, SumStep.REVEAL) else quorum.min_survivors
         if not present >= needed:
             self.step = None
             raise SecAggError(f"{present} sites have answered to {step.name.lower()}, {needed} are needed")
-        if step is Step.ADVERTISE:
+        if step is SumStep.ADVERTISE:
             self._adverts_digest = hashlib.sha256(_joined(self._raw_adverts)).digest()
-        if step is Step.MASK:
+        if step is SumStep.MASK:
             self._roll = SurvivorList(self._asked, self._sharers - self._asked)
-        if step is Step.SHARE:
+        if step is SumStep.SHARE:
             self._sharers = self._asked
-        self._revealed = step is Step.REVEAL
-        self.step = None if self._revealed else Step(step + 1)
+        self._revealed = step is SumStep.REVEAL
+        self.step = None if self._revealed else SumStep(step + 1)
 
     def aggregate(self) -> Total:
         """Take off the self masks of the survivors and the pairwise masks of those who dropped out.
@@ -208,7 +208,7 @@ class Server:
         self._adverts[i], self._raw_adverts[i] = advert, message
 
     def _take_shares(self, i: int, message: bytes) -> None:
-        sender, body = open_message(self.session, Step.SHARE, message, len(message) - FRAME)
+        sender, body = open_message(self.session, SumStep.SHARE, message, len(message) - FRAME)
         _is_from(i, sender)
         if body[:32] != self._adverts_digest:
             raise SecAggMessageError("shares were made for other advertisements")
@@ -224,12 +224,12 @@ class Server:
 
     def _take_vector(self, i: int, message: bytes) -> None:
         ring = self.session.params.ring
-        sender, body = open_message(self.session, Step.MASK, message, ring.size)
+        sender, body = open_message(self.session, SumStep.MASK, message, ring.size)
         _is_from(i, sender)
         self._total += ring.read(body)
 
     def _take_agreement(self, i: int, message: bytes) -> None:
-        sender, body = open_message(self.session, Step.AGREE, message, SurvivorList.size(self.session))
+        sender, body = open_message(self.session, SumStep.AGREE, message, SurvivorList.size(self.session))
         _is_from(i, sender)
         if read_roll(self.session, body) != self._roll:
             raise SecAggMessageError("another roll was signed")

@@ -158,7 +158,7 @@ def _text(text: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class SumSession:
     """One secure sum: everything that its members must agree on."""
 
     run: str
@@ -214,7 +214,7 @@ class KnownPartners:
         if type(self.minimum) is not int or not self.minimum >= 1:
             raise ValueError("a site is in no sum without at least one other that it knows")
 
-    def missing(self, session: Session, own: int, members: Iterable[int]) -> int:
+    def missing(self, session: SumSession, own: int, members: Iterable[int]) -> int:
         """How many known members short of the minimum these are; 0: enough."""
         found = sum(key_id(session.roster[session.sites[i]]) in self.known for i in set(members) - {own})
         return max(0, self.minimum - found)

@@ -19,7 +19,7 @@ SHARE_BYTES: Final = 33
 _DRAW_BYTES: Final = 48  # 384 bits modulo PRIME: farther from uniform by less than 2^-127
 
 
-class Entropy(Protocol):
+class RandomSource(Protocol):
     """Where randomness comes from: the operating system's in production, repeatable in tests."""
 
     def take(self, count: int) -> bytes:
@@ -31,7 +31,7 @@ class SharesError(ArtifactError, ValueError):
     """The shares are malformed, too few, or of no 32-byte secret."""
 
 
-def split(secret: bytes, threshold: int, points: Iterable[int], entropy: Entropy) -> dict[int, bytes]:
+def split(secret: bytes, threshold: int, points: Iterable[int], entropy: RandomSource) -> dict[int, bytes]:
     """Share ``secret`` (32 bytes) so that any ``threshold`` shares give it back.
 
     Draws ``threshold - 1`` coefficients of 48 bytes each, lowest power first.

@@ -26,7 +26,7 @@ _COLOURS: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BarPart:
     """A piece of a bar."""
 
     kind: str  # "spent", "held", "left", "yes", "no", "warn": its colour
@@ -43,7 +43,7 @@ class Bar:
     """A row of a bar chart. ``words`` say the figures: a bar alone is no statement."""
 
     label: str
-    parts: tuple[Part, ...]
+    parts: tuple[BarPart, ...]
     whole: float  # what the full width stands for
     words: str
     href: str = ""  # the label leads there
@@ -55,7 +55,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class StepCurve:
     """A curve of steps: from each point on, the value is that one."""
 
     label: str
@@ -121,7 +121,7 @@ def _lines(entries: Sequence[tuple[str, str]]) -> Markup:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class ChartFrame:
     """What a curve is drawn in."""
 
     title: str
@@ -137,7 +137,7 @@ class Frame:
             raise ValueError("a frame ends after it begins")
 
 
-def steps(series: Sequence[Series], frame: Frame) -> Markup:
+def steps(series: Sequence[StepCurve], frame: ChartFrame) -> Markup:
     """Curves of steps over time, for what is spent or left; and the same as a table.
 
     Args:
@@ -172,14 +172,14 @@ def steps(series: Sequence[Series], frame: Frame) -> Markup:
     ).format(frame.title, frame.unit, svg, _lines(legend), _table(series, frame))
 
 
-def _told(series: Sequence[Series], frame: Frame) -> str:
+def _told(series: Sequence[StepCurve], frame: ChartFrame) -> str:
     last = "; ".join(f"{s.label} ends at {s.points[-1][1]:g}" for s in series if s.points)
     return (
         f"Steps from {utc(frame.begin, DATE)} to {utc(frame.end, DATE)}, {frame.unit}. {last or 'Nothing happened'}."
     )
 
 
-def _x(at: float, frame: Frame) -> float:
+def _x(at: float, frame: ChartFrame) -> float:
     share = min(max((at - frame.begin) / (frame.end - frame.begin), 0.0), 1.0)
     return _LEFT + (_WIDTH - _LEFT - _RIGHT) * share
 
@@ -197,7 +197,7 @@ def _step(top: float) -> float:
     return next(power * times for times in (1, 2, 5, 10) if top / (power * times) <= 5)
 
 
-def _grid(high: float, step: float, frame: Frame) -> Markup:
+def _grid(high: float, step: float, frame: ChartFrame) -> Markup:
     out = []
     for number in range(round(high / step) + 1):
         y = _y(number * step, high)
@@ -216,7 +216,7 @@ def _grid(high: float, step: float, frame: Frame) -> Markup:
     return Markup("").join(out)
 
 
-def _curve(series: Series, number: int, high: float, frame: Frame) -> Markup:
+def _curve(series: StepCurve, number: int, high: float, frame: ChartFrame) -> Markup:
     before = [value for at, value in series.points if at <= frame.begin]
     inside = [(at, value) for at, value in series.points if frame.begin < at <= frame.end]
     if before:
@@ -228,7 +228,7 @@ def _curve(series: Series, number: int, high: float, frame: Frame) -> Markup:
     return Markup('<path class="line line-{}" d="{}H{:.1f}"/>').format(number, path, _x(frame.end, frame))
 
 
-def _table(series: Sequence[Series], frame: Frame) -> Markup:
+def _table(series: Sequence[StepCurve], frame: ChartFrame) -> Markup:
     row = Markup('<tr><th scope="row">{}</th><td>{}</td><td class="number">{:g}</td></tr>')
     points = [(s.label, at, value) for s in series for at, value in s.points][-200:]
     rows = Markup("").join(row.format(label, utc(at, MINUTE), value) for label, at, value in points)

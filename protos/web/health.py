@@ -7,13 +7,13 @@ from contextlib import ExitStack, contextmanager
 
 from protos.operations.metrics import CONTENT_TYPE
 from protos.operations.systemd import Systemd
-from protos.web.server import Answer, PlainServing
+from protos.web.server import PlainAnswer, PlainServing
 from protos.web.settings import ConsoleSettings
 
 Wrong = Callable[[], str | None]
 
 
-def answers(page: Callable[[], bytes], live: Wrong, ready: Wrong) -> Mapping[str, Callable[[], Answer]]:
+def answers(page: Callable[[], bytes], live: Wrong, ready: Wrong) -> Mapping[str, Callable[[], PlainAnswer]]:
     """What each path says.
 
     Args:
@@ -22,14 +22,14 @@ def answers(page: Callable[[], bytes], live: Wrong, ready: Wrong) -> Mapping[str
         ready: what keeps the service from its work now, or None.
     """
     return {
-        "/metrics": lambda: Answer(200, page(), CONTENT_TYPE),
+        "/metrics": lambda: PlainAnswer(200, page(), CONTENT_TYPE),
         "/healthz": lambda: _told(live()),
         "/readyz": lambda: _told(ready()),
     }
 
 
-def _told(wrong: str | None) -> Answer:
-    return Answer(200, b"well\n") if wrong is None else Answer(503, f"{wrong}\n".encode())
+def _told(wrong: str | None) -> PlainAnswer:
+    return PlainAnswer(200, b"well\n") if wrong is None else PlainAnswer(503, f"{wrong}\n".encode())
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from protos.web.forms import read_form
 from protos.web.oidc import LoginError, Provider
 from protos.web.request import Form, LoggedInPerson, PageError, RequestContext, is_local
 from protos.web.security import RateLimit
-from protos.web.sessions import COOKIE, Session, Sessions
+from protos.web.sessions import COOKIE, LoginSession, LoginSessions
 from protos.web.settings import ConsoleSettings
 from protos.web.templates import Templates
 
@@ -32,7 +32,7 @@ class LoginHost(Protocol):
     settings: ConsoleSettings
     log: Any
     logins: PinnedCertificates
-    sessions: Sessions
+    sessions: LoginSessions
     rate: RateLimit
     kit: Templates
 
@@ -51,13 +51,13 @@ class LoginHost(Protocol):
     def public(self, method: str, path: str, endpoint: Callable[..., Any]) -> None:
         """Add a page before the login."""
 
-    def logged_in(self, request: Request, *, touch: bool = False) -> tuple[Session, LoggedInPerson] | None:
+    def logged_in(self, request: Request, *, touch: bool = False) -> tuple[LoginSession, LoggedInPerson] | None:
         """The session and the person of a request; None when there is none."""
 
     def asked(
         self,
         request: Request,
-        session: Session | None,
+        session: LoginSession | None,
         person: LoggedInPerson | None,
         form: Form,
         uploads: Mapping[str, bytes],

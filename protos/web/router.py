@@ -36,8 +36,8 @@ from protos.web.client_certificates import PinnedCertificates
 from protos.web.forms import read_form
 from protos.web.login_pages import peer
 from protos.web.request import Form, LoggedInPerson, PageError, RequestContext, is_local
-from protos.web.security import Guard, RateLimit, Scope
-from protos.web.sessions import COOKIE, Session, Sessions
+from protos.web.security import ConsoleGuard, RateLimit, Scope
+from protos.web.sessions import COOKIE, LoginSession, LoginSessions
 from protos.web.settings import ConsoleSettings
 from protos.web.templates import Templates
 
@@ -82,7 +82,7 @@ class Router:
     def __post_init__(self) -> None:
         """An application without a page but those of the login."""
         self.app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-        self.sessions = Sessions(self.settings.idle_minutes * 60.0, self.settings.hours * 3600.0, self.clock)
+        self.sessions = LoginSessions(self.settings.idle_minutes * 60.0, self.settings.hours * 3600.0, self.clock)
         self.rate = RateLimit(20, 60.0, self.clock)  # of everything that logs in
         self.kit = Templates(self.templates, self.title, self.side, self._menu)
         for kind, handler in (
@@ -124,9 +124,9 @@ class Router:
         refuse_unchecked(self.app)
         return self.app
 
-    def guarded(self) -> Guard:
+    def guarded(self) -> ConsoleGuard:
         """The application behind its guard, as it is served."""
-        return Guard(self.build(), self.settings.names, self.log, self._known)
+        return ConsoleGuard(self.build(), self.settings.names, self.log, self._known)
 
     def _known(self, scope: Scope) -> bool:
         """Whether somebody is logged in who may send a large form here; the person and the role are checked later."""
@@ -192,7 +192,7 @@ class Router:
             self.log.error("console_incident", rule=incident, state=f"{type(fault).__name__} {what}")
             raise PageError(500, f"Internal fault, incident {incident}: the log has it under this number.") from None
 
-    async def _let_in(self, request: Request, roles: frozenset[str]) -> tuple[Session, LoggedInPerson]:
+    async def _let_in(self, request: Request, roles: frozenset[str]) -> tuple[LoginSession, LoggedInPerson]:
         """Who asks, and whether that person may."""
         live = LIVE in request.headers
         found = await run_in_threadpool(self.logged_in, request, touch=not live)
@@ -210,7 +210,7 @@ class Router:
             raise PageError(403, f"This is for {allowed}; you are logged in as {person.name}, {person.role}.")
         return session, person
 
-    async def _checked(self, request: Request, session: Session, person: LoggedInPerson) -> RequestContext:
+    async def _checked(self, request: Request, session: LoginSession, person: LoggedInPerson) -> RequestContext:
         """What was sent, with the token of this very login."""
         form, uploads = await read_form(request) if request.method == "POST" else (Form(()), {})
         if request.method == "POST" and not secrets.compare_digest(
@@ -220,7 +220,7 @@ class Router:
             raise PageError(403, "That form is not of your own login. Nothing was done: open the page again.")
         return self.asked(request, session, person, form, uploads)
 
-    def logged_in(self, request: Request, *, touch: bool = False) -> tuple[Session, LoggedInPerson] | None:
+    def logged_in(self, request: Request, *, touch: bool = False) -> tuple[LoginSession, LoggedInPerson] | None:
         """The session and the person of a request; None if no person with a role is logged in."""
         shown = peer(request)
         session = self.sessions.find(request.cookies.get(COOKIE, ""), shown, touch=touch)
@@ -234,7 +234,7 @@ class Router:
     def asked(
         self,
         request: Request,
-        session: Session | None,
+        session: LoginSession | None,
         person: LoggedInPerson | None,
         form: Form,
         uploads: Mapping[str, bytes],

@@ -73,7 +73,7 @@ class RequestRefusedError(PeerError):
         self.status, self.rule, self.sentence = status, rule, sentence
 
 
-class Guard:
+class ConsoleGuard:
     """The outermost layer of a console."""
 
     def __init__(self, app: App, names: Iterable[str], log: Any, known: Callable[[Scope], bool]) -> None:

@@ -28,7 +28,7 @@ from starlette.concurrency import run_in_threadpool
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from protos.web.client_certificates import PinnedCertificates
-from protos.web.security import HEADER_BYTES, App, Guard, Receive, Scope, Send, host_of
+from protos.web.security import HEADER_BYTES, App, ConsoleGuard, Receive, Scope, Send, host_of
 from protos.web.settings import ConsoleConfigError, ConsoleSettings, split
 from protos.web.tls import own_certificate
 
@@ -201,7 +201,7 @@ def _listen(address: str, name: str) -> _Gate:
 class ConsoleServer(ServerThread):
     """A console that is reached over TLS, from entering the context until leaving it."""
 
-    def __init__(self, app: Guard, settings: ConsoleSettings, logins: PinnedCertificates, home: Path) -> None:
+    def __init__(self, app: ConsoleGuard, settings: ConsoleSettings, logins: PinnedCertificates, home: Path) -> None:
         """Load its certificate and take its port.
 
         Args:
@@ -226,7 +226,7 @@ class ConsoleServer(ServerThread):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PlainAnswer:
     """The response of a path of the plain listener."""
 
     status: int
@@ -237,7 +237,9 @@ class Answer:
 class PlainServing(ServerThread):
     """Metrics and health over plain HTTP, for the machines that watch this one: sums and yes or no, no pages."""
 
-    def __init__(self, address: str, answers: Mapping[str, Callable[[], Answer]], names: Iterable[str] = ()) -> None:
+    def __init__(
+        self, address: str, answers: Mapping[str, Callable[[], PlainAnswer]], names: Iterable[str] = ()
+    ) -> None:
         """Take the port.
 
         Args:
@@ -253,22 +255,22 @@ class PlainServing(ServerThread):
 class _Plain:
     """GET of a few paths. A page of another site, that gave itself this host's address, is not answered."""
 
-    def __init__(self, answers: Mapping[str, Callable[[], Answer]], names: frozenset[str]) -> None:
+    def __init__(self, answers: Mapping[str, Callable[[], PlainAnswer]], names: frozenset[str]) -> None:
         self._answers, self._names = answers, names
 
     async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        answer = Answer(404, b"no such path\n")
+        answer = PlainAnswer(404, b"no such path\n")
         if not self._may(dict(scope["headers"])):
-            answer = Answer(421, b"not reached under that name\n")
+            answer = PlainAnswer(421, b"not reached under that name\n")
         elif scope["method"] not in ("GET", "HEAD"):
-            answer = Answer(405, b"only GET\n")
+            answer = PlainAnswer(405, b"only GET\n")
         elif scope["path"] in self._answers:
             try:
                 answer = await run_in_threadpool(self._answers[scope["path"]])
             except Exception:  # noqa: BLE001 - what cannot be told is not healthy, and nothing of its text leaves
-                answer = Answer(500, b"internal fault\n")
+                answer = PlainAnswer(500, b"internal fault\n")
         headers = [
             (b"content-type", answer.media_type.encode()),
             (b"content-length", b"%d" % len(answer.body)),

@@ -19,12 +19,12 @@ MOST_EACH: Final = 8  # of one person; the oldest ends
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class LoginSession:
     """One login. ``flash`` is said once, on the next page."""
 
     person: str
     certificate: bytes  # SHA-256 of the certificate that was shown; b"" for a login by OpenID
-    began: float  # seconds of the clock given to :class:`Sessions`
+    began: float  # seconds of the clock given to :class:`LoginSessions`
     used: float
     csrf: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     flash: str = ""
@@ -39,14 +39,14 @@ def fingerprint(der: bytes) -> bytes:
     return hashlib.sha256(der).digest() if der else b""
 
 
-class Sessions:
+class LoginSessions:
     """All logins of this process."""
 
     def __init__(self, idle_s: float, life_s: float, clock: Callable[[], float]) -> None:
         """``clock``: seconds that never go back."""
         self._idle, self._life, self._clock = idle_s, life_s, clock
         self._lock = threading.Lock()
-        self._all: dict[bytes, Session] = {}
+        self._all: dict[bytes, LoginSession] = {}
 
     def begin(self, person: str, certificate: bytes) -> str:
         """Log somebody in, under an id that nobody knew before.
@@ -63,10 +63,10 @@ class Sessions:
                 *list(self._all)[: len(self._all) - MOST + 1],
             ):
                 self._all.pop(key, None)
-            self._all[_digest(token)] = Session(person, fingerprint(certificate), now, now)
+            self._all[_digest(token)] = LoginSession(person, fingerprint(certificate), now, now)
         return token
 
-    def find(self, token: str, certificate: bytes, *, touch: bool) -> Session | None:
+    def find(self, token: str, certificate: bytes, *, touch: bool) -> LoginSession | None:
         """The session of a cookie, if it still runs and is shown with the certificate that it began with.
 
         Args:
@@ -89,7 +89,7 @@ class Sessions:
         with self._lock:
             self._all.pop(_digest(token), None)
 
-    def said(self, session: Session) -> str:
+    def said(self, session: LoginSession) -> str:
         """What is to be said once; afterwards it is not there any more."""
         with self._lock:
             words, session.flash = session.flash, ""

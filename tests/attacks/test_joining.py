@@ -13,7 +13,7 @@ import pytest
 
 from agent.errors import CoordinatorUnreachableError, SiteConfigError
 from agent.gateway import enrolment
-from agent.gateway.enrolment import Given, Progress, enrol, over_grpc
+from agent.gateway.enrolment import EnrolmentProgress, Given, enrol, over_grpc
 from agent.storage import site_directory
 from coordinator.enrolment.authority import Authority, Invitation
 from policies.review.policy import preset
@@ -43,7 +43,7 @@ def given(invitation: Invitation, **changes: str) -> Given:
     return Given(json.dumps(body).encode(), token, said)
 
 
-def come(home: site_directory.SiteDirectory, words: Given) -> Progress:
+def come(home: site_directory.SiteDirectory, words: Given) -> EnrolmentProgress:
     """As `lazaret-agent enrol` does, over the wire."""
     return enrol(home, words, over_grpc(), now())
 

@@ -34,7 +34,7 @@ from coordinator.console.context import CoordinatorConsoleContext
 from coordinator.enrolment.authority import Authority
 from coordinator.event_log import open_log
 from coordinator.federation.run_manager import RunManager
-from coordinator.gateway.notifications import Sessions
+from coordinator.gateway.notifications import NotificationStreams
 from coordinator.reports.catalog import make
 from coordinator.storage import directory as homes
 from coordinator.storage.directory import look_at_ledger
@@ -114,7 +114,7 @@ def served(
             intake=intake,
             runs=RunManager(home.root / "runs", host, intake, shelf, log),  # type: ignore[arg-type]
             shelf=shelf,
-            sessions=Sessions(log),
+            sessions=NotificationStreams(log),
             authority=Authority(home, intake, lambda: dt.datetime.now(dt.UTC)),
             index=index,
             close_calls=lambda _site: None,

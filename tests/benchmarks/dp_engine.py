@@ -27,7 +27,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 
 from agent.dp.clipping import PROBES, ClippedSum, loop_engine, vmap_engine
-from agent.dp.dpsgd import PrivateSgd, Task, best_engine, train_privately
+from agent.dp.dpsgd import PrivateSgd, TrainingTask, best_engine, train_privately
 from agent.dp.noise import SystemEntropy
 from tests.benchmarks.report import Report, Row
 from tests.support.families import Family, monai_unet
@@ -52,7 +52,7 @@ def step_of(mode: str, shape: str) -> Callable[[], object]:
     sgd = partial(torch.optim.SGD, lr=1e-3)
     if mode in OWN:
         job = PrivateSgd(1.0, 1.0, 1, clip=1.0, images_per_patient=each, expected_batch=patients)
-        task, engine = Task(found.model, found.loss, sgd), OWN[mode]()
+        task, engine = TrainingTask(found.model, found.loss, sgd), OWN[mode]()
         return lambda: train_privately(task, units, job, SystemEntropy(), engine)
     if mode == "opacus_ghost":
         return _ghost(found, rows)

@@ -34,7 +34,7 @@ import torch
 
 from agent.defacing.brain_extraction import Brain
 from agent.defacing.change import checked
-from agent.defacing.deid_gan.network import PRESETS, Generator, remodeller_from
+from agent.defacing.deid_gan.network import PRESETS, DeidGanGenerator, remodeller_from
 from agent.defacing.deid_gan.network import drawn as drawn_by
 from agent.defacing.face_region import Region
 from agent.defacing.head import HeadScan
@@ -220,7 +220,7 @@ def _one_head() -> dict[str, float]:
     change = remodel(head, draws, Region("surface"), rng)
     config = PRESETS["base64"]
     gamma = torch.from_numpy(transform(head, SIDE, draws.population).stack())[None]
-    drawn_by(Generator(config), gamma, torch.Generator().manual_seed(0))
+    drawn_by(DeidGanGenerator(config), gamma, torch.Generator().manual_seed(0))
     drawn = _seconds()
     checked(head.volume, head.brain.mask, change.onto(head.volume, head.brain.mask, rng))
     ended = _seconds()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from agent.deidentify.admission_rules import Rules
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.deidentifier import Deidentifier
 from agent.ingest.folders import in_folder
 from agent.ingest.patient_lists import Lists
@@ -35,7 +35,7 @@ _KEYS = {
     "four_vs_storescp": "four_senders_vs_storescp",
     "WADO-RS into the room / curl to disk": "wado_vs_curl_to_disk",
 }
-RULES = Rules(modalities=frozenset({"CT"}))
+RULES = AdmissionRules(modalities=frozenset({"CT"}))
 
 
 def _read(folder: Path, work: Path, jobs: int, progress: Callable[[int], None] = lambda _done: None) -> float:

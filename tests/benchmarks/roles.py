@@ -29,16 +29,16 @@ from agent.cli import serve  # noqa: E402 - Flower reads its environment while i
 from agent.domain import Update  # noqa: E402
 from agent.dp.noise import SystemEntropy  # noqa: E402
 from agent.federation import service  # noqa: E402
-from agent.federation.supernode_process import Link, LinkConfig  # noqa: E402
-from agent.federation.tasks import Answer, Task  # noqa: E402
+from agent.federation.supernode_process import LinkConfig, SuperNodeLink  # noqa: E402
+from agent.federation.tasks import RoundAnswer, RoundTask  # noqa: E402
 from agent.mechanisms.federated import mechanism as federated  # noqa: E402
 from agent.storage import projects  # noqa: E402
 from agent.storage.site_directory import SiteDirectory as AgentHome  # noqa: E402
 from coordinator import daemon  # noqa: E402
 from coordinator.federation import run_manager  # noqa: E402
-from coordinator.federation.events import Event  # noqa: E402
+from coordinator.federation.events import RunEvent  # noqa: E402
 from coordinator.federation.run_controller import RunController  # noqa: E402
-from coordinator.federation.strategy import Model, Progress, RoundPlan  # noqa: E402
+from coordinator.federation.strategy import RoundModel, RoundPlan, RoundProgress  # noqa: E402
 from coordinator.federation.superlink import conduct  # noqa: E402
 from coordinator.storage.directory import CoordinatorDirectory  # noqa: E402
 
@@ -54,48 +54,50 @@ def governed(home: Path, paced: bool) -> int:
     return serve.serve(argparse.Namespace(home=home, modality=MODALITY))
 
 
-def bare(home: Path, answer: Callable[[AgentHome, Task], Answer]) -> int:
+def bare(home: Path, answer: Callable[[AgentHome, RoundTask], RoundAnswer]) -> int:
     """The link alone."""
     site = AgentHome(home)
     settings, stop = site.settings(), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     torch.set_num_threads(1)
-    link = Link(LinkConfig(settings.coordinator, site.keys, site.keys / "node.key", settings.proxy))
+    link = SuperNodeLink(LinkConfig(settings.coordinator, site.keys, site.keys / "node.key", settings.proxy))
     link.run(lambda task: answer(site, task), stop, lambda state: print(f"link: {state}", flush=True))
     return 0
 
 
-def trained(site: AgentHome, task: Task) -> Answer:
+def trained(site: AgentHome, task: RoundTask) -> RoundAnswer:
     """The same training from the same vault."""
     if task.vector is None:
-        return Answer(b"-")
+        return RoundAnswer(b"-")
     mechanism = federated.Federated.from_json(task.config.decode())
     vault = projects.open_vault(site)
     try:
         cohort = vault.cohort(MODALITY, mechanism.shape)
     finally:
         vault.close()
-    return Answer(b"-", mechanism.run_round(cohort, Update(task.vector.copy()), SystemEntropy()).vector)
+    return RoundAnswer(b"-", mechanism.run_round(cohort, Update(task.vector.copy()), SystemEntropy()).vector)
 
 
-def flat(_site: AgentHome, task: Task) -> Answer:
+def flat(_site: AgentHome, task: RoundTask) -> RoundAnswer:
     """A model of one tensor: take it, add 1, send it."""
-    return Answer(b"-", None if task.vector is None else task.vector + np.float32(1))
+    return RoundAnswer(b"-", None if task.vector is None else task.vector + np.float32(1))
 
 
-def many(_site: AgentHome, task: Task) -> Answer:
+def many(_site: AgentHome, task: RoundTask) -> RoundAnswer:
     """The same in :data:`TENSORS` tensors: unpacked after it came, packed before it leaves."""
     if task.vector is None:
-        return Answer(b"-")
+        return RoundAnswer(b"-")
     model = {f"layer-{n}": part.copy() for n, part in enumerate(np.array_split(task.vector, TENSORS))}
     model = {name: tensor + np.float32(1) for name, tensor in model.items()}
-    return Answer(b"-", np.concatenate(list(model.values())))
+    return RoundAnswer(b"-", np.concatenate(list(model.values())))
 
 
 class AdmitAll:
     """The gate of a coordinator that checks nothing and keeps nothing."""
 
-    def __init__(self, tell: Callable[[int, tuple[str, ...]], None], progress: Callable[[Progress], None]) -> None:
+    def __init__(
+        self, tell: Callable[[int, tuple[str, ...]], None], progress: Callable[[RoundProgress], None]
+    ) -> None:
         """``tell`` hears of each closed round, ``progress`` of all else."""
         self._tell, self.progress = tell, progress
 
@@ -109,7 +111,9 @@ class AdmitAll:
         del site, round_index, envelope, artifact
         return None
 
-    def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
+    def round_done(
+        self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
+    ) -> None:
         """Only the news."""
         del model, refused
         self._tell(round_index + 1, used)
@@ -123,14 +127,14 @@ class Ungoverned(RunController):
         job = self.job
 
         def tell(number: int, used: tuple[str, ...]) -> None:
-            self.feed.put(Event(job.run, number, "closed", used))
+            self.feed.put(RunEvent(job.run, number, "closed", used))
 
         plan = RoundPlan(
             run=job.run,
             sites=job.sites,
             rounds=job.rounds,
             first_round=0,
-            model=Model(np.zeros(job.parameters, np.float32)),
+            model=RoundModel(np.zeros(job.parameters, np.float32)),
             config=job.config.encode(),
             min_sites=job.min_sites,
             least_grants=len(job.sites),
@@ -139,7 +143,7 @@ class Ungoverned(RunController):
         )
         with self.context.turn.take(self.feed.waiting):
             conduct(self.context.host, plan, AdmitAll(tell, self.progress))
-        self.feed.put(Event(job.run, job.rounds, "finished", job.sites))
+        self.feed.put(RunEvent(job.run, job.rounds, "finished", job.sites))
 
 
 def hub(home: Path) -> int:

@@ -17,10 +17,10 @@ from typing import Final
 import requests
 from dicomweb_client.web import DICOMwebClient
 
-from agent.pacs.archive import Query
+from agent.pacs.archive import ArchiveQuery
 from agent.pacs.dicomweb.config import DicomWebArchive
-from agent.pacs.dicomweb.qido import QidoClient, Series, Session
-from agent.pacs.dicomweb.wado import Sink, WadoRetriever
+from agent.pacs.dicomweb.qido import ArchiveSession, QidoClient, QidoSeries
+from agent.pacs.dicomweb.wado import InstanceSink, WadoRetriever
 from agent.storage.spool import Spool
 from tests.benchmarks.report import Report, Row
 from tests.support.pacs import Pacs, make_instances, orthanc, uid_of
@@ -50,8 +50,8 @@ def _measure(pacs: Pacs, folder: Path) -> Report:
     session.auth = (pacs.user, pacs.password)
     client = DICOMwebClient(pacs.dicomweb_url, session=session)
     web = _web(pacs, folder)
-    with Session(web) as own:
-        found = list(QidoClient(web, own, time.sleep).series(Query()))
+    with ArchiveSession(web) as own:
+        found = list(QidoClient(web, own, time.sleep).series(ArchiveQuery()))
     peers: dict[str, Callable[[], object]] = {
         "curl to disk": lambda: _curl(pacs, url, folder / "curl"),
         "curl to nothing": lambda: _curl(pacs, url, Path("/dev/null")),
@@ -91,9 +91,11 @@ def _web(pacs: Pacs, folder: Path) -> DicomWebArchive:
     return DicomWebArchive("bench", pacs.dicomweb_url, user=pacs.user, password_file=password, least_free_bytes=0)
 
 
-def _pull(web: DicomWebArchive, folder: Path, found: list[Series] | None = None, *, durable: bool = False) -> None:
+def _pull(
+    web: DicomWebArchive, folder: Path, found: list[QidoSeries] | None = None, *, durable: bool = False
+) -> None:
     """One file each, sealed."""
     room = Spool(folder / "inbox", bytes(32), durable=durable)
-    puller = WadoRetriever(web, Sink(room, lambda _uid: False))
-    done = puller.bring(found) if found else puller.run(Query())
+    puller = WadoRetriever(web, InstanceSink(room, lambda _uid: False))
+    done = puller.bring(found) if found else puller.run(ArchiveQuery())
     assert done.brought == INSTANCES == len(room.names())

@@ -18,7 +18,7 @@ import yaml
 from agent.ingest.config import parse_ingestion
 from agent.operations import metrics as agents
 from agent.storage import site_directory
-from coordinator.gateway.notifications import Sessions
+from coordinator.gateway.notifications import NotificationStreams
 from coordinator.operations import metrics as coordinators
 from coordinator.storage import directory as coordinator_home
 from policies.review.policy import preset
@@ -147,11 +147,11 @@ def both(tmp_path: Path) -> Iterator[list[int]]:
                 asked = hospital.reservation(f"grant-{number}", claim, mechanism, run)
                 assert register.reserve(f"reserve-{number}", asked, hospital.seal(asked)).admitted
         ingestion = parse_ingestion(site.root, site.settings(), "")
-        here = agents.MonitoredState(site, ingestion, lambda: NOW, mine.store, tally=EventCounters())
-        there = coordinators.MonitoredState(
+        here = agents.MonitoredSite(site, ingestion, lambda: NOW, mine.store, tally=EventCounters())
+        there = coordinators.MonitoredCoordinator(
             hub,
             theirs.store,
-            Sessions(Quiet()),
+            NotificationStreams(Quiet()),
             hub.root / "runs",
             hub.root / "uploads",
             lambda: NOW,

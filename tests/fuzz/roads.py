@@ -22,20 +22,20 @@ import pydicom
 from pydicom import config
 
 from agent.deidentify import nifti
-from agent.deidentify.admission_rules import Rules
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import REASONS, FileRejectedError
 from agent.deidentify.prescan import read_meta, scan, undeflate
 from agent.deidentify.record import Record
 from agent.ingest import parser_main, parser_process
-from agent.pacs.dicomweb.multipart import Limits, MultipartError, Part, Splitter, media_type
+from agent.pacs.dicomweb.multipart import BodyLimits, BodyPart, MultipartError, Splitter, media_type
 from agent.pacs.dimse.acceptor import STORAGE, VERIFICATION, Accepted, negotiate
 from agent.pacs.dimse.config import Caller, ListenerSettings
 from agent.pacs.dimse.messages import data_values, read_command, response
 from agent.pacs.dimse.pdu import DATA, AssociationEnded
 
 WHO: Final = Deidentifier(b"\7" * 32, "FUZZ")
-RULES: Final = Rules(
+RULES: Final = AdmissionRules(
     modalities=frozenset({"CT", "MR", "OT"}),
     secondary_capture_modalities=frozenset({"OT"}),
     colour_modalities=frozenset({"OT"}),
@@ -43,7 +43,7 @@ RULES: Final = Rules(
     max_pixels=1 << 16,
 )
 SETTINGS: Final = ListenerSettings("LAZARET", (Caller("PACS", ("127.0.0.1",)),), plain_tcp=True)
-_LIMITS: Final = Limits(part_bytes=4096, total_bytes=1 << 16, parts=64, header_bytes=512, preamble_bytes=1024)
+_LIMITS: Final = BodyLimits(part_bytes=4096, total_bytes=1 << 16, parts=64, header_bytes=512, preamble_bytes=1024)
 _DEFLATED: Final = "1.2.840.10008.1.2.1.99"
 
 
@@ -181,7 +181,7 @@ def multipart(data: bytes) -> bool:
 def _split(boundary: str, pieces: list[bytes]) -> tuple[list[tuple[str, bytes, bool]], str]:
     """The parts, without the glimpses of those that were too large, and the fault that ended them."""
     splitter = Splitter(boundary, _LIMITS)
-    parts: list[Part] = []
+    parts: list[BodyPart] = []
     fault = ""
     try:
         for piece in pieces:

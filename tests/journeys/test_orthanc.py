@@ -15,7 +15,7 @@ from pydicom import dcmread
 from agent.pacs.archive import ArchiveConfig, ArchiveError
 from agent.pacs.dimse.config import Caller, ListenerSettings
 from agent.pacs.dimse.listener_process import Listener
-from agent.pacs.dimse.retrieve import Progress, Retriever
+from agent.pacs.dimse.retrieve import RetrievalProgress, Retriever
 from tests.support.pacs import make_instances, orthanc, run
 from tests.support.ports import free_port
 from tests.support.pulling import KEY, Note, Site, data_set, killed_after, pulled, pulling
@@ -100,7 +100,7 @@ def test_an_archive_killed_while_it_moves_is_asked_for_the_rest(tmp_path: Path) 
             "LAZARET", (Caller(pacs.aet, ("127.0.0.1",)),), plain_tcp=True, port=port, workers=1
         )
 
-        def kill(progress: Progress) -> None:
+        def kill(progress: RetrievalProgress) -> None:
             if progress.instances_done == 25:
                 pacs.kill()
 

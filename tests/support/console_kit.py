@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from policies.governance import decisions
 from protos.identity.key_files import pem, write_private
-from protos.web.charts import Bar, Frame, Part, Series, bars, steps
+from protos.web.charts import Bar, BarPart, ChartFrame, StepCurve, bars, steps
 from protos.web.client_certificates import PinnedCertificates, make
 from protos.web.router import LoggedInPerson, PageError, RequestContext, Router
 from protos.web.server import ConsoleServer
@@ -237,17 +237,23 @@ def charts() -> dict[str, Any]:
     """One of each."""
     day, start = 86_400.0, 1.7e9
     points = tuple((start + n * day, float(n) / 10) for n in range(0, 30, 3))
-    frame = Frame("Spent", "epsilon per patient", start, start + 30 * day, 4.0, "the budget")
+    frame = ChartFrame("Spent", "epsilon per patient", start, start + 30 * day, 4.0, "the budget")
     return {
         "bars": bars(
             [
-                Bar("alpha", (Part("spent", 1.0), Part("held", 0.5)), 4.0, "1 spent, 0.5 held, 2.5 left of 4", "/"),
-                Bar("beta <script>", (Part("spent", 5.0),), 4.0, "5 of 4"),
+                Bar(
+                    "alpha",
+                    (BarPart("spent", 1.0), BarPart("held", 0.5)),
+                    4.0,
+                    "1 spent, 0.5 held, 2.5 left of 4",
+                    "/",
+                ),
+                Bar("beta <script>", (BarPart("spent", 5.0),), 4.0, "5 of 4"),
             ],
             "Budget by site",
             (("spent", "spent"), ("held", "held"), ("left", "left")),
         ),
-        "steps": steps([Series("alpha", points), Series("beta", points[:3])], frame),
+        "steps": steps([StepCurve("alpha", points), StepCurve("beta", points[:3])], frame),
     }
 
 

@@ -22,7 +22,7 @@ from coordinator.enrolment.authority import Authority
 from coordinator.event_log import open_log
 from coordinator.federation import run_controller
 from coordinator.federation.run_manager import RunManager
-from coordinator.gateway.notifications import Sessions
+from coordinator.gateway.notifications import NotificationStreams
 from coordinator.storage import directory as homes
 from coordinator.storage.release_store import ReleaseStore
 from coordinator.storage.uploads import Uploads
@@ -64,7 +64,7 @@ class Hub(Federation):
         host: Any = Host(self.grid)
         self.host, self.shelf = host, ReleaseStore(self.home.releases, self.store)
         self.runs = RunManager(self.home.root / "runs", host, self.intake, self.shelf, self.log)
-        self.sessions = Sessions(self.log)
+        self.sessions = NotificationStreams(self.log)
         self.authority = Authority(self.home, self.intake, lambda: dt.datetime.now(dt.UTC))
         self.uploads = Uploads(self.shelf.staging, lambda: 0.0, keep_free=0)
         for name, role in ROLES.items():

@@ -25,7 +25,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from numpy.typing import NDArray
 
 from agent.federation.supernode import read_task, records_of
-from agent.federation.tasks import Answer, Reply, Task, TaskDeclinedError
+from agent.federation.tasks import Reply, RoundAnswer, RoundTask, TaskDeclinedError
 from coordinator.admission import AdmissionService
 from coordinator.event_log import open_log
 from coordinator.federation.job import Job
@@ -53,7 +53,7 @@ class Node(Protocol):
 
     online: bool
 
-    def handle(self, task: Task) -> Answer:
+    def handle(self, task: RoundTask) -> RoundAnswer:
         """Do what is asked.
 
         Raises:

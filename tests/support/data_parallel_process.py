@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from agent.domain import CheckpointStore
 from agent.dp.clipping import ClippedSum, PrivacyUnit, loop_engine
 from agent.dp.data_parallel import OutOfStepError, SharedCheckpointStore, SharedEntropy, abreast, join, leave
-from agent.dp.dpsgd import PrivateSgd, Task, train_privately
+from agent.dp.dpsgd import PrivateSgd, TrainingTask, train_privately
 from agent.dp.noise import Entropy
 from agent.models.training_loop import FileCheckpointStore, seeded
 from tests.support.entropy import UnsafeSeededEntropy
@@ -38,7 +38,7 @@ def trained(
     units = [PrivacyUnit((torch.randn(n, 4, generator=draw),)) for n in (1, 3, 2, 1, 2, 1)]
     with seeded(1 if odd == "weights" else 0):
         model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
-    task = Task(model, _scores, partial(torch.optim.Adam, lr=0.05))
+    task = TrainingTask(model, _scores, partial(torch.optim.Adam, lr=0.05))
     train_privately(
         task, units[1:] if odd == "patients" else units, JOB, entropy, engine, place=place, run="x" if place else ""
     )

@@ -14,7 +14,7 @@ from agent.domain import Update
 from agent.errors import ReviewRejectedError
 from agent.federation.participant import Participant, read_mechanism
 from agent.federation.secure_aggregation import SecureAggregationClient
-from agent.federation.tasks import Answer, Task, TaskDeclinedError
+from agent.federation.tasks import RoundAnswer, RoundTask, TaskDeclinedError
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
 from coordinator.admission import AdmissionService
 from coordinator.federation.run_controller import UpdateArtifact
@@ -25,9 +25,9 @@ from protos.artifacts.arrays import pack_vector
 from protos.artifacts.strict_safetensors import pack_ring
 from protos.common.dsse import key_id, open_sealed
 from protos.secagg import round
-from protos.secagg.messages import Step
+from protos.secagg.messages import SumStep
 from protos.secagg.server import Server
-from protos.secagg.session import KnownPartners, Quorum, Session
+from protos.secagg.session import KnownPartners, Quorum, SumSession
 from tests.support.coordinator_runs import admitting
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.ledger_world import Hospital, policy
@@ -81,7 +81,7 @@ class FederatedSite:
         self.vault.crash_at = ""
         return self.start()
 
-    def handle(self, task: Task) -> Answer:
+    def handle(self, task: RoundTask) -> RoundAnswer:
         """What `agent.federation.service` does with a task, without its pauses.
 
         Raises:
@@ -91,14 +91,14 @@ class FederatedSite:
         part = self.part.participant
         try:
             if task.kind == "price":
-                return Answer(part.join(task.run, read_mechanism(task.config.decode())))
+                return RoundAnswer(part.join(task.run, read_mechanism(task.config.decode())))
             if task.kind == "secure":
-                return Answer(
+                return RoundAnswer(
                     payload=self.part.step(task.run, task.round_index + 1, task.step, task.payload, task.config)
                 )
             assert task.vector is not None
             sent, update = part.train(task.run, task.round_index + 1, Update(task.vector.copy()))
-            return Answer(sent.envelope, update.vector)
+            return RoundAnswer(sent.envelope, update.vector)
         except ReviewRejectedError as refusal:
             rules = {f.rule for f in refusal.verdict.findings}
             raise TaskDeclinedError("budget" if "budget" in rules else "policy") from None
@@ -194,7 +194,7 @@ class SecureRun:
         sealed = {name: ward.part.participant.join(run, self.job) for name, ward in self.wards.items()}
         assert all(v.admitted for v in self.intake.reserve_run(run, sealed, 3).values())
 
-    def session(self, index: int = 0, start: np.ndarray | None = None, run: str = "run-1") -> Session:
+    def session(self, index: int = 0, start: np.ndarray | None = None, run: str = "run-1") -> SumSession:
         start = self.job.initial().vector if start is None else start
         quorum = Quorum.smallest(3, round.CORRUPT, self.job.honest)
         return round.session(round.RoundParams(run, index, self.config, STRATEGY), start, self.roster, quorum)
@@ -203,23 +203,23 @@ class SecureRun:
         start = self.job.initial().vector if start is None else start
         return round.RoundSetup(self.roster, STRATEGY, pack_vector(start)).encode()
 
-    def step(self, site: str, step: Step, payload: bytes, number: int = 1) -> bytes:
+    def step(self, site: str, step: SumStep, payload: bytes, number: int = 1) -> bytes:
         return self.wards[site].part.step("run-1", number, step.name.lower(), payload, self.config)
 
-    def play(self, until: Step, index: int = 0) -> Server:
+    def play(self, until: SumStep, index: int = 0) -> Server:
         """Honestly up to, and not into, ``until``; each masked vector is admitted at the coordinator."""
         hub = Server(self.session(index))
-        for step in Step:
+        for step in SumStep:
             if step is until:
                 break
             self.once(hub, step, index)
         return hub
 
-    def once(self, hub: Server, step: Step, index: int = 0) -> None:
+    def once(self, hub: Server, step: SumStep, index: int = 0) -> None:
         for site, request in hub.requests().items():
-            payload = self.setup() if step is Step.ADVERTISE else request
+            payload = self.setup() if step is SumStep.ADVERTISE else request
             answer = self.step(site, step, payload, index + 1)
-            if step is Step.MASK:
+            if step is SumStep.MASK:
                 envelope, answer = round.unframe(answer)
                 self.admit(site, envelope, pack_ring(round.masked_vector(hub.session, answer)))
             assert hub.receive(site, answer) is None

@@ -26,7 +26,7 @@ from coordinator.admission import AdmissionService
 from coordinator.enrolment.authority import Authority
 from coordinator.event_log import open_log
 from coordinator.gateway.context import GatewayContext
-from coordinator.gateway.notifications import Sessions
+from coordinator.gateway.notifications import NotificationStreams
 from coordinator.gateway.server import start
 from coordinator.gateway.service import Service
 from coordinator.storage import directory as coordinator_home
@@ -205,7 +205,7 @@ class Federation:
                 policy=self.home.policy_text(),
                 log=log,
             ),
-            Sessions(log),
+            NotificationStreams(log),
         )
         self.server, self.port = start(self.home, self.service, (self.recorder,))
         return self
@@ -242,7 +242,7 @@ class Federation:
             self._forged(home, site)
         return Site(home, hospital, self)
 
-    def invited(self, home: site_directory.SiteDirectory) -> enrolment.Progress:
+    def invited(self, home: site_directory.SiteDirectory) -> enrolment.EnrolmentProgress:
         """Invite a site that has a directory, and have it hand in its request."""
         invitation = self.authority.invite(home.settings().site)
         given = enrolment.Given(invitation.body, invitation.token, invitation.fingerprint)

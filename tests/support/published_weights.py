@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from agent.models.stylegan.network import Architecture, Generator
+from agent.models.stylegan.network import Generator, StyleGanShape
 from agent.models.training_loop import seeded
 
 
@@ -65,7 +65,7 @@ def head_names(count):
 
 def tiny_ada(resolution=16, channels=3):
     with seeded(3):
-        g = Generator(Architecture(resolution, channels, 24, 32, 3, 128, 16))
+        g = Generator(StyleGanShape(resolution, channels, 24, 32, 3, 128, 16))
     with torch.no_grad():
         for name, p in g.named_parameters():
             if name.endswith(("bias", "noise_strength")):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agent.pacs.archive import ArchiveConfig
-from agent.pacs.dimse.retrieve import Ports, Progress, PullReport, Retriever
+from agent.pacs.dimse.retrieve import Ports, PullReport, RetrievalProgress, Retriever
 from agent.storage.spool import Spool
 
 KEY = bytes(range(32))
@@ -75,7 +75,7 @@ class Site:
         """In the spool, or in what stands for vault and quarantine."""
         return self.room.holds(instance, SENDERS) or instance in self.elsewhere
 
-    def ports(self, progress: Callable[[Progress], None] = lambda _progress: None) -> Ports:
+    def ports(self, progress: Callable[[RetrievalProgress], None] = lambda _progress: None) -> Ports:
         return Ports(self.room, self.already, self.note, self.clock.now, self.clock.sleep, progress)
 
     def bodies(self) -> dict[str, bytes]:
@@ -100,7 +100,7 @@ def data_set(body: bytes) -> bytes:
 def main(folder: str, aet: str, port: str, calling: str) -> None:
     """Pull everything; one line for each step of progress, and not on before a line comes back."""
 
-    def step(progress: Progress) -> None:
+    def step(progress: RetrievalProgress) -> None:
         print(progress.instances_done, flush=True)
         sys.stdin.readline()
 

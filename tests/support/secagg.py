@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from protos.common.dsse import key_id
 from protos.secagg.member import Member
-from protos.secagg.messages import SecAggError, Step
+from protos.secagg.messages import SecAggError, SumStep
 from protos.secagg.ring import Ring
 from protos.secagg.server import Server, Total
-from protos.secagg.session import KnownPartners, Params, Quorum, Session
+from protos.secagg.session import KnownPartners, Params, Quorum, SumSession
 
 
 class UnsafeStream:
@@ -57,9 +57,9 @@ class Sites:
         self.params = Params(self.ring, Quorum.smallest(self.n, self.corrupt, self.honest))
         self.session = self.as_seen()
 
-    def as_seen(self, context: bytes | None = None, round: int | None = None) -> Session:
+    def as_seen(self, context: bytes | None = None, round: int | None = None) -> SumSession:
         """The session as a site sees it that was told something else."""
-        return Session(
+        return SumSession(
             self.run,
             self.round if round is None else round,
             self.params,
@@ -74,7 +74,7 @@ class Sites:
             frozenset(key_id(site_key(name).public_key().public_bytes_raw()) for name in chosen), minimum
         )
 
-    def member(self, name: str, session: Session | None = None) -> Member:
+    def member(self, name: str, session: SumSession | None = None) -> Member:
         """One site's side."""
         entropy = UnsafeStream(f"{self.seed}/{name}")
         return Member(session or self.session, name, self.keys[name], self.knows(), entropy)
@@ -94,17 +94,17 @@ def play(
     members: dict[str, Member],
     hub: Server,
     vectors: dict[str, NDArray[np.int64]],
-    until: Step,
+    until: SumStep,
     silent: Iterable[str] = (),
 ) -> dict[str, bytes]:
     """Play honestly up to, and not into, ``until``; then give what the hub would send. ``silent`` miss `MASK`."""
-    for step in Step:
+    for step in SumStep:
         requests = hub.requests()
         if step is until:
             return requests
         for name, request in requests.items():
-            if not (step is Step.MASK and name in silent):
-                answer = members[name].answer(step, request, vectors[name] if step is Step.MASK else None)
+            if not (step is SumStep.MASK and name in silent):
+                answer = members[name].answer(step, request, vectors[name] if step is SumStep.MASK else None)
                 assert hub.receive(name, answer) is None
         hub.advance()
     raise AssertionError
@@ -114,7 +114,7 @@ def run_round(
     members: Mapping[str, Member],
     hub: Server,
     vectors: Mapping[str, NDArray[np.int64]],
-    silent: Mapping[str, Step] = MappingProxyType({}),
+    silent: Mapping[str, SumStep] = MappingProxyType({}),
 ) -> Total:
     """All five exchanges in one process: what an adapter does over its messages, and what tests do.
 
@@ -126,12 +126,12 @@ def run_round(
     Raises:
         SecAggError: too few sites are left.
     """
-    for step in Step:
+    for step in SumStep:
         for site, request in hub.requests().items():
             if site not in members or silent.get(site, step + 1) <= step:
                 continue
             try:
-                answer = members[site].answer(step, request, vectors[site] if step is Step.MASK else None)
+                answer = members[site].answer(step, request, vectors[site] if step is SumStep.MASK else None)
             except SecAggError:
                 continue
             hub.receive(site, answer)

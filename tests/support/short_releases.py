@@ -32,7 +32,7 @@ from deploy.demo.train_networks import RECIPES
 from deploy.phantoms import digits
 from policies.review.policy import preset
 from protos.artifacts.arrays import unpack_images
-from protos.secagg.messages import Step
+from protos.secagg.messages import SumStep
 from tests.support.federated_sites import SecureRun
 from tests.support.ledger_world import Hospital
 from tests.support.site_world import DirectCoordinatorClient, admission, permissive, site_of
@@ -132,7 +132,7 @@ def _sum_in_secret(work: Path, patients: int, folder: Path) -> Left:
         sent: list[bytes] = []
         admit = trial.admit
         trial.admit = lambda *told: (sent.extend(told[1:]), admit(*told))[1]  # type: ignore[method-assign]
-        trial.play(until=Step.REVEAL)
+        trial.play(until=SumStep.REVEAL)
         trial.intake.register.store.close()
         cohorts = [vault.cohort("OT", job.shape) for vault in vaults.values()]
     return Left(

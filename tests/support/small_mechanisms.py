@@ -16,7 +16,7 @@ from agent.mechanisms.centroids.codebook import codebook_from, codec_digest, fit
 from agent.mechanisms.centroids.mechanism import Centroids
 from agent.mechanisms.common.linear_codec import fit_basis
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
-from agent.mechanisms.ksalsa.augmentation import Views
+from agent.mechanisms.ksalsa.augmentation import KSalsaViews
 from agent.mechanisms.ksalsa.mechanism import KSalsa
 from agent.mechanisms.ksalsa.style_alignment import Alignment, Grid
 from agent.mechanisms.ksame.mechanism import KSame
@@ -84,7 +84,13 @@ MASKED = FederatedMasked(
     ring_bits=32,
 )
 KSALSA = KSalsa(
-    5, 2, codec(), RandomFeatures(1, 8, 2), RandomFeatures(2, 8, 2), Alignment(grid=Grid(4), steps=3), Views(2, 0.1)
+    5,
+    2,
+    codec(),
+    RandomFeatures(1, 8, 2),
+    RandomFeatures(2, 8, 2),
+    Alignment(grid=Grid(4), steps=3),
+    KSalsaViews(2, 0.1),
 )
 ANONFACES = AnonFaces(5, 2, codec(), (recogniser(1), recogniser(2)), Mixing(5))
 KSAME = KSame(5, 2, fit_basis(LARGE[PUBLIC], 40, "public"))

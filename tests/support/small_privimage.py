@@ -13,7 +13,7 @@ from agent.dp.dpsgd import PrivateSgd
 from agent.mechanisms.common.generative_model import PublicImages
 from agent.mechanisms.privimage.diffusion import DiffusionConfig
 from agent.mechanisms.privimage.mechanism import PrivImage, Synthetic
-from agent.mechanisms.privimage.semantic_query import Query
+from agent.mechanisms.privimage.semantic_query import SemanticQuery
 from agent.models.diffusion.edm import DiffusionArchitecture
 from agent.models.features.extractors import RandomFeatures
 from agent.models.image_folder import read_image_folder
@@ -57,7 +57,7 @@ def tiny(provenance: str = "public", **changes: Any) -> PrivImage:
         classes=("0", "1", "2"),
         model=DiffusionConfig(SMALLEST, 1, draws=2, pretrain_batch=8, sampling_steps=3),
         semantics=sem,
-        query=Query(1, 2.5, 1),
+        query=SemanticQuery(1, 2.5, 1),
         public=vouched(public(), bins.astype(np.int64)),
         pretraining_steps=4,
         sgd=PrivateSgd(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agent.mechanisms.ksalsa.style_alignment import Alignment
-from agent.models.stylegan.network import Architecture
+from agent.models.stylegan.network import StyleGanShape
 from deploy.reproduction.experiment import Settings
 
 TINY = Settings(
-    generator=Architecture(32, 3, 8, 8, 1, 256, 8),
+    generator=StyleGanShape(32, 3, 8, 8, 1, 256, 8),
     seeds=(0, 1),
     ks=(2,),
     public=0.3,

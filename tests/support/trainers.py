@@ -29,7 +29,7 @@ from agent.models.recognition import recogniser_training, verifier_training
 from agent.models.recognition.recogniser import RecogniserArchitecture
 from agent.models.recognition.verifier import VerifierArchitecture
 from agent.models.semantics import training as semantics_training
-from agent.models.stylegan.network import Architecture, Generator
+from agent.models.stylegan.network import Generator, StyleGanShape
 from agent.models.stylegan.restyle import Encoder, EncoderArchitecture
 from agent.models.stylegan.restyle_training import InversionConfig, InversionTrainer
 from agent.models.stylegan.training import GanConfig, GanTrainer
@@ -47,7 +47,7 @@ from deploy.reproduction.conditional_gan.training import (
 CPU: Final = torch.device("cpu")
 TRUNK: Final = TrunkArchitecture(8, 1, 8, 2, 1, 16)
 CONDITIONS: Final = Conditions(("none", "edema"))
-GAN: Final = Architecture(8, 1, 8, 8, 1, 64, 8)
+GAN: Final = StyleGanShape(8, 1, 8, 8, 1, 64, 8)
 
 
 def _pictures(count: int = 12, side: int = 8) -> NDArray[np.uint8]:

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from agent.deidentify.admission_rules import Rules
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.record import Record
 from agent.ingest.ocr import Ocr, OcrSettings
-from agent.ingest.parser_process import Limits, ParserProcess
+from agent.ingest.parser_process import ParserLimits, ParserProcess
 from tests.torture.plants import Made
 
 WHO: Final = Deidentifier(b"\7" * 32, "TORTURE")
-RULES: Final = Rules(
+RULES: Final = AdmissionRules(
     modalities=frozenset({"CR", "CT", "MR", "OT", "US"}),
     secondary_capture_modalities=frozenset({"OT"}),
     colour_modalities=frozenset({"OT", "US"}),
@@ -46,10 +46,10 @@ def _cpu(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / 100  # PS: user and system time in clock ticks of 10 ms
 
 
-def through(made: Iterable[Made], rules: Rules = RULES, who: Deidentifier = WHO) -> Passed:
+def through(made: Iterable[Made], rules: AdmissionRules = RULES, who: Deidentifier = WHO) -> Passed:
     """Every file through one reader process."""
     passed = Passed()
-    with ParserProcess(rules, who, Limits()) as reader:
+    with ParserProcess(rules, who, ParserLimits()) as reader:
         for file in made:
             before, pid = _cpu(reader.pid), reader.pid
             try:

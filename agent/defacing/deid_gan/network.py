@@ -83,7 +83,7 @@ PRESETS: Final[Mapping[str, VolumeGanConfig]] = {
 }
 
 
-class Generator(nn.Module):
+class DeidGanGenerator(nn.Module):
     """G: noise and the pyramid of gamma in, a volume of every scale out. It draws nothing itself."""
 
     def __init__(self, config: VolumeGanConfig) -> None:
@@ -116,7 +116,7 @@ class Generator(nn.Module):
         return made
 
 
-class Discriminator(nn.Module):
+class DeidGanDiscriminator(nn.Module):
     """D: volumes of every scale and the pyramid of gamma in, one number for each head out."""
 
     def __init__(self, config: VolumeGanConfig) -> None:
@@ -159,7 +159,7 @@ class Discriminator(nn.Module):
 
 
 @torch.no_grad()
-def drawn(net: Generator, gamma: Tensor, generator: torch.Generator) -> Tensor:
+def drawn(net: DeidGanGenerator, gamma: Tensor, generator: torch.Generator) -> Tensor:
     """Heads for gammas (n, 3, S, S, S): (n, 1, S, S, S) float32 in [0, 1], on the CPU, without the brains.
 
     Every number that is drawn comes from ``generator``, which is of the CPU.
@@ -186,7 +186,7 @@ class Remodeller:
     it, and draws for nobody.
     """
 
-    net: Generator
+    net: DeidGanGenerator
     people: Population
     coarse: Coarse  # of the hulls that it learned with
     origin: Origin
@@ -257,7 +257,9 @@ def variance(remodeller: Remodeller, gamma: Gamma, seeds: Sequence[int]) -> NDAr
     return np.asarray(made.var(axis=0, ddof=1), np.float32)
 
 
-def remodeller_bytes(net: Generator, population: Population, coarse: Coarse, notes: Mapping[str, Any]) -> bytes:
+def remodeller_bytes(
+    net: DeidGanGenerator, population: Population, coarse: Coarse, notes: Mapping[str, Any]
+) -> bytes:
     """A remodeller as one file.
 
     Args:
@@ -291,7 +293,9 @@ def remodeller_from(raw: bytes, provenance: Provenance = "file") -> Remodeller:
             raise ValueError("a population is float32")
     except (KeyError, TypeError, ValueError) as fault:
         raise WeightsError("the file's configuration is not one of a remodeller") from fault
-    net = built(lambda: Generator(gan), {n.removeprefix(_NET): t for n, t in state.items() if n.startswith(_NET)})
+    net = built(
+        lambda: DeidGanGenerator(gan), {n.removeprefix(_NET): t for n, t in state.items() if n.startswith(_NET)}
+    )
     if len(state) != len(net.state_dict()):
         raise WeightsError("the file holds tensors of no network")
     try:

@@ -16,10 +16,10 @@ from agent.defacing.deid_gan.training import Example, VolumeGanTraining, train_v
 from agent.defacing.head import HeadScan
 from agent.defacing.privacy_transform import EXTENT_MM, Coarse, Population, population_of, transform, whole_head
 from agent.domain import CheckpointStore
-from agent.models.training_loop import Progress
+from agent.models.training_loop import TrainingProgress
 from protos.common.errors import TrainingError
 
-Say = Callable[[Progress], None]
+Say = Callable[[TrainingProgress], None]
 Heads = Iterable[tuple[str, HeadScan]]  # person and head; a person may have several
 
 

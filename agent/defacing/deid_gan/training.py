@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch.nn.functional import affine_grid, cosine_similarity, grid_sample
 
 from agent.defacing.deid_gan.layers import pooled, pyramid
-from agent.defacing.deid_gan.network import Discriminator, Generator, VolumeGanConfig, drawn
+from agent.defacing.deid_gan.network import DeidGanDiscriminator, DeidGanGenerator, VolumeGanConfig, drawn
 from agent.defacing.privacy_transform import Gamma
 from agent.domain import CheckpointStore
 from agent.models.augmentations import run_digest
 from agent.models.diffusion.edm_training import Average
 from agent.models.grids import write_grid
-from agent.models.training_loop import NetworkTrainer, Plan, Progress, seeded, torch_generator, train
+from agent.models.training_loop import NetworkTrainer, TrainingPlan, TrainingProgress, seeded, torch_generator, train
 
 DELTA: Final = 0.1  # Eq. 11: below DELTA / sqrt(dim) a weight and its gradient count as orthogonal
 EPS: Final = 1e-8
@@ -83,7 +83,7 @@ def _project(weight: Tensor, grad: Tensor, update: Tensor) -> None:
 
 BETAS: Final = (0.0, 0.99)
 SHOWN: Final = 4  # heads of an image of samples
-Say = Callable[[Progress], None]
+Say = Callable[[TrainingProgress], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,7 +161,7 @@ def train_volume_gan(
     config: VolumeGanTraining,
     place: Path | CheckpointStore,
     say: Say = lambda _: None,
-) -> Generator:
+) -> DeidGanGenerator:
     """Train, from the checkpoint if there is one.
 
     Args:
@@ -181,7 +181,7 @@ def train_volume_gan(
     if any(e.volume.shape[0] != config.gan.side for e in examples):
         raise ValueError(f"every head lies on a cube of {config.gan.side} voxels a side")
     trainer = VolumeGanTrainer(examples, config)
-    plan = Plan(config.steps, config.run(examples), config.seed, config.checkpoint_every, config.say_every)
+    plan = TrainingPlan(config.steps, config.run(examples), config.seed, config.checkpoint_every, config.say_every)
 
     def picture(step: int) -> None:
         if isinstance(place, Path):
@@ -200,7 +200,7 @@ class VolumeGanTrainer(NetworkTrainer):
         """Draw the initial weights from ``config.seed``."""
         self.examples, self.config = examples, config
         with seeded(config.seed):
-            self.generator, self.discriminator = Generator(config.gan), Discriminator(config.gan)
+            self.generator, self.discriminator = DeidGanGenerator(config.gan), DeidGanDiscriminator(config.gan)
         self.place(*config.devices)
         self.generator.sparing = self.discriminator.sparing = config.sparing
         each = {"generator": self.generator, "discriminator": self.discriminator}
@@ -241,10 +241,10 @@ class VolumeGanTrainer(NetworkTrainer):
         self.average.after(self.done)
         return told
 
-    def averaged(self) -> Generator:
+    def averaged(self) -> DeidGanGenerator:
         """The generator with the averages in the place of its weights, in evaluation, on the CPU."""
         with seeded(self.config.seed):
-            net = Generator(self.config.gan)
+            net = DeidGanGenerator(self.config.gan)
         net.load_state_dict(self.generator.state_dict())
         self.average.give(net)
         net.requires_grad_(requires_grad=False)

@@ -39,7 +39,7 @@ STAMPED: Final = retained_attributes.tags(
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class AttributeDecision:
     """The fate of every occurrence of one attribute, as far as its value allows it."""
 
     kind: Kind
@@ -48,8 +48,8 @@ class Decision:
     why: str
 
 
-def _removed(why: str) -> Decision:
-    return Decision("removed", "", "removed", why)
+def _removed(why: str) -> AttributeDecision:
+    return AttributeDecision("removed", "", "removed", why)
 
 
 def _group(group: int) -> bool:
@@ -58,11 +58,11 @@ def _group(group: int) -> bool:
 
 
 @cache
-def decide(profile: Profile, tag: int) -> Decision:
+def decide(profile: Profile, tag: int) -> AttributeDecision:
     """The profile's decision on one tag."""
     if tag >> 16 & 1:
         if profile.retain_safe_private:
-            return Decision("private", "", "kept", "retain_safe_private")
+            return AttributeDecision("private", "", "kept", "retain_safe_private")
         return _removed("private")
     if _group(tag >> 16):
         return _removed("group")
@@ -71,19 +71,19 @@ def decide(profile: Profile, tag: int) -> Decision:
         return _removed("unknown")
     vr, keyword = entry[0], entry[4]
     if tag in STAMPED:
-        return Decision("stamped", vr, "replaced", "stamp")
+        return AttributeDecision("stamped", vr, "replaced", "stamp")
     row = table.ATTRIBUTES.get(tag)
     if row is None:
         return _unlisted(profile, tag, vr)
     return _by_option(profile, tag, vr) or _by_action(row.action, vr, keyword)
 
 
-def _unlisted(profile: Profile, tag: int, vr: str) -> Decision:
+def _unlisted(profile: Profile, tag: int, vr: str) -> AttributeDecision:
     """What the table does not list: admitted by ``keep``, or removed."""
     if tag == retained_attributes.PIXELS:
-        return Decision("pixels", "OW", "kept", "listed")
+        return AttributeDecision("pixels", "OW", "kept", "listed")
     if tag in retained_attributes.CODE_TAGS:
-        return Decision("code", vr, "kept", "listed")
+        return AttributeDecision("code", vr, "kept", "listed")
     if (
         profile.clean_structured_content
         and tag in structured_content.SEQUENCES | structured_content.TERMS | structured_content.WORDS
@@ -102,21 +102,21 @@ def _unlisted(profile: Profile, tag: int, vr: str) -> Decision:
     )
     for members, kind in families:
         if tag in members:
-            return Decision(kind, vr, "kept", "listed")
+            return AttributeDecision(kind, vr, "kept", "listed")
     if vr == "UI":
-        return Decision("uid", vr, "rekeyed", "not_listed")
+        return AttributeDecision("uid", vr, "rekeyed", "not_listed")
     return _removed("not_listed")
 
 
-def structured_decision(tag: int, vr: str) -> Decision:
+def structured_decision(tag: int, vr: str) -> AttributeDecision:
     """An attribute of a report's content tree (PS3.3 C.17.3), under the Clean Structured Content Option."""
     if tag in structured_content.WORDS:
-        return Decision("dummy", vr, "replaced", "clean_structured")
+        return AttributeDecision("dummy", vr, "replaced", "clean_structured")
     kind: Kind = "sequence" if tag in structured_content.SEQUENCES else "term"
-    return Decision(kind, vr, "cleaned" if kind == "sequence" else "kept", "clean_structured")
+    return AttributeDecision(kind, vr, "cleaned" if kind == "sequence" else "kept", "clean_structured")
 
 
-def _by_option(profile: Profile, tag: int, vr: str) -> Decision | None:
+def _by_option(profile: Profile, tag: int, vr: str) -> AttributeDecision | None:
     """A row of the table whose option is on."""
     options = table.OPTIONS
     if (
@@ -130,49 +130,49 @@ def _by_option(profile: Profile, tag: int, vr: str) -> Decision | None:
     if profile.retain_patient_characteristics and tag in options["retain_patient_characteristics"]:
         return _about_the_patient(tag, vr)
     if profile.retain_device and tag in options["retain_device"] and vr in _TEXT_VRS | {"AE"}:
-        return Decision("device", vr, "kept", "retain_device")
+        return AttributeDecision("device", vr, "kept", "retain_device")
     if profile.clean_descriptors and tag in options["clean_descriptors"] and vr in _TEXT_VRS:
-        return Decision("words", vr, "cleaned", "clean_descriptors")
+        return AttributeDecision("words", vr, "cleaned", "clean_descriptors")
     return None
 
 
-def _when(profile: Profile, tag: int, vr: str) -> Decision:
+def _when(profile: Profile, tag: int, vr: str) -> AttributeDecision:
     if vr != "TM":
-        return Decision("date", vr, "shifted", "retain_longitudinal")
+        return AttributeDecision("date", vr, "shifted", "retain_longitudinal")
     if profile.times:
-        return Decision("clock", vr, "kept", "retain_longitudinal")
+        return AttributeDecision("clock", vr, "kept", "retain_longitudinal")
     return _by_action(table.ATTRIBUTES[tag].action, vr, "")
 
 
-def _about_the_patient(tag: int, vr: str) -> Decision | None:
+def _about_the_patient(tag: int, vr: str) -> AttributeDecision | None:
     why = "retain_patient"
     if vr == "CS":
-        return Decision("term", vr, "kept", why)
+        return AttributeDecision("term", vr, "kept", why)
     if vr == "AS":
-        return Decision("age", vr, "kept", why)
+        return AttributeDecision("age", vr, "kept", why)
     if vr in ("DS", "US"):
-        return Decision("number", vr, "kept", why)
-    return Decision("words", vr, "cleaned", why) if vr in _TEXT_VRS else None
+        return AttributeDecision("number", vr, "kept", why)
+    return AttributeDecision("words", vr, "cleaned", why) if vr in _TEXT_VRS else None
 
 
-def _by_action(action: str, vr: str, keyword: str) -> Decision:
+def _by_action(action: str, vr: str, keyword: str) -> AttributeDecision:
     """The Basic Profile's action. Of a choice, the gentlest for the object's conformance is taken."""
     why = "profile"
     if vr == "UI":
-        return Decision("uid", vr, "rekeyed", why) if action == "U" else _removed(why)
+        return AttributeDecision("uid", vr, "rekeyed", why) if action == "U" else _removed(why)
     if action == "X/Z/U*":
-        return Decision("sequence", vr, "cleaned", why)
+        return AttributeDecision("sequence", vr, "cleaned", why)
     if action == "X" or (action == "X/D" and vr == "SQ"):
         return _removed(why)
     if action.startswith("X") and keyword in _REMOVED_BY_CHOICE:
         return _removed(why)
     if vr == "SQ":
-        return Decision("emptied", vr, "emptied", why)
+        return AttributeDecision("emptied", vr, "emptied", why)
     if vr in ("SH", "LO", "UC") and keyword.endswith(_IDENTITIES) and not action.startswith("X"):
-        return Decision("keyed_id", vr, "rekeyed", why)
+        return AttributeDecision("keyed_id", vr, "rekeyed", why)
     if action in ("Z", "Z/D", "X/Z", "X/Z/D"):
-        return Decision("emptied", vr, "emptied", why)
-    return Decision("dummy", vr, "replaced", why) if vr in DUMMIES else _removed(why)
+        return AttributeDecision("emptied", vr, "emptied", why)
+    return AttributeDecision("dummy", vr, "replaced", why) if vr in DUMMIES else _removed(why)
 
 
 # optional wherever an image has them (type 3), so that nothing is missed when they are gone

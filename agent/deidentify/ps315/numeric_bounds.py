@@ -27,7 +27,7 @@ _MULTIPLICITY: Final = re.compile(r"(?:\d+-)?(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class NumericBound:
     """What the values of one attribute may be. ``fit`` decides about one of them."""
 
     low: float
@@ -60,14 +60,14 @@ def _fraction(value: float) -> int:
     return min(len(digits), -exponent) if isinstance(exponent, int) else 0
 
 
-COUNTER: Final = Bound(0, 1e6)
-_WHOLE: Final = Bound(-1e6, 1e6)
-_PLAIN: Final = Bound(-1e7, 1e7)
-_ANY_16_BITS: Final = Bound(-32768, 65535)
-_PLACE: Final = Bound(-99999, 99999, decimals=6)
-_DIRECTION: Final = Bound(-1.01, 1.01, decimals=8)
+COUNTER: Final = NumericBound(0, 1e6)
+_WHOLE: Final = NumericBound(-1e6, 1e6)
+_PLAIN: Final = NumericBound(-1e7, 1e7)
+_ANY_16_BITS: Final = NumericBound(-32768, 65535)
+_PLACE: Final = NumericBound(-99999, 99999, decimals=6)
+_DIRECTION: Final = NumericBound(-1.01, 1.01, decimals=8)
 
-_RANGES: Final[tuple[tuple[Bound, tuple[str, ...]], ...]] = (
+_RANGES: Final[tuple[tuple[NumericBound, tuple[str, ...]], ...]] = (
     (
         _PLACE,
         ("ImagePositionPatient", "ImagePositionVolume", "SliceLocation", "SliceThickness", "SpacingBetweenSlices"),
@@ -81,30 +81,33 @@ _RANGES: Final[tuple[tuple[Bound, tuple[str, ...]], ...]] = (
     (_PLACE, ("ImagedVolumeWidth", "ImagedVolumeHeight", "ImagedVolumeDepth")),
     (_DIRECTION, ("ImageOrientationPatient", "ImageOrientationVolume", "ImageOrientationSlide")),
     (_DIRECTION, ("DiffusionGradientOrientation", "SlabOrientation", "VelocityEncodingDirection")),
-    (Bound(-99999, 99999, decimals=8), ("FrameOfReferenceTransformationMatrix",)),
+    (NumericBound(-99999, 99999, decimals=8), ("FrameOfReferenceTransformationMatrix",)),
     (COUNTER, ("InstanceNumber", "SeriesNumber", "AcquisitionNumber", "NumberOfFrames")),
-    (Bound(0, 1e4), ("EchoNumbers", "EchoTrainLength", "NumberOfAverages", "ImagingFrequency")),
-    (Bound(0, 500), ("KVP", "HeartRate")),
-    (Bound(0, 5000), ("XRayTubeCurrent", "XRayTubeCurrentInmA")),
-    (Bound(0, 5e6, digits=5), ("XRayTubeCurrentInuA",)),
-    (Bound(0, 1e8, digits=5), ("ExposureInuAs", "ExposureTimeInuS", "ActualFrameDuration")),
-    (Bound(0, 1e5), ("Exposure", "ExposureInmAs", "EchoTime", "EffectiveEchoTime", "MagneticFieldStrength")),
-    (Bound(0, 1e6), ("ExposureTime", "ExposureTimeInms", "RepetitionTime", "InversionTime")),
-    (Bound(-1e8, 1e8), ("FrameReferenceTime",)),
-    (Bound(-360, 360), ("FlipAngle", "GantryDetectorTilt", "PositionerPrimaryAngle", "PositionerSecondaryAngle")),
-    (Bound(0, 20000), ("DiffusionBValue", "SAR", "dBdt")),
-    (Bound(0, 1000, digits=4), ("PatientWeight", "PatientSize", "PatientBodyMassIndex")),
-    (Bound(0, 1e12, digits=5), ("RadionuclideTotalDose", "RadiopharmaceuticalSpecificActivity")),
-    (Bound(0, 1e9), ("RadionuclideHalfLife",)),
+    (NumericBound(0, 1e4), ("EchoNumbers", "EchoTrainLength", "NumberOfAverages", "ImagingFrequency")),
+    (NumericBound(0, 500), ("KVP", "HeartRate")),
+    (NumericBound(0, 5000), ("XRayTubeCurrent", "XRayTubeCurrentInmA")),
+    (NumericBound(0, 5e6, digits=5), ("XRayTubeCurrentInuA",)),
+    (NumericBound(0, 1e8, digits=5), ("ExposureInuAs", "ExposureTimeInuS", "ActualFrameDuration")),
+    (NumericBound(0, 1e5), ("Exposure", "ExposureInmAs", "EchoTime", "EffectiveEchoTime", "MagneticFieldStrength")),
+    (NumericBound(0, 1e6), ("ExposureTime", "ExposureTimeInms", "RepetitionTime", "InversionTime")),
+    (NumericBound(-1e8, 1e8), ("FrameReferenceTime",)),
     (
-        Bound(0, 1e11, digits=5),
+        NumericBound(-360, 360),
+        ("FlipAngle", "GantryDetectorTilt", "PositionerPrimaryAngle", "PositionerSecondaryAngle"),
+    ),
+    (NumericBound(0, 20000), ("DiffusionBValue", "SAR", "dBdt")),
+    (NumericBound(0, 1000, digits=4), ("PatientWeight", "PatientSize", "PatientBodyMassIndex")),
+    (NumericBound(0, 1e12, digits=5), ("RadionuclideTotalDose", "RadiopharmaceuticalSpecificActivity")),
+    (NumericBound(0, 1e9), ("RadionuclideHalfLife",)),
+    (
+        NumericBound(0, 1e11, digits=5),
         ("CountsAccumulated", "PrimaryPromptsCountsAccumulated", "SecondaryCountsAccumulated"),
     ),
 )
 
 
-def _keyed() -> dict[int, Bound]:
-    found: dict[int, Bound] = {}
+def _keyed() -> dict[int, NumericBound]:
+    found: dict[int, NumericBound] = {}
     for bound, keywords in _RANGES:
         for keyword in keywords:
             tag = tag_for_keyword(keyword)
@@ -118,14 +121,14 @@ _BY_TAG: Final = _keyed()
 
 
 @cache
-def bound_of(tag: int) -> Bound:
+def bound_of(tag: int) -> NumericBound:
     """The bound of one standard attribute: its own, or that of its VR; as many values as its VM admits."""
     vr, multiplicity = DicomDictionary[tag][:2]
     usual = _ANY_16_BITS if vr in _SHORT else _WHOLE if vr in _INTEGERS else _PLAIN
     bound = _BY_TAG.get(tag, usual)
     stated = _MULTIPLICITY.fullmatch(multiplicity)  # "1-n" and "3-3n" have no end
     most = int(stated[1]) if stated is not None else MOST_VALUES
-    return Bound(bound.low, bound.high, bound.decimals, bound.digits, most)
+    return NumericBound(bound.low, bound.high, bound.decimals, bound.digits, most)
 
 
 @cache

@@ -14,7 +14,7 @@ from pydicom.dataelem import RawDataElement
 from pydicom.tag import BaseTag
 
 from agent.deidentify.ps315 import value_encoding
-from agent.deidentify.ps315.numeric_bounds import Bound
+from agent.deidentify.ps315.numeric_bounds import NumericBound
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class SafeElement:
     """One safe element: its VR, and what its values may be."""
 
     vr: str
-    bound: Bound
+    bound: NumericBound
 
 
 def _load() -> Mapping[tuple[str, int, int], SafeElement]:
@@ -32,7 +32,7 @@ def _load() -> Mapping[tuple[str, int, int], SafeElement]:
         for group, elements in groups.items():
             for low, (vr, least, greatest, most) in elements.items():
                 cycle = raw["cycle"].get(creator, {}).get(group, {}).get(low, 0)
-                bound = Bound(least, greatest, most=most, cycle=cycle)
+                bound = NumericBound(least, greatest, most=most, cycle=cycle)
                 found[creator, int(group, 16), int(low, 16)] = SafeElement(vr, bound)
     return MappingProxyType(found)
 

@@ -22,7 +22,7 @@ CODES: Final = frozenset({"D", "Z", "X", "U", "Z/D", "X/Z", "X/D", "X/Z/D", "X/Z
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AttributeRow:
     """One attribute of the table."""
 
     action: str  # one of CODES
@@ -40,14 +40,14 @@ class RepeatingRow:
 
     value: int
     mask: int
-    row: Row
+    row: AttributeRow
 
 
-def _load() -> tuple[str, Mapping[int, Row], tuple[RepeatingRow, ...]]:
+def _load() -> tuple[str, Mapping[int, AttributeRow], tuple[RepeatingRow, ...]]:
     raw = json.loads(files("agent.deidentify.ps315").joinpath("ps315.json").read_text(encoding="utf-8"))
-    single = {int(tag, 16): Row(action, name) for tag, (action, name) in raw["attributes"].items()}
+    single = {int(tag, 16): AttributeRow(action, name) for tag, (action, name) in raw["attributes"].items()}
     repeating = tuple(
-        RepeatingRow(int(value, 16), int(mask, 16), Row(action, name))
+        RepeatingRow(int(value, 16), int(mask, 16), AttributeRow(action, name))
         for value, mask, action, name in raw["repeating"]
     )
     return raw["edition"], MappingProxyType(single), repeating
@@ -81,7 +81,7 @@ def _options() -> tuple[str, Mapping[str, Mapping[int, str]]]:
 OPTIONS_EDITION, OPTIONS = _options()
 
 
-def row(tag: int) -> Row | None:
+def row(tag: int) -> AttributeRow | None:
     """The table's row for one attribute, or None when the table does not list it."""
     found = ATTRIBUTES.get(tag)
     if found is not None:

@@ -18,7 +18,7 @@ from pydicom.dataelem import RawDataElement
 from pydicom.valuerep import format_number_as_ds
 
 from agent.deidentify.ps315 import numeric_bounds
-from agent.deidentify.ps315.numeric_bounds import Bound
+from agent.deidentify.ps315.numeric_bounds import NumericBound
 from protos.common.errors import RefusedError
 
 Element = DataElement | RawDataElement
@@ -69,7 +69,7 @@ def texts(source: Dataset, element: Element) -> list[str]:
     return [str(v).strip("\0 ") for v in values]
 
 
-def decimals(source: Dataset, element: Element, bound: Bound) -> tuple[bytes, bool]:
+def decimals(source: Dataset, element: Element, bound: NumericBound) -> tuple[bytes, bool]:
     """Decimal strings, each a finite number within its bound, and whether one was rounded.
 
     A number's own writing stays unless it was rounded or is longer than DS may be.
@@ -96,7 +96,7 @@ def decimals(source: Dataset, element: Element, bound: Bound) -> tuple[bytes, bo
     return padded("\\".join(parts).encode("ascii")), changed
 
 
-def integers(source: Dataset, element: Element, bound: Bound) -> tuple[bytes, bool]:
+def integers(source: Dataset, element: Element, bound: NumericBound) -> tuple[bytes, bool]:
     """Integer strings within a bound, and whether one was rounded.
 
     What some devices write as decimals with nothing behind the point is admitted.
@@ -113,14 +113,14 @@ def integers(source: Dataset, element: Element, bound: Bound) -> tuple[bytes, bo
     return padded("\\".join(parts).encode("ascii")), changed
 
 
-def _whole(value: int, bound: Bound) -> int:
+def _whole(value: int, bound: NumericBound) -> int:
     fitted = bound.fit(value)
     if not math.isfinite(fitted):
         raise NotOneOfError
     return int(fitted)
 
 
-def packed(source: Dataset, element: Element, vr: str, bound: Bound) -> tuple[bytes, bool]:
+def packed(source: Dataset, element: Element, vr: str, bound: NumericBound) -> tuple[bytes, bool]:
     """Binary numbers within a bound, and whether one was rounded; AT values name attributes of the standard.
 
     Raises:
@@ -142,7 +142,7 @@ def packed(source: Dataset, element: Element, vr: str, bound: Bound) -> tuple[by
     return written, written != data
 
 
-def _fitted(value: float, vr: str, bound: Bound) -> float:
+def _fitted(value: float, vr: str, bound: NumericBound) -> float:
     if vr not in ("FL", "FD"):
         return _whole(int(value), bound)
     fitted = bound.fit(value)

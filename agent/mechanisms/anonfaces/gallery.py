@@ -25,7 +25,7 @@ from agent.models.image_tensors import to_tensor
 from agent.models.recognition.recogniser import RecogniserError
 
 
-class Judge(Protocol):
+class GalleryJudge(Protocol):
     """A recogniser with its own threshold."""
 
     @property
@@ -44,7 +44,7 @@ class Judge(Protocol):
 class Gallery:
     """Every image of every patient, as each recogniser sees it. Private."""
 
-    judges: tuple[Judge, ...]
+    judges: tuple[GalleryJudge, ...]
     embeddings: tuple[NDArray[np.float64], ...]  # one (images, d) for each judge
     starts: NDArray[np.int64]  # (patients,): the first image of each
     patients: tuple[str, ...]
@@ -70,13 +70,15 @@ class Gallery:
         return risk
 
 
-def _embedded(judge: Judge, images: NDArray[np.float32]) -> NDArray[np.float64]:
+def _embedded(judge: GalleryJudge, images: NDArray[np.float32]) -> NDArray[np.float64]:
     with torch.no_grad():
         out: NDArray[np.float64] = judge.embed(to_tensor(images)).double().cpu().numpy()
     return out
 
 
-def gallery_of(cohort: Cohort, judges: Sequence[Judge], others: Sequence[Patient] = (), batch: int = 256) -> Gallery:
+def gallery_of(
+    cohort: Cohort, judges: Sequence[GalleryJudge], others: Sequence[Patient] = (), batch: int = 256
+) -> Gallery:
     """Embed the entire cohort with every recogniser, once, and then all others that images must not resemble.
 
     Args:

@@ -81,7 +81,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Mixed:
+class MixedIdentities:
     """The result. ``images`` are the very images that were judged; the rest stays at the site."""
 
     codes: NDArray[np.float32]  # (m, d)
@@ -145,7 +145,9 @@ def lowered(weights: Weights, risk: NDArray[np.bool_], beta: float) -> Weights:
     return bounded(np.maximum(weights - beta / len(weights) * risk, LEAST / len(weights)))
 
 
-def mix(latents: Latents, clusters: Clusters, setting: Setting, plan: Mixing, rng: np.random.Generator) -> Mixed:
+def mix(
+    latents: Latents, clusters: Clusters, setting: Setting, plan: Mixing, rng: np.random.Generator
+) -> MixedIdentities:
     """Mix every cluster, adjust those at risk, form again those that stay at risk, suppress the rest.
 
     Args:
@@ -185,7 +187,7 @@ def mix(latents: Latents, clusters: Clusters, setting: Setting, plan: Mixing, rn
 
 def mix_published(
     latents: Latents, clusters: Clusters, setting: Setting, plan: Published, rng: np.random.Generator
-) -> Mixed:
+) -> MixedIdentities:
     """Section 3.4 to the letter: w_i = 1 / k, w_i - beta for members at risk of *one* recogniser, until none is.
 
     A baseline and not for release: nothing is bounded, re-checked against others or suppressed. Where the weights no
@@ -344,8 +346,8 @@ def _rates(work: _Work, groups: Sequence[_Group]) -> tuple[float, float]:
 
 def _mixed(
     work: _Work, made: list[_Group], suppressed: tuple[tuple[str, ...], ...], before: tuple[int, float, float]
-) -> Mixed:
+) -> MixedIdentities:
     codes = np.stack([group.code for group in made if group.code is not None])
     images = np.stack([group.image for group in made if group.image is not None])
     clusters = Clusters(tuple(_names(work.latents, group.rows) for group in made))
-    return Mixed(codes, images, clusters, suppressed, *before, *_rates(work, made))
+    return MixedIdentities(codes, images, clusters, suppressed, *before, *_rates(work, made))

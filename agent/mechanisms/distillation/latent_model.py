@@ -22,7 +22,7 @@ from torch import Tensor
 
 from agent.domain import CheckpointStore
 from agent.dp.clipping import PrivacyUnit
-from agent.dp.dpsgd import Task
+from agent.dp.dpsgd import TrainingTask
 from agent.dp.noise import Entropy
 from agent.mechanisms.common.generative_model import DenoisingModel, stratified
 from agent.models.diffusion.autoencoder import Autoencoder
@@ -38,7 +38,7 @@ from agent.models.diffusion.latent import (
 from agent.models.diffusion.latent_training import LatentTraining, dropped, encoded, row_losses, train_latent_denoiser
 from agent.models.diffusion.noise_schedule import TIMES, Drawing, Noising, Prediction, Sampler
 from agent.models.diffusion.prompts import Conditions
-from agent.models.training_loop import Progress, device_generator, seeded, torch_generator
+from agent.models.training_loop import TrainingProgress, device_generator, seeded, torch_generator
 
 FREE: Final = ("device", "sampling_batch")  # of a configuration: they decide where and how fast, not what
 
@@ -153,7 +153,7 @@ class LatentDiffusion(DenoisingModel[LatentDenoiser]):
         labels: NDArray[np.int64],
         steps: int,
         place: CheckpointStore,
-        say: Callable[[Progress], None] = lambda _: None,
+        say: Callable[[TrainingProgress], None] = lambda _: None,
     ) -> None:
         """Train without noise; what is fine-tuned afterwards, and draws, are the average weights.
 
@@ -166,12 +166,12 @@ class LatentDiffusion(DenoisingModel[LatentDenoiser]):
         data = encoded(images, labels, self.autoencoder, self.conditions, self.config.device)
         self._denoiser = train_latent_denoiser(data, self.config.training, steps, place, say)
 
-    def task(self) -> Task:
+    def task(self) -> TrainingTask:
         """All weights of the denoiser, none of the autoencoder; an average follows them."""
         if self._average is None:
             self._average = Average(self._denoiser, self.config.ema)
         adam = functools.partial(torch.optim.Adam, lr=self.config.lr_finetune)
-        return Task(self._denoiser, row_losses, adam, self._expanded, self._average)
+        return TrainingTask(self._denoiser, row_losses, adam, self._expanded, self._average)
 
     def sample(self, labels: NDArray[np.int64], generator: torch.Generator) -> NDArray[np.uint8]:
         """An image for each label, with the average weights.

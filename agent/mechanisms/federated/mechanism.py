@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 from agent.domain import Cohort, Patient, Update
 from agent.dp.clipping import PrivacyUnit
-from agent.dp.dpsgd import PrivateSgd, SecureSumGrid, Task, noisy_part, train_privately
+from agent.dp.dpsgd import PrivateSgd, SecureSumGrid, TrainingTask, noisy_part, train_privately
 from agent.dp.noise import TAIL, Entropy, deviation
 from policies.accounting.claims import DistributedGaussian, SubsampledGaussian
 from protos.common.canonical_json import canonical, json_object
@@ -268,7 +268,7 @@ class Federated(_Classifier):
             ValueError: the update or the images have another shape than the configuration.
         """
         model = self._model(update.vector)
-        task = Task(model, row_losses, partial(ProximalSgd, lr=self.learning_rate, mu=self.proximal))
+        task = TrainingTask(model, row_losses, partial(ProximalSgd, lr=self.learning_rate, mu=self.proximal))
         train_privately(task, self._units(cohort), self._job(), entropy)
         return Update(np.concatenate([model.weight.detach().numpy().ravel(), model.bias.detach().numpy()]))
 

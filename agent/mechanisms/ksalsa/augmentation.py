@@ -19,7 +19,7 @@ from agent.models.stylegan.network import Generator
 
 
 @dataclass(frozen=True, slots=True)
-class Views:
+class KSalsaViews:
     """Public configuration of the views."""
 
     count: int = 5  # a cluster; the first is the representative itself
@@ -45,7 +45,7 @@ def public_spread(generator: Generator, count: int, rng: np.random.Generator) ->
 
 
 def augmented(
-    codes: NDArray[np.float32], spread: NDArray[np.float32] | float, views: Views, rng: np.random.Generator
+    codes: NDArray[np.float32], spread: NDArray[np.float32] | float, views: KSalsaViews, rng: np.random.Generator
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Noisy copies of the representatives' codes.
 

@@ -18,7 +18,7 @@ import numpy as np
 from agent.domain import Clusters, Cohort, Patient, SyntheticSet
 from agent.mechanisms.common.linear_codec import invert
 from agent.mechanisms.common.stylegan_codec import StyledCodec
-from agent.mechanisms.ksalsa.augmentation import Views, augmented, public_spread
+from agent.mechanisms.ksalsa.augmentation import KSalsaViews, augmented, public_spread
 from agent.mechanisms.ksalsa.style_alignment import Alignment, Networks, align, sources_of
 from agent.microaggregation.aggregation import aggregate_labels, average, patient_label
 from agent.microaggregation.partition import partition
@@ -39,7 +39,7 @@ class KSalsa:
     style: FeatureNet  # whose maps Eq. 1 takes
     content: FeatureNet  # F of Eq. 6
     alignment: Alignment = field(default_factory=Alignment)
-    views: Views | None = None  # supplement E; None: the representative alone
+    views: KSalsaViews | None = None  # supplement E; None: the representative alone
 
     name: ClassVar[str] = "ksalsa"
 

@@ -20,7 +20,7 @@ from agent.mechanisms.common.dp_config import Prepared, PrivacyTable, PrivateFil
 from agent.mechanisms.common.generative_model import PublicImages
 from agent.mechanisms.privimage.diffusion import DiffusionConfig
 from agent.mechanisms.privimage.mechanism import PrivImage, Synthetic
-from agent.mechanisms.privimage.semantic_query import SHARE, Query
+from agent.mechanisms.privimage.semantic_query import SHARE, SemanticQuery
 from agent.models.diffusion import edm as diffusion
 from agent.models.image_folder import ImageFolderError, read_image_folder, read_labels
 from agent.models.semantics.classifier import Semantics, semantics_from
@@ -137,7 +137,7 @@ def _parsed(file: PrivateFile) -> _Parsed:
 
 def _prepared(shelf: Shelf, of: _Parsed, say: Callable[[str, str], None]) -> Prepared[PrivImage]:
     """What the files beside the tables make of them."""
-    query = Query(of.semantics.votes, of.semantics.noise, of.semantics.keep, of.semantics.images)
+    query = SemanticQuery(of.semantics.votes, of.semantics.noise, of.semantics.keep, of.semantics.images)
     noise, told = _noise(of.privacy, query, say)
     raw = shelf.file(of.semantics.file)
     semantics = semantics_from(raw, shelf.believed(raw))
@@ -209,7 +209,9 @@ def _config(tables: Tables, table: ModelTable, rest: dict[str, Any], classes: in
     return made
 
 
-def _noise(privacy: PrivacyTable, query: Query, say: Callable[[str, str], None]) -> tuple[float, tuple[str, ...]]:
+def _noise(
+    privacy: PrivacyTable, query: SemanticQuery, say: Callable[[str, str], None]
+) -> tuple[float, tuple[str, ...]]:
     """The noise multiplier, written down or calibrated; and what both queries come to.
 
     Raises:

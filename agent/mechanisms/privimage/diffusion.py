@@ -24,12 +24,12 @@ from torch import Tensor
 
 from agent.domain import CheckpointStore
 from agent.dp.clipping import PrivacyUnit
-from agent.dp.dpsgd import Task
+from agent.dp.dpsgd import TrainingTask
 from agent.dp.noise import Entropy
 from agent.mechanisms.common.generative_model import DenoisingModel, stratified
 from agent.models.diffusion import edm, edm_training
 from agent.models.image_tensors import to_bytes, to_unit
-from agent.models.training_loop import Progress, device_generator, seeded, torch_generator
+from agent.models.training_loop import TrainingProgress, device_generator, seeded, torch_generator
 
 FREE: Final = ("device", "sampling_batch")  # of a configuration: they decide where and how fast, not what
 
@@ -136,7 +136,7 @@ class Diffusion(DenoisingModel[edm.Denoiser]):
         labels: NDArray[np.int64],
         steps: int,
         place: CheckpointStore,
-        say: Callable[[Progress], None] = lambda _: None,
+        say: Callable[[TrainingProgress], None] = lambda _: None,
     ) -> None:
         """Train on public images; what is fine-tuned afterwards, and draws, are the average weights.
 
@@ -146,7 +146,7 @@ class Diffusion(DenoisingModel[edm.Denoiser]):
         self._denoiser = edm_training.train_denoiser(images, labels, self.config.pretraining, steps, place, say)
         self._public = True
 
-    def task(self) -> Task:
+    def task(self) -> TrainingTask:
         """All weights, or low-rank factors and the table of classes; an average follows them.
 
         Raises:
@@ -160,7 +160,7 @@ class Diffusion(DenoisingModel[edm.Denoiser]):
                     self._denoiser = edm.with_lora(self._denoiser, self.config.lora_rank, self.config.lora_reach)
             self._average = edm_training.Average(self._denoiser, self.config.ema)
         adam = functools.partial(torch.optim.Adam, lr=self.config.lr_finetune)
-        return Task(self._denoiser, edm_training.row_losses, adam, self._expanded, self._average)
+        return TrainingTask(self._denoiser, edm_training.row_losses, adam, self._expanded, self._average)
 
     def sample(self, labels: NDArray[np.int64], generator: torch.Generator) -> NDArray[np.uint8]:
         """An image for each label, with the average weights.

@@ -55,7 +55,7 @@ class PrivImage:
     classes: tuple[str, ...]  # labels that count; images of others are left out
     model: DiffusionConfig  # PrivImage+D
     semantics: Semantics  # Q, trained on public images and frozen
-    query: semantic_query.Query
+    query: semantic_query.SemanticQuery
     public: PublicImages
     pretraining_steps: int
     sgd: PrivateSgd

@@ -46,7 +46,7 @@ class NothingSelectedError(RefusedError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class SemanticQuery:
     """The public constants of the semantic histogram. None of them may be derived from patients."""
 
     votes: int  # k_1: the semantics that an image votes for
@@ -69,7 +69,7 @@ class Query:
         return GaussianQuery(self.noise, 1, self.votes)
 
 
-def refuse_faint(query: Query, bins: int, patients: float, classes: int = 1, share: float = SHARE) -> None:
+def refuse_faint(query: SemanticQuery, bins: int, patients: float, classes: int = 1, share: float = SHARE) -> None:
     """Say before anything is spent, from public numbers alone, that the noise would drown a class's largest bin.
 
     What passes selects rightly: with the noise at its limit, a bin that holds ``share`` of the class comes before
@@ -128,7 +128,7 @@ def _above(bins: int) -> float:
     return -NormalDist().inv_cdf(MISTAKEN / bins)
 
 
-def _fit(query: Query, bins: int, classes: int) -> None:
+def _fit(query: SemanticQuery, bins: int, classes: int) -> None:
     if not bins >= max(2, query.votes, query.keep * classes):
         raise ValueError(
             f"{bins} semantics are too few: an image votes for {query.votes}, and {classes} class(es) keep "
@@ -137,7 +137,7 @@ def _fit(query: Query, bins: int, classes: int) -> None:
 
 
 def histogram(
-    patients: Iterable[Patient], semantics: Semantics, classes: Sequence[str], query: Query, entropy: Entropy
+    patients: Iterable[Patient], semantics: Semantics, classes: Sequence[str], query: SemanticQuery, entropy: Entropy
 ) -> NDArray[np.float64]:
     """The semantic histogram of a cohort, a row for each class, with Gaussian noise on every bin (Theorem 3.1).
 
@@ -167,7 +167,7 @@ def histogram(
 
 
 def _total(
-    patients: Iterable[Patient], semantics: Semantics, classes: Sequence[str], query: Query, entropy: Entropy
+    patients: Iterable[Patient], semantics: Semantics, classes: Sequence[str], query: SemanticQuery, entropy: Entropy
 ) -> NDArray[np.int64]:
     """The counts without noise, (C, NS), in parts of a vote: private."""
     total = np.zeros((max(1, len(classes)), len(semantics.bins)), np.int64)
@@ -200,7 +200,7 @@ def _averaged(rows: Sequence[int], bins: NDArray[np.int64], shape: tuple[int, ..
     return counts * _PART // len(rows)
 
 
-def refuse_empty(noisy: NDArray[np.float64], classes: Sequence[str], query: Query) -> None:
+def refuse_empty(noisy: NDArray[np.float64], classes: Sequence[str], query: SemanticQuery) -> None:
     """Refuse classes of which the noisy counts do not show that they have patients: post-processing.
 
     A bin counts patients. A class passes when its largest bin lies above ``LEAST`` patients by more than the largest
@@ -224,7 +224,7 @@ def refuse_empty(noisy: NDArray[np.float64], classes: Sequence[str], query: Quer
         )
 
 
-def chosen(noisy: NDArray[np.float64], query: Query) -> tuple[tuple[int, ...], ...]:
+def chosen(noisy: NDArray[np.float64], query: SemanticQuery) -> tuple[tuple[int, ...], ...]:
     """The k_2 largest bins of every class: the largest count of all first, and no bin for two classes.
 
     Returns:
@@ -271,7 +271,7 @@ def selection(
     return places, classes[places]
 
 
-def proportions(noisy: NDArray[np.float64], query: Query, floor: float = 0.0) -> NDArray[np.float64]:
+def proportions(noisy: NDArray[np.float64], query: SemanticQuery, floor: float = 0.0) -> NDArray[np.float64]:
     """The classes' shares of the synthetic set, from the noisy totals of their rows: post-processing.
 
     A total has noise of deviation noise sqrt(NS). From four classes on, totals are drawn towards their mean by as

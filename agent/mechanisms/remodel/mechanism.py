@@ -27,7 +27,7 @@ from agent.defacing.reidentification.features import Eye, ScanFeatures, extract_
 from agent.defacing.reidentification.matching import Attacker, People, first
 from agent.defacing.reidentification.rendering import surface
 from agent.defacing.reidentification.simulated_rescan import revisited
-from agent.defacing.remodel import Network, remodel
+from agent.defacing.remodel import RemodelNetwork, remodel
 from agent.domain import Scan, Volume, VolumeSet
 from agent.errors import CohortTooSmallError
 from agent.intervals import Interval, wilson
@@ -70,7 +70,7 @@ class Remodelled:
 class Remodel:
     """Public configuration of one release of remodelled heads."""
 
-    network: Network
+    network: RemodelNetwork
     atlas: str  # SHA-256 of the template
     shape: tuple[int, int, int]  # voxels of the scans that count, axes towards right, front and up
     spacing: tuple[float, float, float]  # mm

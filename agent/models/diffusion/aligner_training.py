@@ -29,7 +29,7 @@ from agent.models.augmentations import IDENTITY, Pool, Views, eased, run_digest,
 from agent.models.diffusion.aligner import AlignerArchitecture, AlignerNet, AlignerQuality, aligner_bytes
 from agent.models.diffusion.prompts import Conditions
 from agent.models.features.trunk import TrunkArchitecture
-from agent.models.training_loop import LossTrainer, Plan, Progress, seeded, train
+from agent.models.training_loop import LossTrainer, TrainingPlan, TrainingProgress, seeded, train
 from protos.common.errors import TrainingError
 
 _MOST_WRITTEN: Final = 60_000  # characters of conditions and figures: a file's header holds 65,536
@@ -105,7 +105,7 @@ def train_aligner_of(
     conditions: Conditions,
     config: AlignmentConfig,
     folder: Path,
-    say: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[TrainingProgress], None] = lambda _: None,
 ) -> bytes:
     """Train, and judge on people that it never saw; the file says what it is worth, however little that is.
 
@@ -129,7 +129,7 @@ def train_aligner_of(
     trainer = _Trainer(pool, torch.from_numpy(labelled.labels.astype(np.int64)), learn, conditions, config)
     told = {"conditions": conditions.digest, **asdict(config), "device": ""}  # the same run on any device
     digest = run_digest(told, labelled.images, labelled.labels, labelled.owners)
-    train(trainer, Plan(config.steps, digest, config.seed, config.checkpoint_every), folder, say)
+    train(trainer, TrainingPlan(config.steps, digest, config.seed, config.checkpoint_every), folder, say)
     fitness = judge(trainer.net, pool, labelled, judged, conditions)
     notes = {"run": digest, "seed": config.seed, "steps": config.steps}
     return aligner_bytes(config.name, trainer.net, conditions, fitness, notes)

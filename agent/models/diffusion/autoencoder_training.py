@@ -28,7 +28,7 @@ from agent.models.diffusion.autoencoder import AutoencoderArchitecture, Autoenco
 from agent.models.diffusion.edm_training import Average
 from agent.models.features.extractors import RandomFeatures
 from agent.models.features.feature_net import FeatureNet
-from agent.models.training_loop import NetworkTrainer, Plan, Progress, device_generator, seeded, train
+from agent.models.training_loop import NetworkTrainer, TrainingPlan, TrainingProgress, device_generator, seeded, train
 from protos.common.errors import TrainingError
 
 LOOKED_AT: Final = 1024  # images, at most, of which mean and deviation of the latents are taken
@@ -110,7 +110,7 @@ def train_autoencoder(
     images: NDArray[np.uint8],
     config: AutoencoderTraining,
     folder: Path,
-    say: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[TrainingProgress], None] = lambda _: None,
     features: FeatureNet | None = None,
 ) -> bytes:
     """Train on public images, then measure the scale of the latents on the same images.
@@ -135,7 +135,9 @@ def train_autoencoder(
     pool = Pool(images, config.architecture.side, config.architecture.channels, torch.device(config.device))
     trainer = AutoencoderTrainer(pool, config, own)
     run = config.run(images, own)
-    train(trainer, Plan(config.steps, run, config.seed, config.checkpoint_every, config.say_every), folder, say)
+    train(
+        trainer, TrainingPlan(config.steps, run, config.seed, config.checkpoint_every, config.say_every), folder, say
+    )
     if config.ema > 0.0:
         trainer.average.give(trainer.net)
     net = trainer.net.train(mode=False)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from agent.domain import CheckpointStore
 from agent.models.diffusion.edm import Denoiser, DiffusionArchitecture, loss_weight
-from agent.models.training_loop import LossTrainer, Plan, Progress, device_generator, seeded, train
+from agent.models.training_loop import LossTrainer, TrainingPlan, TrainingProgress, device_generator, seeded, train
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ def train_denoiser(
     training: DiffusionTraining,
     steps: int,
     place: CheckpointStore,
-    say: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[TrainingProgress], None] = lambda _: None,
 ) -> Denoiser:
     """Train on public images, with checkpoints at ``place``.
 
@@ -269,7 +269,9 @@ def train_denoiser(
         OtherRunError, TrainingCheckpointError, DivergedError: see :func:`agent.models.training_loop.train`.
     """
     trainer = DiffusionTrainer(training, torch.from_numpy(images), torch.from_numpy(labels))
-    plan = Plan(steps, training.run(images, labels), training.seed, training.checkpoint_every, training.say_every)
+    plan = TrainingPlan(
+        steps, training.run(images, labels), training.seed, training.checkpoint_every, training.say_every
+    )
     train(trainer, plan, place, say)
     trainer.average.give(trainer.denoiser)
     trainer.denoiser.adopt(sorted(set(range(training.architecture.classes)) - {int(y) for y in np.unique(labels)}))

@@ -25,7 +25,7 @@ from agent.models.diffusion.edm_training import DenoiserTrainer
 from agent.models.diffusion.latent import LatentArchitecture, LatentDenoiser, planes
 from agent.models.diffusion.noise_schedule import TIMES, Noising, Prediction
 from agent.models.diffusion.prompts import Conditions
-from agent.models.training_loop import Plan, Progress, device_generator, seeded, train
+from agent.models.training_loop import TrainingPlan, TrainingProgress, device_generator, seeded, train
 
 AT_ONCE: Final = 64  # images that are encoded together
 
@@ -169,7 +169,7 @@ def train_latent_denoiser(
     training: LatentTraining,
     steps: int,
     place: CheckpointStore,
-    say: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[TrainingProgress], None] = lambda _: None,
 ) -> LatentDenoiser:
     """Train on encoded images, with checkpoints at ``place``.
 
@@ -191,7 +191,9 @@ def train_latent_denoiser(
     if fits != (own.latent, own.words, own.length):
         raise ValueError("the architecture is for other latents or other prompts: fit it to both")
     trainer = LatentTrainer(training, data)
-    plan = Plan(steps, training.run(data.sha256), training.seed, training.checkpoint_every, training.say_every)
+    plan = TrainingPlan(
+        steps, training.run(data.sha256), training.seed, training.checkpoint_every, training.say_every
+    )
     train(trainer, plan, place, say)
     trainer.average.give(trainer.denoiser)
     trainer.denoiser.adopt(sorted(set(range(words.size)) - _said(data)))

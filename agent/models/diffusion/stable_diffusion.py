@@ -53,14 +53,14 @@ class StableMissingError(ConfigError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class DiffusionPart:
     """One network of a folder: its configuration, and its tensors by name, in float32."""
 
     config: Mapping[str, Any]
     state: Mapping[str, Tensor] = field(repr=False)
 
 
-def part_of(config: bytes, weights: bytes) -> Part:
+def part_of(config: bytes, weights: bytes) -> DiffusionPart:
     """Read a part.
 
     Args:
@@ -79,7 +79,7 @@ def part_of(config: bytes, weights: bytes) -> Part:
         raise WeightsError("a number of the configuration is not usable")
     if not all(bool(torch.isfinite(t).all()) for t in state.values() if t.is_floating_point()):
         raise WeightsError("a weight is not finite")
-    return Part(told, {n: t.float() if t.is_floating_point() else t for n, t in state.items()})
+    return DiffusionPart(told, {n: t.float() if t.is_floating_point() else t for n, t in state.items()})
 
 
 def table(raw: bytes) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class Stable:
     origin: Origin
 
 
-def stable_autoencoder(part: Part, shape: Shape, origin: Origin) -> StableAutoencoder:
+def stable_autoencoder(part: DiffusionPart, shape: Shape, origin: Origin) -> StableAutoencoder:
     """Build the autoencoder of a folder.
 
     Raises:
@@ -292,7 +292,7 @@ def stable_autoencoder(part: Part, shape: Shape, origin: Origin) -> StableAutoen
         raise WeightsError(str(fault)) from fault
 
 
-def stable_denoiser(unet: Part, text: Part, clip: ClipTokens) -> StableDenoiser:
+def stable_denoiser(unet: DiffusionPart, text: DiffusionPart, clip: ClipTokens) -> StableDenoiser:
     """Build the denoiser and the text encoder of a folder.
 
     Raises:

@@ -121,7 +121,7 @@ def _known(index: dict[str, Any]) -> None:
             raise WeightsError(f"model_index.json: {part} is not {names[0]}")
 
 
-def _part(files: dict[str, bytes], part: str) -> stable_diffusion.Part:
+def _part(files: dict[str, bytes], part: str) -> stable_diffusion.DiffusionPart:
     weights = next(raw for name, raw in files.items() if name.startswith(f"{part}/") and name.endswith("tensors"))
     try:
         return stable_diffusion.part_of(files[f"{part}/config.json"], weights)
@@ -129,7 +129,7 @@ def _part(files: dict[str, bytes], part: str) -> stable_diffusion.Part:
         raise WeightsError(f"{part}: {fault}") from fault
 
 
-def _usual(unet: stable_diffusion.Part, vae: stable_diffusion.Part) -> Shape:
+def _usual(unet: stable_diffusion.DiffusionPart, vae: stable_diffusion.DiffusionPart) -> Shape:
     """The size that the denoiser was trained at."""
     latent, levels = unet.config.get("sample_size"), vae.config.get("block_out_channels")
     side = latent << (len(levels) - 1) if type(latent) is int and isinstance(levels, list) and levels else _SIDE

@@ -52,7 +52,7 @@ def _halved(x: Tensor) -> Tensor:
     return max_pool2d(x, 3, 2)
 
 
-class Mixed(nn.Module):
+class MixedBlock(nn.Module):
     """Branches side by side. A branch is a chain of units; a pair at its end is two units side by side."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Mixed(nn.Module):
         return self.get_submodule(name)
 
 
-def _a(inputs: int, pooled: int) -> Mixed:
+def _a(inputs: int, pooled: int) -> MixedBlock:
     layers: tuple[Layer, ...] = (
         ("branch1x1", inputs, 64, _ONE, 1, True),
         ("branch5x5_1", inputs, 48, _ONE, 1, True),
@@ -90,20 +90,22 @@ def _a(inputs: int, pooled: int) -> Mixed:
     )
     double = ("branch3x3dbl_1", "branch3x3dbl_2", "branch3x3dbl_3")
     branches = (("branch1x1",), ("branch5x5_1", "branch5x5_2"), double, ("pool", "branch_pool"))
-    return Mixed(layers, branches, _average)
+    return MixedBlock(layers, branches, _average)
 
 
-def _b(inputs: int) -> Mixed:
+def _b(inputs: int) -> MixedBlock:
     layers: tuple[Layer, ...] = (
         ("branch3x3", inputs, 384, _THREE, 2, False),
         ("branch3x3dbl_1", inputs, 64, _ONE, 1, True),
         ("branch3x3dbl_2", 64, 96, _THREE, 1, True),
         ("branch3x3dbl_3", 96, 96, _THREE, 2, False),
     )
-    return Mixed(layers, (("branch3x3",), ("branch3x3dbl_1", "branch3x3dbl_2", "branch3x3dbl_3"), ("pool",)), _halved)
+    return MixedBlock(
+        layers, (("branch3x3",), ("branch3x3dbl_1", "branch3x3dbl_2", "branch3x3dbl_3"), ("pool",)), _halved
+    )
 
 
-def _c(inputs: int, width: int) -> Mixed:
+def _c(inputs: int, width: int) -> MixedBlock:
     layers: tuple[Layer, ...] = (
         ("branch1x1", inputs, 192, _ONE, 1, True),
         ("branch7x7_1", inputs, width, _ONE, 1, True),
@@ -118,10 +120,10 @@ def _c(inputs: int, width: int) -> Mixed:
     )
     single = tuple(f"branch7x7_{i}" for i in range(1, 4))
     double = tuple(f"branch7x7dbl_{i}" for i in range(1, 6))
-    return Mixed(layers, (("branch1x1",), single, double, ("pool", "branch_pool")), _average)
+    return MixedBlock(layers, (("branch1x1",), single, double, ("pool", "branch_pool")), _average)
 
 
-def _d(inputs: int) -> Mixed:
+def _d(inputs: int) -> MixedBlock:
     layers: tuple[Layer, ...] = (
         ("branch3x3_1", inputs, 192, _ONE, 1, True),
         ("branch3x3_2", 192, 320, _THREE, 2, False),
@@ -131,10 +133,10 @@ def _d(inputs: int) -> Mixed:
         ("branch7x7x3_4", 192, 192, _THREE, 2, False),
     )
     seven = tuple(f"branch7x7x3_{i}" for i in range(1, 5))
-    return Mixed(layers, (("branch3x3_1", "branch3x3_2"), seven, ("pool",)), _halved)
+    return MixedBlock(layers, (("branch3x3_1", "branch3x3_2"), seven, ("pool",)), _halved)
 
 
-def _e(inputs: int, pool: Callable[[Tensor], Tensor]) -> Mixed:
+def _e(inputs: int, pool: Callable[[Tensor], Tensor]) -> MixedBlock:
     layers: tuple[Layer, ...] = (
         ("branch1x1", inputs, 320, _ONE, 1, True),
         ("branch3x3_1", inputs, 384, _ONE, 1, True),
@@ -148,7 +150,7 @@ def _e(inputs: int, pool: Callable[[Tensor], Tensor]) -> Mixed:
     )
     single = ("branch3x3_1", "branch3x3_2a+branch3x3_2b")
     double = ("branch3x3dbl_1", "branch3x3dbl_2", "branch3x3dbl_3a+branch3x3dbl_3b")
-    return Mixed(layers, (("branch1x1",), single, double, ("pool", "branch_pool")), pool)
+    return MixedBlock(layers, (("branch1x1",), single, double, ("pool", "branch_pool")), pool)
 
 
 class InceptionV3(FrozenNetwork):

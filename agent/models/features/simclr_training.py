@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, normalize
 from agent.models.augmentations import SELF_SUPERVISED, Pool, Views, eased, run_digest, view
 from agent.models.features.extractors import features_bytes
 from agent.models.features.trunk import Trunk, TrunkArchitecture
-from agent.models.training_loop import LossTrainer, Plan, Progress, seeded, train
+from agent.models.training_loop import LossTrainer, TrainingPlan, TrainingProgress, seeded, train
 from protos.common.errors import TrainingError
 
 LEAST_APART: Final = 1e-4  # mean 1 - cosine of two images; below, the network tells none apart
@@ -64,7 +64,7 @@ def train_features(
     images: NDArray[np.uint8],
     config: RepresentationConfig,
     folder: Path,
-    say: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[TrainingProgress], None] = lambda _: None,
     device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
 ) -> bytes:
     """Train a feature network on public images.
@@ -87,7 +87,7 @@ def train_features(
     pool = Pool(images, config.architecture.side, config.architecture.channels, device)
     trainer = _Trainer(pool, len(images), config)
     digest = run_digest(asdict(config), images)
-    train(trainer, Plan(config.steps, digest, config.seed, config.checkpoint_every), folder, say)
+    train(trainer, TrainingPlan(config.steps, digest, config.seed, config.checkpoint_every), folder, say)
     if not _apart(trainer.trunk, pool, len(images)) > LEAST_APART:
         raise FeaturesCollapsedError
     return features_bytes(config.name, trainer.trunk, {"run": digest, "seed": config.seed, "steps": config.steps})

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from agent.models.features.inception import InceptionV3
 from agent.models.features.resnet import ResNet, Size
 from agent.models.features.vgg import Vgg19
-from agent.models.stylegan.network import Architecture, Generator
+from agent.models.stylegan.network import Generator, StyleGanShape
 from agent.models.stylegan.resampling import low_pass
 from agent.models.stylegan.restyle_published import EncoderShape, FaceEncoder, ResNetEncoder, RestyleEncoder
 from agent.models.weights import Origin, WeightsError, fill
@@ -52,7 +52,7 @@ def generator_of(state: Mapping[str, Tensor]) -> Generator:
         width = rgb[top].shape[1]
         layers = sum(1 for name in state if _FULL.fullmatch(name))
         # a top as wide as the bottom says only that the base is at least this
-        a = Architecture(top, rgb[top].shape[0], first.shape[1], first.shape[0], layers, width * top, most)
+        a = StyleGanShape(top, rgb[top].shape[0], first.shape[1], first.shape[0], layers, width * top, most)
     except (KeyError, ValueError, IndexError) as fault:
         raise WeightsError("the tensors are those of no StyleGAN2-ADA generator") from fault
     if first.ndim != 2 or sum(t.numel() for t in state.values()) != _size(a):
@@ -64,12 +64,12 @@ def generator_of(state: Mapping[str, Tensor]) -> Generator:
     return generator.requires_grad_(requires_grad=False).eval()
 
 
-def _size(a: Architecture) -> int:
+def _size(a: StyleGanShape) -> int:
     with torch.device("meta"):
         return sum(t.numel() for t in Generator(a).state_dict().values())
 
 
-def _compare(a: Architecture, state: Mapping[str, Tensor]) -> None:
+def _compare(a: StyleGanShape, state: Mapping[str, Tensor]) -> None:
     """Name what does not fit, before memory is taken for it."""
     with torch.device("meta"):
         own = Generator(a).state_dict()

@@ -19,7 +19,7 @@ from agent.intervals import Proportion, bounds
 from agent.models.augmentations import IDENTITY, Pool, Views, eased, run_digest, view
 from agent.models.features.trunk import TrunkArchitecture
 from agent.models.recognition import recogniser
-from agent.models.training_loop import LossTrainer, Plan, Progress, seeded, train
+from agent.models.training_loop import LossTrainer, TrainingPlan, TrainingProgress, seeded, train
 from protos.common.errors import TrainingError
 
 ENOUGH = 3.0  # impostor pairs expected at the stated rate: with fewer, the threshold would be one pair's accident
@@ -112,7 +112,7 @@ def train_recogniser(
     identities: NDArray[np.int64],
     config: RecognitionConfig,
     folder: Path,
-    say: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[TrainingProgress], None] = lambda _: None,
     device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
 ) -> TrainedRecogniser:
     """Train, calibrate, judge, and give nothing that may not judge a release.
@@ -141,7 +141,7 @@ def fit_recogniser(
     identities: NDArray[np.int64],
     config: RecognitionConfig,
     folder: Path,
-    say: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[TrainingProgress], None] = lambda _: None,
     device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
 ) -> TrainedRecogniser:
     """The same however little it knows, for an experiment that says how much that is; AnonFACES refuses the rest.
@@ -153,7 +153,7 @@ def fit_recogniser(
     pool = Pool(images, trunk.side, trunk.channels, device)
     trainer = _Trainer(pool, identities, parts[0], config)
     digest = run_digest(asdict(config), images, identities)
-    train(trainer, Plan(config.steps, digest, config.seed, config.checkpoint_every), folder, say)
+    train(trainer, TrainingPlan(config.steps, digest, config.seed, config.checkpoint_every), folder, say)
     settled, unseen = ((_embedded(trainer.net, pool, part), identities[part]) for part in parts[1:])
     calibration = calibrated(settled, unseen, config.false_match_rate)
     told = {"run": digest, "seed": config.seed, "steps": config.steps}

@@ -31,10 +31,10 @@ from agent.models.image_tensors import to_bytes, to_tensor, to_unit
 from agent.models.recognition import verifier
 from agent.models.recognition.recogniser_training import divided
 from agent.models.recognition.score_tail import FEWEST, Tail, fit_tail
-from agent.models.training_loop import LossTrainer, Plan, Progress, seeded, torch_generator, train
+from agent.models.training_loop import LossTrainer, TrainingPlan, TrainingProgress, seeded, torch_generator, train
 
 NearDuplicates = Callable[[Tensor, torch.Generator], Tensor]  # (n, c, h, w) in [-1, 1] -> as many, of that shape
-Say = Callable[[Progress], None]
+Say = Callable[[TrainingProgress], None]
 
 COMPARED: Final = 1_500  # images, at most, whose pairs are all compared
 VISITS: Final = Views(shift=0.03, turn=0.12, zoom=(0.85, 1.05), light=0.3, noise=0.1)
@@ -173,7 +173,7 @@ def fit_verifier(
     whose = np.concatenate([identities, identities[learn][: len(made[0])]])
     digest = run_digest({**asdict(config), "device": None}, images, identities, *made)
     trainer = _Trainer(taught, whose, np.concatenate([learn, np.arange(len(images), end)]), config)
-    train(trainer, Plan(config.steps, digest, config.seed, config.checkpoint_every), folder, say)
+    train(trainer, TrainingPlan(config.steps, digest, config.seed, config.checkpoint_every), folder, say)
     net, settle, kept = trainer.net.eval(), settle[_some(identities[settle])], _some(identities[judge_by])
     tail = tail_of(net, taught.take(torch.from_numpy(settle)), identities[settle], config.seed)
     planted = None if near is None else taught.take(torch.from_numpy(end + kept))

@@ -64,7 +64,7 @@ class Classifier(nn.Module):
         return out
 
 
-class Codebook(nn.Module):
+class SemanticCodebook(nn.Module):
     """The centres of clusters of features, in units of the public images' own spread."""
 
     mean: Tensor
@@ -92,7 +92,7 @@ class Codebook(nn.Module):
 class Nearest(nn.Module):
     """Features, then the codebook."""
 
-    def __init__(self, features: RandomFeatures | LearnedFeatures, codebook: Codebook) -> None:
+    def __init__(self, features: RandomFeatures | LearnedFeatures, codebook: SemanticCodebook) -> None:
         """Put the two together."""
         super().__init__()
         self.features = features
@@ -228,7 +228,7 @@ def _nearest(packed: NetworkFile, bins: int, origin: Origin) -> Nearest:
     size = packed.config["size"]
     if type(size) is not int or not 1 <= size <= 1 << 16:
         raise ValueError("features have a number of numbers")
-    codebook = built(lambda: Codebook(size, bins), parts["codebook"])
+    codebook = built(lambda: SemanticCodebook(size, bins), parts["codebook"])
     features = _features(packed.config, parts["trunk"], origin)
     if features.embed(torch.zeros(1, features.channels, 8, 8)).shape[1] != size:
         raise ValueError("the centres are not those of these features")

@@ -24,8 +24,8 @@ from agent.intervals import Proportion, bounds
 from agent.models.augmentations import IDENTITY, Pool, Views, eased, run_digest, view
 from agent.models.features.extractors import LearnedFeatures, RandomFeatures
 from agent.models.features.trunk import TrunkArchitecture
-from agent.models.semantics.classifier import MOST_BINS, Classifier, Codebook, Nearest, named, semantics_bytes
-from agent.models.training_loop import LossTrainer, Plan, Progress, seeded, train
+from agent.models.semantics.classifier import MOST_BINS, Classifier, Nearest, SemanticCodebook, named, semantics_bytes
+from agent.models.training_loop import LossTrainer, TrainingPlan, TrainingProgress, seeded, train
 from protos.common.errors import TrainingError
 
 _LEFT: Final = 4  # pixels a side of the last map, or a little more
@@ -99,7 +99,7 @@ def train_semantics(
     labels: NDArray[np.int64],
     config: SemanticsConfig,
     place: CheckpointStore | Path,
-    say: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[TrainingProgress], None] = lambda _: None,
     device: torch.device = torch.device("cpu"),  # noqa: B008 - a constant
 ) -> TrainedSemantics:
     """Train a classifier of public labels.
@@ -120,7 +120,7 @@ def train_semantics(
     pool = Pool(images, config.architecture.side, config.architecture.channels, device)
     trainer = _Trainer(pool, labels, learn, config)
     digest = run_digest(asdict(config), images, labels)
-    train(trainer, Plan(config.steps, digest, config.seed, config.checkpoint_every), place, say)
+    train(trainer, TrainingPlan(config.steps, digest, config.seed, config.checkpoint_every), place, say)
     hits = int((_answers(trainer.net, pool, judge) == labels[judge]).sum())
     low, high = bounds(hits, len(judge))
     accuracy = Proportion(hits / len(judge), low, high)
@@ -227,7 +227,7 @@ def cluster_semantics(
             f"the images do not make {count} clusters: add images, or ask for fewer clusters"
         )
     found = KMeans(count, n_init=_STARTS, random_state=seed % (1 << 32)).fit(points)
-    codebook = Codebook(points.shape[1], count)
+    codebook = SemanticCodebook(points.shape[1], count)
     values = {"mean": mean, "spread": spread, "centres": found.cluster_centers_}
     state = {name: torch.from_numpy(np.asarray(v)).float() for name, v in values.items()}
     # k-means of as many points as clusters leaves no distance at all: then that of the centres is the unit

@@ -31,7 +31,7 @@ BILINEAR, REFLECTED = 0, 2  # the numbers of these modes in torch's own operator
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class AugmentationControl:
     """How p follows the discriminator (2020b, section 3, Eq. 1: r_t = E[sign D(real)])."""
 
     target: float = 0.6  # of r_t

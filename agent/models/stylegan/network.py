@@ -88,7 +88,7 @@ MOST: Final = 1 << 20  # of any size that an architecture names
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
+class StyleGanShape:
     """The public shape of a generator and its discriminator."""
 
     resolution: int  # px, a power of two
@@ -127,19 +127,19 @@ class Architecture:
         """Feature channels at a resolution."""
         return min(self.channel_base // resolution, self.channel_max)
 
-    def with_channels(self, channels: int) -> Architecture:
+    def with_channels(self, channels: int) -> StyleGanShape:
         """The same network for grey (1) or colour (3) images."""
         return replace(self, channels=channels)
 
 
-PRESETS: Final[Mapping[str, Architecture]] = {
-    "tiny32": Architecture(32, 3, 64, 64, 2, 512, 64),
-    "small64": Architecture(64, 3, 128, 128, 2, 1024, 96),
-    "small128": Architecture(128, 3, 256, 256, 2, 2048, 128),
-    "auto128": Architecture(128, 3, 512, 512, 2, 16384, 512),
-    "auto256": Architecture(256, 3, 512, 512, 2, 16384, 512),
-    "auto512": Architecture(512, 3, 512, 512, 2, 32768, 512),
-    "auto1024": Architecture(1024, 3, 512, 512, 2, 32768, 512),
+PRESETS: Final[Mapping[str, StyleGanShape]] = {
+    "tiny32": StyleGanShape(32, 3, 64, 64, 2, 512, 64),
+    "small64": StyleGanShape(64, 3, 128, 128, 2, 1024, 96),
+    "small128": StyleGanShape(128, 3, 256, 256, 2, 2048, 128),
+    "auto128": StyleGanShape(128, 3, 512, 512, 2, 16384, 512),
+    "auto256": StyleGanShape(256, 3, 512, 512, 2, 16384, 512),
+    "auto512": StyleGanShape(512, 3, 512, 512, 2, 32768, 512),
+    "auto1024": StyleGanShape(1024, 3, 512, 512, 2, 32768, 512),
 }
 
 
@@ -148,7 +148,7 @@ class MappingNetwork(nn.Module):
 
     w_avg: Tensor
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: StyleGanShape) -> None:
         super().__init__()
         self.num_ws = architecture.num_ws
         self.layers = architecture.mapping_layers
@@ -231,7 +231,7 @@ class SynthesisBlock(nn.Module):
 
     resample_filter: Tensor
 
-    def __init__(self, architecture: Architecture, resolution: int) -> None:
+    def __init__(self, architecture: StyleGanShape, resolution: int) -> None:
         super().__init__()
         width = architecture.width(resolution)
         self.first = resolution == 4
@@ -257,7 +257,7 @@ class SynthesisBlock(nn.Module):
 class SynthesisNetwork(nn.Module):
     """Styles -> image."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: StyleGanShape) -> None:
         super().__init__()
         self.resolutions = architecture.resolutions
         self.num_ws = architecture.num_ws
@@ -316,7 +316,7 @@ def _noise(layer: SynthesisLayer, noise: Noise, ws: Tensor, generator: torch.Gen
 class Generator(nn.Module):
     """z -> image."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: StyleGanShape) -> None:
         super().__init__()
         self.architecture = architecture
         self.mapping = MappingNetwork(architecture)
@@ -338,7 +338,7 @@ class DiscriminatorBlock(nn.Module):
 
     resample_filter: Tensor
 
-    def __init__(self, architecture: Architecture, resolution: int) -> None:
+    def __init__(self, architecture: StyleGanShape, resolution: int) -> None:
         super().__init__()
         width, above = architecture.width(resolution), architecture.width(resolution // 2)
         self.register_buffer("resample_filter", low_pass())
@@ -359,7 +359,7 @@ class DiscriminatorBlock(nn.Module):
 class DiscriminatorEpilogue(nn.Module):
     """Standard deviation over the batch as one more map, a convolution, two full layers."""
 
-    def __init__(self, architecture: Architecture, group: int = 4) -> None:
+    def __init__(self, architecture: StyleGanShape, group: int = 4) -> None:
         super().__init__()
         width = architecture.width(4)
         self.group = group
@@ -392,7 +392,7 @@ def spread(x: Tensor, group: int) -> Tensor:
 class Discriminator(nn.Module):
     """Images (n, channels, r, r) -> logits (n, 1): positive is real."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: StyleGanShape) -> None:
         super().__init__()
         self.architecture = architecture
         for resolution in architecture.resolutions[:0:-1]:
@@ -421,7 +421,7 @@ def generator_from(raw: bytes) -> tuple[Generator, NetworkFile]:
     """
     packed = unpack(raw, KIND)
     try:
-        architecture = Architecture(**packed.config)
+        architecture = StyleGanShape(**packed.config)
     except (TypeError, ValueError) as fault:
         raise WeightsError("the file names no architecture that can be built") from fault
     return built(lambda: Generator(architecture), packed.state).requires_grad_(requires_grad=True), packed

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, leaky_relu
 
 from agent.models.image_tensors import resized
-from agent.models.stylegan.network import Architecture, Generator
+from agent.models.stylegan.network import Generator, StyleGanShape
 from agent.models.weights import NetworkFile, WeightsError, built, pack, unpack
 
 KIND: Final = "encoder"
@@ -90,7 +90,7 @@ PRESETS: Final[Mapping[int, tuple[int, int, tuple[int, ...], tuple[int, ...], in
 }
 
 
-def architecture_for(generator: Architecture) -> EncoderArchitecture:
+def architecture_for(generator: StyleGanShape) -> EncoderArchitecture:
     """The preset encoder of a generator. Above 512 px the 512's; below 32 px the 32's, with fewer stages."""
     side, stem, widths, blocks, head = PRESETS[max((r for r in PRESETS if r <= generator.resolution), default=32)]
     side = min(side, generator.resolution)

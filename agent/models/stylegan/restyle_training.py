@@ -29,7 +29,7 @@ from agent.models.grids import write_grid
 from agent.models.image_tensors import to_bytes, to_tensor, to_unit
 from agent.models.stylegan import restyle
 from agent.models.stylegan.network import Generator
-from agent.models.training_loop import NetworkTrainer, Plan, Progress, seeded, train
+from agent.models.training_loop import NetworkTrainer, TrainingPlan, TrainingProgress, seeded, train
 from protos.common.durable_files import replace_file
 
 FILE: Final = "encoder.safetensors"
@@ -246,7 +246,7 @@ def train_encoder(
     images: NDArray[np.float32] | None,
     config: InversionConfig,
     folder: Path,
-    say: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[TrainingProgress], None] = lambda _: None,
     features: FeatureNet | None = None,
 ) -> Path:
     """Train, or go on training, and write ``encoder.safetensors``; grids of images beside it at every checkpoint.
@@ -271,7 +271,7 @@ def train_encoder(
         encoder = restyle.Encoder(architecture)
     trainer = InversionTrainer(encoder.to(generator.w_avg.device), generator, config, images, features)
     notes = _notes(generator, images, config, features)
-    plan = Plan(
+    plan = TrainingPlan(
         steps=config.steps,
         run=hashlib.sha256(json.dumps([notes, asdict(architecture)], sort_keys=True).encode()).hexdigest(),
         seed=config.seed,

@@ -22,9 +22,9 @@ from torch.nn.functional import softplus
 
 from agent.models.grids import write_grid
 from agent.models.image_tensors import to_bytes, to_unit
-from agent.models.stylegan.ada import Control, augmented
-from agent.models.stylegan.network import Architecture, Discriminator, Generator, generator_bytes
-from agent.models.training_loop import NetworkTrainer, Plan, Progress, device_generator, seeded, train
+from agent.models.stylegan.ada import AugmentationControl, augmented
+from agent.models.stylegan.network import Discriminator, Generator, StyleGanShape, generator_bytes
+from agent.models.training_loop import NetworkTrainer, TrainingPlan, TrainingProgress, device_generator, seeded, train
 from protos.common.durable_files import replace_file
 
 GENERATOR: Final = "generator.safetensors"
@@ -39,7 +39,7 @@ LAYOUT: Final[dict[str, Any]] = {"memory_format": torch.channels_last}
 class GanConfig:
     """The public configuration of a training. The images decide whether it is of grey or colour."""
 
-    architecture: Architecture
+    architecture: StyleGanShape
     steps: int
     seed: int
     batch: int = 16
@@ -48,7 +48,7 @@ class GanConfig:
     r1_every: int = 16
     ema_kimg: float | None = None  # half-life; None: batch * 10 / 32
     ema_ramp: float | None = 0.05  # the half-life is at most this share of the images seen so far
-    control: Control | None = field(default_factory=Control)  # None: no augmentation
+    control: AugmentationControl | None = field(default_factory=AugmentationControl)  # None: no augmentation
     mirror: bool = False  # images are as likely when mirrored
     mixing: float = 0.0  # probability of a second style (2020a: 0.9)
     path_length: float = 0.0  # weight of the regulariser (2020a: 2)
@@ -106,7 +106,7 @@ class GanConfig:
         return digest.hexdigest()
 
 
-def auto(architecture: Architecture, steps: int, seed: int) -> GanConfig:
+def auto(architecture: StyleGanShape, steps: int, seed: int) -> GanConfig:
     """The "auto" setting of 2020b on one accelerator, with bfloat16 in the place of float16."""
     size = architecture.resolution
     return GanConfig(
@@ -309,7 +309,7 @@ def train_generator(
     images: NDArray[np.uint8],
     config: GanConfig,
     folder: Path,
-    say: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[TrainingProgress], None] = lambda _: None,
 ) -> Generator:
     """Train, with checkpoints and grids of samples in ``folder``; write the average generator there.
 
@@ -329,7 +329,7 @@ def train_generator(
     run = config.run(images)
     planes = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
     trainer = GanTrainer(config, torch.from_numpy(np.ascontiguousarray(planes)))
-    plan = Plan(config.steps, run, config.seed, config.checkpoint_every, config.say_every)
+    plan = TrainingPlan(config.steps, run, config.seed, config.checkpoint_every, config.say_every)
     begun = train(trainer, plan, folder, say, lambda step: _samples(trainer, folder / f"samples-{step:07d}.png"))
     if begun > config.steps:
         raise ValueError("the folder's run is already longer: choose at least as many steps, or another folder")

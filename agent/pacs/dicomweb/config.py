@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import requests
 import urllib3
 
-from agent.pacs.archive import Query
+from agent.pacs.archive import ArchiveQuery
 from agent.pacs.schedule import Hours
 from agent.pacs.secret_files import is_loopback
 from protos.common.errors import UnreachableError
@@ -52,7 +52,7 @@ class DicomWebArchive:
     key: Path | None = None  # of the certificate, PEM
     ca: Path | None = None  # who signs the archive's certificate; None: whom the system trusts
     unsafe_plain_http: bool = False  # identified images and the password cross the network in clear
-    query: Query = field(default_factory=Query)  # what is asked for; the command line only narrows it
+    query: ArchiveQuery = field(default_factory=ArchiveQuery)  # what is asked for; the command line only narrows it
     hours: str = ""  # local time in which it may be asked, "22:00-06:00"; "": always
     connections: int = 2  # retrievals at a time
     per_minute: int = 0  # instances, at most; 0: as fast as it sends

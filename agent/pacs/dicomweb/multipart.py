@@ -36,7 +36,7 @@ class MultipartError(PeerError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BodyLimits:
     """What one body may hold."""
 
     part_bytes: int = 512 * 2**20  # a larger part is skipped: one bad file is one lost file
@@ -52,7 +52,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BodyPart:
     """One part."""
 
     media_type: str  # lower case, without parameters; "" when it says none
@@ -89,7 +89,7 @@ def media_type(header: str) -> MediaType:
 class Splitter:
     """Takes a body in pieces of any size and gives back its parts."""
 
-    def __init__(self, boundary: str, limits: Limits) -> None:
+    def __init__(self, boundary: str, limits: BodyLimits) -> None:
         """``boundary`` as ``media_type`` found it."""
         # The line break before a boundary belongs to it; the body's first boundary may stand without one.
         self._border, self._limits = b"\r\n--" + boundary.encode("ascii"), limits
@@ -99,7 +99,7 @@ class Splitter:
         self._total = self._parts = 0
         self._type, self._glimpse = "", b""
         self._too_large = False
-        self._out: list[Part] = []
+        self._out: list[BodyPart] = []
         self._fault: MultipartError | None = None
         self.done = False
 
@@ -108,7 +108,7 @@ class Splitter:
         """Bytes that are kept here."""
         return len(self._buffer)
 
-    def feed(self, data: bytes) -> list[Part]:
+    def feed(self, data: bytes) -> list[BodyPart]:
         """The parts that this piece completes.
 
         Raises:
@@ -195,10 +195,10 @@ class Splitter:
             return False
         if self._too_large or at - 2 > most:
             self._glimpse = self._glimpse or bytes(self._buffer[2 : min(at, _GLIMPSE + 2)])
-            self._out.append(Part(self._type, self._glimpse, whole=False))
+            self._out.append(BodyPart(self._type, self._glimpse, whole=False))
         else:
             with memoryview(self._buffer) as view:
-                self._out.append(Part(self._type, bytes(view[2:at]), whole=True))
+                self._out.append(BodyPart(self._type, bytes(view[2:at]), whole=True))
         self._pass(at + len(self._border))
         self._state = self._after_border
         return True

@@ -24,7 +24,7 @@ from dicomweb_client.web import DICOMwebClient
 from requests.adapters import HTTPAdapter
 from requests.auth import HTTPBasicAuth
 
-from agent.pacs.archive import Query
+from agent.pacs.archive import ArchiveQuery
 from agent.pacs.dicomweb.config import FAULTY, DicomWebArchive, DicomWebError, faults, refused
 from agent.pacs.instance_header import is_uid
 from agent.pacs.secret_files import SecretFileError, read_secret
@@ -38,7 +38,7 @@ _MOST_LOST: Final = 50  # matches in a row that it fails at, until its listing i
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class QidoSeries:
     """One series that matches, with its instances as the archive lists them."""
 
     study: str = field(repr=False)
@@ -77,7 +77,7 @@ class _Bearer(requests.auth.AuthBase):  # type: ignore[misc,unused-ignore]
         return request
 
 
-class Session(requests.Session):  # type: ignore[misc,unused-ignore]
+class ArchiveSession(requests.Session):  # type: ignore[misc,unused-ignore]
     """A connection to one archive and nowhere else, with its credentials. Not for two threads."""
 
     def __init__(self, web: DicomWebArchive) -> None:
@@ -161,7 +161,7 @@ def pieces(web: DicomWebArchive, response: requests.Response, clock: Callable[[]
 class QidoClient:
     """Asks one archive what it has."""
 
-    def __init__(self, web: DicomWebArchive, session: Session, rest: Callable[[int], None]) -> None:
+    def __init__(self, web: DicomWebArchive, session: ArchiveSession, rest: Callable[[int], None]) -> None:
         """``session`` is this thread's; ``rest`` waits after that many failures of one question."""
         self._web, self._rest = web, rest
         self._client = DICOMwebClient(web.url.rstrip("/"), session=session, timeout=(web.connect_s, web.read_s))
@@ -172,7 +172,7 @@ class QidoClient:
         with faults(self._web), _dicom_json(self._web):
             self._client.search_for_studies(limit=1)
 
-    def series(self, query: Query) -> Iterator[Series]:
+    def series(self, query: ArchiveQuery) -> Iterator[QidoSeries]:
         """Every series that matches, study by study.
 
         What the archive sends is checked against the query again: one that ignores a filter would send everybody.
@@ -185,7 +185,7 @@ class QidoClient:
             search = partial(self._client.search_for_series, study, fields=fields)
             matches, lost = self._listed(search, "0020000E")
             if lost:
-                yield Series(study, "", (), lost, lost)
+                yield QidoSeries(study, "", (), lost, lost)
             for uid, entry in matches.items():
                 with _dicom_json(self._web):
                     modality, part, counted = (_value(entry, tag) for tag in ("00080060", "00180015", "00201209"))
@@ -197,9 +197,9 @@ class QidoClient:
                 listed, lost = self._listed(
                     partial(self._client.search_for_instances, study, uid), "00080018", announced
                 )
-                yield Series(study, uid, tuple(listed), max(announced, len(listed) + lost), lost)
+                yield QidoSeries(study, uid, tuple(listed), max(announced, len(listed) + lost), lost)
 
-    def _studies(self, query: Query) -> list[str]:
+    def _studies(self, query: ArchiveQuery) -> list[str]:
         found: dict[str, None] = {}
         options = (query.patients or ("",), query.accessions or ("",), query.modalities or ("",))
         if math.prod(map(len, options)) > _MOST_QUERIES:
@@ -309,7 +309,7 @@ def _too_many(web: DicomWebArchive) -> str:
     return f"{web.name}: more matches than most_studies allows ({web.most_studies}); narrow the query"
 
 
-def _matches(entry: dict[str, Any], query: Query) -> bool:
+def _matches(entry: dict[str, Any], query: ArchiveQuery) -> bool:
     return (
         (not query.patients or _value(entry, "00100020") in query.patients)
         and (not query.accessions or _value(entry, "00080050") in query.accessions)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agent.deidentify.errors import FileRejectedError
-from agent.pacs.dicomweb.multipart import Limits, MultipartError, Part, Splitter, media_type
+from agent.pacs.dicomweb.multipart import BodyLimits, BodyPart, MultipartError, Splitter, media_type
 from agent.pacs.instance_header import Instance, instance_of, is_uid, study_of
 from agent.storage.spool import ReceivedFile, Spool
 from protos.common.errors import Signal
@@ -42,7 +42,7 @@ class StowLimits:
 
     root: str  # path of the service, "" or "/dicom-web"
     token: str = field(repr=False)  # "" when a client certificate was asked for instead
-    limits: Limits
+    limits: BodyLimits
     requests: int  # at a time
     memory_bytes: int  # of parts under way, all requests together
     least_free_bytes: int  # on the room's disk
@@ -210,7 +210,7 @@ class StowHandler:
             outcome.read = not more
             yield piece
 
-    async def _part(self, part: Part, study: str, outcome: _Outcome) -> None:
+    async def _part(self, part: BodyPart, study: str, outcome: _Outcome) -> None:
         """Keep one part, or say why not."""
         if part.media_type not in ("", DICOM):
             outcome.unnamed.append(_NOT_UNDERSTOOD)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from agent.pacs.dicomweb.multipart import Limits
+from agent.pacs.dicomweb.multipart import BodyLimits
 from agent.pacs.dicomweb.stow_handler import StowLimits
 from agent.pacs.secret_files import SecretFileError, is_loopback, read_secret
 from agent.storage.spool import Spool
@@ -91,7 +91,7 @@ class StowSettings:
         return StowLimits(
             root=self.root,
             token=token,
-            limits=Limits(self.max_bytes, self.body_bytes, self.most_instances),
+            limits=BodyLimits(self.max_bytes, self.body_bytes, self.most_instances),
             requests=self.requests,
             memory_bytes=self.memory_bytes,
             least_free_bytes=self.least_free_bytes,

@@ -21,10 +21,10 @@ from typing import Final
 import requests
 
 from agent.deidentify.errors import FileRejectedError
-from agent.pacs.archive import Query
+from agent.pacs.archive import ArchiveQuery
 from agent.pacs.dicomweb.config import FAULTY, DicomWebArchive, DicomWebError, faults
-from agent.pacs.dicomweb.multipart import Limits, MultipartError, Part, Splitter, media_type
-from agent.pacs.dicomweb.qido import QidoClient, Series, Session, pieces
+from agent.pacs.dicomweb.multipart import BodyLimits, BodyPart, MultipartError, Splitter, media_type
+from agent.pacs.dicomweb.qido import ArchiveSession, QidoClient, QidoSeries, pieces
 from agent.pacs.instance_header import instance_of
 from agent.storage.spool import ReceivedFile, Spool
 from protos.common.errors import Signal
@@ -49,7 +49,7 @@ class _Paused(Signal):
 
 
 @dataclass(frozen=True, slots=True)
-class Sink:
+class InstanceSink:
     """Where instances go, and what is there already."""
 
     room: Spool
@@ -96,7 +96,7 @@ class WadoRetriever:
     def __init__(
         self,
         web: DicomWebArchive,
-        sink: Sink,
+        sink: InstanceSink,
         *,
         stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda _brought, _known: None,
@@ -114,7 +114,7 @@ class WadoRetriever:
         self._web, self._sink, self._stop, self._progress, self._clocks = web, sink, stop, progress, clocks
         self._mutex = threading.Lock()
         self._local = threading.local()
-        self._sessions: list[Session] = []
+        self._sessions: list[ArchiveSession] = []
         self._over = threading.Event()
         self._series = self._instances = self._brought = self._known = 0
         self._left: Counter[str] = Counter()
@@ -124,11 +124,11 @@ class WadoRetriever:
         self._next = 0.0  # when the next instance may be kept, for the rate
         self._writers = ThreadPoolExecutor(_WRITERS, "room")
 
-    def run(self, query: Query) -> Pulled:
+    def run(self, query: ArchiveQuery) -> Pulled:
         """Everything that matches and is not here yet. Raises as ``bring`` does."""
         return self.bring(self._find(query))
 
-    def bring(self, found: Iterable[Series]) -> Pulled:
+    def bring(self, found: Iterable[QidoSeries]) -> Pulled:
         """What of these series is not here yet.
 
         Raises:
@@ -163,22 +163,22 @@ class WadoRetriever:
             self._over.set()
             raise
 
-    def _find(self, query: Query) -> Iterator[Series]:
+    def _find(self, query: ArchiveQuery) -> Iterator[QidoSeries]:
         self._may_go_on()
         yield from QidoClient(self._web, self._session(), self._rest).series(query)
 
-    def _count(self, series: Series) -> None:
+    def _count(self, series: QidoSeries) -> None:
         with self._mutex:
             self._series += 1
             self._instances += max(series.announced, len(series.instances))
         self._lost("failed", series.unlisted)
         self._lost("missing", max(0, series.announced - len(series.instances) - series.unlisted))
 
-    def _session(self) -> Session:
+    def _session(self) -> ArchiveSession:
         """This thread's."""
-        session: Session | None = getattr(self._local, "session", None)
+        session: ArchiveSession | None = getattr(self._local, "session", None)
         if session is None:
-            session = self._local.session = Session(self._web)
+            session = self._local.session = ArchiveSession(self._web)
             self._sessions.append(session)
         return session
 
@@ -196,7 +196,7 @@ class WadoRetriever:
         self._clocks.sleep(min(0.5 * 2.0 ** min(failures, 16), _LONGEST_WAIT))
         self._may_go_on()
 
-    def _one(self, series: Series) -> None:
+    def _one(self, series: QidoSeries) -> None:
         """Bring what is wanted of one series. One that cannot be brought is counted, and costs no other."""
         with self._mutex:
             missing = dict.fromkeys(uid for uid in series.instances if not self._sink.has(uid, self._web.name))
@@ -223,7 +223,7 @@ class WadoRetriever:
         elif not fault.retry or self._bad >= _BAD_SERIES:
             raise fault
 
-    def _bring(self, series: Series, missing: dict[str, None]) -> None:
+    def _bring(self, series: QidoSeries, missing: dict[str, None]) -> None:
         """Whole when most of it is wanted, what is then missing one by one; what came leaves ``missing``."""
         failures, whole = 0, True
         while missing:
@@ -257,7 +257,7 @@ class WadoRetriever:
             self._waited += 0.5 * 2.0**failures
             self._rest(failures)
 
-    def _one_by_one(self, series: Series, missing: dict[str, None]) -> None:
+    def _one_by_one(self, series: QidoSeries, missing: dict[str, None]) -> None:
         last: DicomWebError | None = None
         in_a_row = 0
         for uid in tuple(missing):
@@ -292,7 +292,7 @@ class WadoRetriever:
             said = media_type(response.headers.get("Content-Type", ""))
         except MultipartError:
             raise DicomWebError(f"{self._web.name} does not answer with multipart/related; check its url") from None
-        splitter = Splitter(said.boundary, Limits(part_bytes=self._web.max_bytes, total_bytes=_BODY_BYTES))
+        splitter = Splitter(said.boundary, BodyLimits(part_bytes=self._web.max_bytes, total_bytes=_BODY_BYTES))
         try:
             with self._writing() as writing:
                 for piece in pieces(self._web, response, self._clocks.monotonic):
@@ -314,7 +314,7 @@ class WadoRetriever:
             while writing:
                 writing.popleft().result()
 
-    def _part(self, part: Part, missing: dict[str, None], asked: str, writing: deque[Future[None]]) -> None:
+    def _part(self, part: BodyPart, missing: dict[str, None], asked: str, writing: deque[Future[None]]) -> None:
         try:
             uid = instance_of(part.body).sop_instance
         except FileRejectedError:

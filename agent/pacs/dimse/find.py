@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from agent.deidentify.prescan import IMPLICIT_LE
-from agent.pacs.archive import ArchiveConfig, ArchiveError, ArchiveQueryError, Query
+from agent.pacs.archive import ArchiveConfig, ArchiveError, ArchiveQuery, ArchiveQueryError
 from agent.pacs.dimse.acceptor import STORAGE
 from agent.pacs.dimse.messages import UID
 from agent.pacs.dimse.query_retrieve_scu import FIND, QueryRetrieveScu
@@ -28,7 +28,7 @@ class Study:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class FoundSeries:
     """A series to retrieve."""
 
     uid: str
@@ -61,7 +61,7 @@ def find_studies(remote: ArchiveConfig, tally: Counter[str]) -> list[Study]:
     return [found[uid] for uid in sorted(found)]
 
 
-def _criteria(query: Query) -> Iterator[dict[str, str]]:
+def _criteria(query: ArchiveQuery) -> Iterator[dict[str, str]]:
     """One C-FIND each: matching by a list is defined for UIDs only."""
     people = [{"PatientID": v} for v in query.patients] + [{"AccessionNumber": v} for v in query.accessions]
     kinds = [{"ModalitiesInStudy": v} for v in query.modalities]
@@ -69,7 +69,7 @@ def _criteria(query: Query) -> Iterator[dict[str, str]]:
         yield person | kind
 
 
-def _fits(match: Mapping[str, str], wanted: Mapping[str, str], query: Query) -> bool:
+def _fits(match: Mapping[str, str], wanted: Mapping[str, str], query: ArchiveQuery) -> bool:
     """Is it what was asked for? An archive may leave out the modalities, not the patient, the number or the date."""
     same = all(match[key] == value for key, value in wanted.items() if key != "ModalitiesInStudy")
     kinds = set(match["ModalitiesInStudy"].split("\\"))
@@ -81,7 +81,7 @@ def _count(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else _UNKNOWN
 
 
-def find_instances(remote: ArchiveConfig, study: Study, tally: Counter[str]) -> list[Series]:
+def find_instances(remote: ArchiveConfig, study: Study, tally: Counter[str]) -> list[FoundSeries]:
     """The series of a study that the query wants, with their instances.
 
     Args:
@@ -128,13 +128,13 @@ def _find(
         return [{**more, **match} for match in asked.find(level, keys)]
 
 
-def _wanted(match: Mapping[str, str], query: Query) -> bool:
+def _wanted(match: Mapping[str, str], query: ArchiveQuery) -> bool:
     """A series that does not say its modality or body part is not wanted when the query names one."""
     kind = not query.modalities or match["Modality"] in query.modalities
     return kind and (not query.body_part or match["BodyPartExamined"].upper() == query.body_part)
 
 
-def _series(asked: QueryRetrieveScu, study: Study, of: Mapping[str, str], tally: Counter[str]) -> Series:
+def _series(asked: QueryRetrieveScu, study: Study, of: Mapping[str, str], tally: Counter[str]) -> FoundSeries:
     """One series; with none of its instances when the archive cannot list it."""
     uid = of["SeriesInstanceUID"]
     keys = {"StudyInstanceUID": study.uid, "SeriesInstanceUID": uid, "SOPInstanceUID": ""}
@@ -151,7 +151,7 @@ def _series(asked: QueryRetrieveScu, study: Study, of: Mapping[str, str], tally:
             tally["foreign"] += 1
         else:
             instances[match["SOPInstanceUID"]] = match["SOPClassUID"]
-    return Series(uid, instances)
+    return FoundSeries(uid, instances)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class RetrievalUnit:
     instances: frozenset[str]
 
 
-def units(study: Study, series: Series, missing: Set[str], size: int) -> Iterator[RetrievalUnit]:
+def units(study: Study, series: FoundSeries, missing: Set[str], size: int) -> Iterator[RetrievalUnit]:
     """What to ask for, to get what is missing of a series.
 
     Args:

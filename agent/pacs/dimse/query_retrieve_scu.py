@@ -77,7 +77,7 @@ class InactivityTimeout:
             raise AssociationEnded("too_slow", (2, 0))
 
 
-class Sink(Protocol):
+class RetrieveSink(Protocol):
     """Where instances of a C-GET go."""
 
     def offer(self, instance: str) -> int | None:
@@ -304,7 +304,7 @@ class QueryRetrieveScu:
         fields = {0x0100: us(_C_CANCEL), 0x0120: us(self._message), 0x0800: us(_NO_DATA)}
         self._send(write_fields(fields), b"")
 
-    def get(self, level: str, keys: Mapping[str, str], sink: Sink) -> Outcome:
+    def get(self, level: str, keys: Mapping[str, str], sink: RetrieveSink) -> Outcome:
         """C-GET (PS3.4 section C.4.3): instances come back on this association, into ``sink``.
 
         Raises:
@@ -324,7 +324,7 @@ class QueryRetrieveScu:
                         return _outcome(status, fields)
                 clock.check()
 
-    def _take(self, context: int, raw: bytes, sink: Sink) -> bool:
+    def _take(self, context: int, raw: bytes, sink: RetrieveSink) -> bool:
         """One C-STORE of the archive; was it kept?"""
         command, agreed = read_command(raw), self._agreed[context]
         if not command.has_data or context == 1:

@@ -19,7 +19,7 @@ from typing import Final, Protocol, TypeVar
 
 from agent.deidentify.prescan import IMPLICIT_LE
 from agent.pacs.archive import ArchiveConfig, ArchiveError, ArchiveUnreachableError
-from agent.pacs.dimse.find import LIST, RetrievalUnit, Series, Study, find_instances, find_studies, units
+from agent.pacs.dimse.find import LIST, FoundSeries, RetrievalUnit, Study, find_instances, find_studies, units
 from agent.pacs.dimse.query_retrieve_scu import (
     CANNOT_UNDERSTAND,
     CLASS_NOT_SUPPORTED,
@@ -48,7 +48,7 @@ class Journal(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RetrievalProgress:
     """How far a pull is."""
 
     studies_done: int
@@ -66,7 +66,7 @@ class Ports:
     journal: Journal
     now: Callable[[], dt.datetime]  # local time
     sleep: Callable[[float], None]  # seconds; by all threads at once
-    progress: Callable[[Progress], None] = lambda _progress: None
+    progress: Callable[[RetrievalProgress], None] = lambda _progress: None
     stopping: Callable[[], bool] = lambda: False
     waiting: Callable[[dt.datetime], None] = lambda _until: None  # a wait for the hours begins; when it ends
 
@@ -280,7 +280,7 @@ class Retriever:
             self._tally[what] += more
             now = self._tally
             done = now["had"] + now["fetched"]
-            self._ports.progress(Progress(now["studies_done"], self._studies, done, now["expected"]))
+            self._ports.progress(RetrievalProgress(now["studies_done"], self._studies, done, now["expected"]))
 
     def has(self, instance: str) -> bool:
         """Does the site have it?"""
@@ -339,7 +339,7 @@ class Retriever:
         self.count("studies_done")
         return missing + found["unlisted"] + found["malformed"]  # not settled, though it cannot be asked for
 
-    def _bring(self, study: Study, series: Sequence[Series], basket: _Basket) -> bool:
+    def _bring(self, study: Study, series: Sequence[FoundSeries], basket: _Basket) -> bool:
         """Ask until nothing is missing or nothing more comes; did the archive fail at what is?
 
         One that fails part-way is asked for less at a time, at last for single instances: the others come then.
@@ -366,7 +366,7 @@ class Retriever:
                 self.pace.nap(2.0 ** max(1, idle))
         return trouble
 
-    def _fetch(self, study: Study, series: Sequence[Series], basket: _Basket, size: int) -> bool:
+    def _fetch(self, study: Study, series: Sequence[FoundSeries], basket: _Basket, size: int) -> bool:
         """Ask once for all that is missing; did the archive answer everything without a failure?"""
         classes = {name for one in series for uid, name in one.instances.items() if uid in basket.missing}
         groups = [series] if len(classes) <= _CLASSES else [[one] for one in series]
@@ -389,7 +389,7 @@ class Retriever:
                 well = False
         return well
 
-    def _get(self, asked: Sequence[RetrievalUnit], group: Sequence[Series], basket: _Basket) -> bool:
+    def _get(self, asked: Sequence[RetrievalUnit], group: Sequence[FoundSeries], basket: _Basket) -> bool:
         names = {name for one in group for uid, name in one.instances.items() if uid in basket.missing}
         known = sorted(names - {""}) + (list(_IMAGES) if "" in names else [])
         contexts = storage_contexts(known[: MOST_CONTEXTS - 1])

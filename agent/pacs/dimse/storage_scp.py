@@ -93,7 +93,7 @@ class EventTally:
             return dict(self._counts)
 
 
-class Budget:
+class MemoryBudget:
     """Bytes that all associations of a process may hold at once."""
 
     def __init__(self, most: int) -> None:
@@ -119,7 +119,7 @@ class Services:
     def __init__(self, settings: ListenerSettings, room: Spool, tally: EventTally) -> None:
         """``room``: where instances go."""
         self.settings, self.room, self.tally = settings, room, tally
-        self.budget = Budget(settings.memory_bytes)
+        self.budget = MemoryBudget(settings.memory_bytes)
 
     def disk_is_full(self) -> bool:
         """Is the room's file system beyond the watermark? When it cannot be asked: yes."""

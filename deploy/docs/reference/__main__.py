@@ -25,7 +25,7 @@ import agent.event_log as agent_log
 import coordinator.event_log as coordinator_log
 from agent.cli import options as agent_cli
 from agent.defacing.config import FacesSettings
-from agent.deidentify.admission_rules import Rules
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.errors import REASONS
 from agent.deidentify.pixel_redaction import Blank
 from agent.deidentify.ps315.options import Profile
@@ -37,7 +37,7 @@ from agent.mechanisms.common import config as common_config
 from agent.mechanisms.common import dp_config
 from agent.mechanisms.distillation import config as distillation
 from agent.mechanisms.distillation.teacher_student import Output, Sampling
-from agent.mechanisms.ksalsa.augmentation import Views
+from agent.mechanisms.ksalsa.augmentation import KSalsaViews
 from agent.mechanisms.ksalsa.style_alignment import Alignment
 from agent.mechanisms.privimage import config as privimage
 from agent.mechanisms.privimage.mechanism import Synthetic
@@ -74,19 +74,22 @@ _KINDS: Final[Mapping[Any, str]] = {
 }  # fmt: skip
 Table = tuple[str, type[Any]]  # as it is written in the file; "": keys outside of any table
 FILES: Final[Mapping[str, tuple[str, Sequence[Table]]]] = {
-    "site.toml": ("in the site's directory; written by `lazaret-agent init`", [("", site_directory.Settings)]),
+    "site.toml": ("in the site's directory; written by `lazaret-agent init`", [("", site_directory.SiteSettings)]),
     "ingest.toml": (
         "in the site's directory: what may come in, from where, and how it is de-identified. Without it only the "
         "folder of `site.toml` is read. Example: `deploy/docs/ingest.example.toml`",
         [
-            ("[site]", ingest.Reading), ("[rules]", Rules), ("[[blank]]", Blank), ("[deidentify]", Profile),
+            ("[site]", ingest.Reading), ("[rules]", AdmissionRules), ("[[blank]]", Blank), ("[deidentify]", Profile),
             ("[ocr]", OcrSettings), ("[listener]", ListenerSettings), ("[stow]", StowSettings),
             ("[pacs.NAME]", ArchiveConfig), ("[dicomweb.NAME]", DicomWebArchive), ("[[folder]]", ingest._FolderTable),
             ("[faces]", FacesSettings),
         ],
     ),
     "policy.toml": ("in the directory of either side; `init --policy NAME` copies a preset", [("", Policy)]),
-    "coordinator.toml": ("in the coordinator's directory; written by `init`", [("", coordinator.Settings)]),
+    "coordinator.toml": (
+        "in the coordinator's directory; written by `init`",
+        [("", coordinator.CoordinatorSettings)],
+    ),
     "console.toml": ("in the directory of either side. Without it there is no console", [("", ConsoleSettings)]),
     "log.toml": ("in the directory of either side; every key may be left out", [("", LogSettings)]),
     "job.json": (
@@ -98,7 +101,7 @@ FILES: Final[Mapping[str, tuple[str, Sequence[Table]]]] = {
 RELEASES: Final[Mapping[str, tuple[str, Sequence[Table]]]] = {
     "ksalsa.toml": (
         '`mechanism = "ksalsa"`. Example: `deploy/docs/ksalsa.example.toml`',
-        [_COHORT, _CLUSTERS, _NETWORKS, ("[alignment]", Alignment), ("[views]", Views), _VETTING],
+        [_COHORT, _CLUSTERS, _NETWORKS, ("[alignment]", Alignment), ("[views]", KSalsaViews), _VETTING],
     ),
     "anonfaces.toml": (
         '`mechanism = "anonfaces"`. Example: `deploy/docs/anonfaces.example.toml`',
@@ -134,8 +137,10 @@ RELEASES: Final[Mapping[str, tuple[str, Sequence[Table]]]] = {
     ),
 }  # fmt: skip
 # fields that the parser fills in itself, from the table's name or from another file
-_NOT_KEYS: Final = {(Rules, "modalities"), (Rules, "secondary_capture_modalities"), (Rules, "blanks"),
-                    (ArchiveConfig, "name"), (DicomWebArchive, "name"), (Mixing, "k")}  # fmt: skip
+_NOT_KEYS: Final = {
+    *((AdmissionRules, key) for key in ("modalities", "secondary_capture_modalities", "blanks")),
+    *((ArchiveConfig, "name"), (DicomWebArchive, "name"), (Mixing, "k")),
+}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

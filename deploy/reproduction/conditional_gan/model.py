@@ -24,11 +24,11 @@ from torch import Tensor
 
 from agent.domain import CheckpointStore
 from agent.dp.clipping import PrivacyUnit
-from agent.dp.dpsgd import Task
+from agent.dp.dpsgd import TrainingTask
 from agent.dp.noise import Entropy, SystemEntropy, draw_uniforms
 from agent.models.augmentations import run_digest
 from agent.models.image_tensors import to_bytes, to_unit
-from agent.models.training_loop import Plan, Progress, seeded, torch_generator, train
+from agent.models.training_loop import TrainingPlan, TrainingProgress, seeded, torch_generator, train
 from agent.models.weights import WeightsError, fill
 from deploy.reproduction.conditional_gan import training
 from deploy.reproduction.conditional_gan.network import AdversarialArchitecture, AdversarialDiscriminator
@@ -116,7 +116,7 @@ class Adversarial:
         labels: NDArray[np.int64],
         steps: int,
         place: CheckpointStore,
-        say: Callable[[Progress], None] = lambda _: None,
+        say: Callable[[TrainingProgress], None] = lambda _: None,
     ) -> None:
         """Train both networks on public images. Without this it is DPGAN: fine-tuned from random weights.
 
@@ -130,21 +130,21 @@ class Adversarial:
         trainer = training.AdversarialTrainer(networks, self._average, (images, labels), self.config.pretraining)
         told = {"architecture": asdict(self.config.architecture), "how": asdict(self.config.pretraining)}
         run = run_digest({"adversarial": told, "seed": self.config.seed}, images, labels)
-        train(trainer, Plan(steps, run, self.config.seed, self.config.checkpoint_every), place, say)
+        train(trainer, TrainingPlan(steps, run, self.config.seed, self.config.checkpoint_every), place, say)
         if -1 in labels:
             absent = torch.tensor(sorted(set(range(self.classes)) - set(labels.tolist())), dtype=torch.int64)
             with torch.no_grad():
                 for table in (net.embedding.weight for net in (*networks, self._average)):
                     table[absent] = table[-1].clone()
 
-    def task(self) -> Task:
+    def task(self) -> TrainingTask:
         """The discriminator alone, and the generator as its follower; begins at the weights that it has now."""
         if self._following is None:
             side = training.GeneratorSide(self._generator, self._average, self.config.fine.generator)
             self._following = Following(side, self._discriminator, self.config)
         fine = self.config.fine
         adam = functools.partial(torch.optim.Adam, lr=fine.learning_rate, betas=(fine.first_moment, 0.999))
-        return Task(self._discriminator, training.row_losses, adam, self._expanded, self._following)
+        return TrainingTask(self._discriminator, training.row_losses, adam, self._expanded, self._following)
 
     def sample(self, labels: NDArray[np.int64], generator: torch.Generator) -> NDArray[np.uint8]:
         """An image for each label, by the average generator.

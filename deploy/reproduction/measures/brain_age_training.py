@@ -15,7 +15,14 @@ from torch.nn.functional import mse_loss
 
 from agent.domain import CheckpointStore
 from agent.models.augmentations import eased, run_digest
-from agent.models.training_loop import Plan, Progress, optimizer_state, restore_optimizer, seeded, train
+from agent.models.training_loop import (
+    TrainingPlan,
+    TrainingProgress,
+    optimizer_state,
+    restore_optimizer,
+    seeded,
+    train,
+)
 from deploy.reproduction.measures.brain_age_network import (
     AgeArchitecture,
     AgeNet,
@@ -75,7 +82,10 @@ class Aged:
 
 
 def train_brain_age(
-    heads: Aged, config: AgeConfig, place: Path | CheckpointStore, say: Callable[[Progress], None] = lambda _: None
+    heads: Aged,
+    config: AgeConfig,
+    place: Path | CheckpointStore,
+    say: Callable[[TrainingProgress], None] = lambda _: None,
 ) -> bytes:
     """Train a network of ages.
 
@@ -95,7 +105,7 @@ def train_brain_age(
     trainer = _Trainer(heads, config)
     told = {**asdict(config), "device": ""}  # the same run on any device
     digest = run_digest(told, heads.cubes, heads.years)
-    train(trainer, Plan(config.steps, digest, config.seed, config.checkpoint_every), place, say)
+    train(trainer, TrainingPlan(config.steps, digest, config.seed, config.checkpoint_every), place, say)
     notes = {"heads": len(heads.cubes), "run": digest, "seed": config.seed, "steps": config.steps}
     return brain_age_bytes(trainer.net, heads.scale, notes)
 

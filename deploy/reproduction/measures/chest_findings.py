@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from agent.errors import DivergedError
-from agent.evaluation.utility import Network, Recipe
+from agent.evaluation.utility import Recipe, UtilityNetwork
 from agent.intervals import Figure, Resampling, Units, percentile, resampled
 from agent.models.image_tensors import resized, to_tensor
 from agent.models.training_loop import seeded, torch_generator
@@ -50,7 +50,7 @@ def train_findings(images: Images, findings: Findings, recipe: Recipe, seed: int
     mean, std = seen.mean(), seen.std().clamp_min(1e-3)
     seen, wanted = (seen - mean) / std, torch.from_numpy(findings.astype(np.float32))
     with seeded(seed):
-        net = Network(seen.shape[1], recipe.width, findings.shape[1])
+        net = UtilityNetwork(seen.shape[1], recipe.width, findings.shape[1])
     generator = torch_generator(seed)
     optimizer = torch.optim.SGD(net.parameters(), recipe.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.epochs * -(-len(seen) // recipe.batch))

@@ -32,7 +32,7 @@ from typing import Any, Final
 
 from psycopg import sql
 
-from policies.ledger.backends.postgres_connection import ABSENT, NO_HEAD, Link, hosts_of
+from policies.ledger.backends.postgres_connection import ABSENT, NO_HEAD, PostgresLink, hosts_of
 from policies.ledger.backends.schema_version import FORM, TABLE, parse_version, require_readable, require_writable
 from policies.ledger.store import Batch, LedgerBusyError, LedgerUnsoundError, MarkUnknownError, SealedHead
 
@@ -122,7 +122,7 @@ def answers_needed(names: str, others: int) -> int:
 class Postgres:
     """The :class:`policies.ledger.store.LedgerBackend` in one schema of a PostgreSQL database."""
 
-    def __init__(self, schema: str, link: Link, hosts: Sequence[str] = ()) -> None:
+    def __init__(self, schema: str, link: PostgresLink, hosts: Sequence[str] = ()) -> None:
         """Use :func:`open_postgres` or :func:`open_read_only_postgres`.
 
         ``hosts`` is the address of each host, if there are several.
@@ -237,7 +237,7 @@ class Postgres:
         heads, standbys, replayed, silent = dict[str, SealedHead | None](), set[str](), set[str](), 0
         for address in self._hosts:
             try:
-                with contextlib.closing(Postgres(self._schema, Link(address, _ASKING))) as there:
+                with contextlib.closing(Postgres(self._schema, PostgresLink(address, _ASKING))) as there:
                     follows, identity = there._identity()
                     if not follows and identity == own:  # this very server
                         continue
@@ -408,7 +408,7 @@ def open_postgres(dsn: str, ledger: str = "main", patience: float = PATIENCE) ->
         SchemaVersionError: an older or a newer program installed it.
         ConnectionError: no connection, or no answer.
     """
-    disk = Postgres(schema_of(ledger), Link(dsn, patience), hosts_of(dsn))
+    disk = Postgres(schema_of(ledger), PostgresLink(dsn, patience), hosts_of(dsn))
     try:
         disk._set_up(default_transaction_read_only="off")
         disk._check_server()
@@ -428,7 +428,7 @@ def open_read_only_postgres(dsn: str, ledger: str = "main", patience: float = PA
         ValueError: the address will not do, or there is no such ledger for this role.
         ConnectionError: no connection, or no answer.
     """
-    disk = Postgres(schema_of(ledger), Link(dsn, patience), hosts_of(dsn))
+    disk = Postgres(schema_of(ledger), PostgresLink(dsn, patience), hosts_of(dsn))
     try:
         disk._set_up(default_transaction_read_only="on")
         require_readable(disk.form())
@@ -452,7 +452,7 @@ def install(dsn: str, writer: str, ledger: str = "main") -> None:
         ConnectionError: no connection, or no answer.
     """
     schema = schema_of(ledger)
-    with contextlib.closing(Link(dsn, PATIENCE)) as link:
+    with contextlib.closing(PostgresLink(dsn, PATIENCE)) as link:
         role = "SELECT rolsuper OR pg_has_role(oid, current_user, 'MEMBER') FROM pg_roles WHERE rolname = %s"
         rows = link.ask(sql.SQL(role), (writer,))
         if not rows:

@@ -103,7 +103,7 @@ def _failed(error: psycopg.Error) -> Exception:
     return RuntimeError(f"PostgreSQL refused (SQLSTATE {state}); see its log")
 
 
-class Link:
+class PostgresLink:
     """One connection: one thread at a time, no wait without an end, no warning overlooked."""
 
     def __init__(self, dsn: str, patience: float) -> None:

@@ -25,7 +25,7 @@ from agent.ingest import errors as ingest_errors
 from agent.ingest.context import open_ingest
 from agent.ingest.retrieval import RetrievalCallbacks, narrowed, retrieve, scheduled
 from agent.ingest.service import IngestService
-from agent.pacs.archive import ArchiveConfig, Query
+from agent.pacs.archive import ArchiveConfig, ArchiveQuery
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.spool import ReceivedFile
 from deploy.phantoms import digits
@@ -229,7 +229,7 @@ CODES = st.sampled_from("ABCD")
 SOME = st.lists(st.sampled_from("ABCD"), max_size=3, unique=True).map(tuple)
 
 
-def finds(query: Query, study: tuple[str, dt.date, str, str]) -> bool:
+def finds(query: ArchiveQuery, study: tuple[str, dt.date, str, str]) -> bool:
     """The meaning of a query, from its words: all that is given holds; of two lists, one."""
     modality, day, patient, accession = study
     listed = not (query.patients or query.accessions) or patient in query.patients or accession in query.accessions
@@ -238,17 +238,19 @@ def finds(query: Query, study: tuple[str, dt.date, str, str]) -> bool:
 
 
 @st.composite
-def queries(draw: st.DrawFn) -> Query:
+def queries(draw: st.DrawFn) -> ArchiveQuery:
     first, last = draw(DAYS), draw(DAYS)
     if first and last and first > last:
         first, last = last, first
-    return Query(draw(SOME), first, last, "", draw(SOME), draw(SOME))
+    return ArchiveQuery(draw(SOME), first, last, "", draw(SOME), draw(SOME))
 
 
 @given(
     queries(), queries(), st.tuples(st.sampled_from("ABCD"), DAYS, st.sampled_from("ABCD"), st.sampled_from("ABCD"))
 )
-def test_what_is_typed_never_widens_what_the_settings_allow(own: Query, more: Query, study: Any) -> None:
+def test_what_is_typed_never_widens_what_the_settings_allow(
+    own: ArchiveQuery, more: ArchiveQuery, study: Any
+) -> None:
     study = (study[0], study[1] or dt.date(2026, 1, 5), study[2], study[3])
     try:
         both = narrowed(own, more)
@@ -260,12 +262,17 @@ def test_what_is_typed_never_widens_what_the_settings_allow(own: Query, more: Qu
 
 
 def test_a_query_with_nothing_in_common_with_the_settings_is_refused_in_words() -> None:
-    own = Query(("MR", "CT"), dt.date(2026, 1, 5), dt.date(2026, 1, 9), "", ("P1", "P2"))
-    assert narrowed(own, Query(("CT", "US"))).modalities == ("CT",)
-    assert narrowed(own, Query(since=dt.date(2026, 1, 1))).since == dt.date(2026, 1, 5)
-    assert narrowed(own, Query(until=dt.date(2026, 1, 6))).until == dt.date(2026, 1, 6)
-    assert narrowed(own, Query(patients=("P2", "P3"))).patients == ("P2",)
-    for more in (Query(("US",)), Query(since=dt.date(2026, 2, 1)), Query(patients=("P3",)), Query(accessions=("A",))):
+    own = ArchiveQuery(("MR", "CT"), dt.date(2026, 1, 5), dt.date(2026, 1, 9), "", ("P1", "P2"))
+    assert narrowed(own, ArchiveQuery(("CT", "US"))).modalities == ("CT",)
+    assert narrowed(own, ArchiveQuery(since=dt.date(2026, 1, 1))).since == dt.date(2026, 1, 5)
+    assert narrowed(own, ArchiveQuery(until=dt.date(2026, 1, 6))).until == dt.date(2026, 1, 6)
+    assert narrowed(own, ArchiveQuery(patients=("P2", "P3"))).patients == ("P2",)
+    for more in (
+        ArchiveQuery(("US",)),
+        ArchiveQuery(since=dt.date(2026, 2, 1)),
+        ArchiveQuery(patients=("P3",)),
+        ArchiveQuery(accessions=("A",)),
+    ):
         with pytest.raises(SiteConfigError) as caught:
             narrowed(own, more)
         assert "P3" not in str(caught.value)
@@ -279,7 +286,7 @@ def test_the_clock_asks_for_the_last_days_only_where_a_query_names_none(site: Pa
     with open_ingest(SiteDirectory(site), "main") as way:
         ingestion = way.ingestion
     assert [one.query.since for one in scheduled(ingestion, today)] == [dt.date(2026, 3, 1)]
-    for own in (Query(since=dt.date(2020, 1, 1)), Query(until=dt.date(2020, 1, 1))):
+    for own in (ArchiveQuery(since=dt.date(2020, 1, 1)), ArchiveQuery(until=dt.date(2020, 1, 1))):
         asked = replace(ingestion, pacs={"main": replace(ingestion.pacs["main"], query=own)})
         assert [one.query for one in scheduled(asked, today)] == [own]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.release import project_of
 from agent.microaggregation.released_clusters import place_of
+from agent.service.site import project_of
 from agent.storage import projects
 from tests.support.chest_clinic import PATIENTS, chest_clinic
 from tests.support.command_line import Typed, at, typed
@@ -88,8 +88,8 @@ def test_a_release_is_sent_and_withdrawn_in_the_project_that_made_it(typed: Type
     projects.create(chest_clinic.home, "lung")
     with closing(projects.open_vault(chest_clinic.home, "lung")) as vault:
         vault.write_project_note(place_of("one", 0), {})
-    root = chest_clinic.home.root
-    assert (project_of(root, "one"), project_of(root, "another")) == ("lung", "main")
+    home = chest_clinic.home
+    assert (project_of(home, "one"), project_of(home, "another")) == ("lung", "main")
     for order in ("send", "withdraw"):
         said = typed(*at(chest_clinic), "release", order, "one")
         assert (said.status, "no release of that name is kept here" in said.out + said.err) == (1, True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agent.defacing.change import Change, Defaced, checked
-from agent.defacing.deface import Series, deface
+from agent.defacing.deface import HeadSeries, deface
 from agent.defacing.head import HeadScan
 from agent.defacing.removal_methods import METHODS
 from agent.domain import Volume
@@ -65,7 +65,7 @@ class Broken:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_series_of_a_study_shows_the_same(method: str) -> None:
     thick = flair()
-    study = [Series(thick, "f"), Series(scan(0).volume, "f")]
+    study = [HeadSeries(thick, "f"), HeadSeries(scan(0).volume, "f")]
     made = deface(study, examine, METHODS[method], dice())
     assert made.reference == 1
     for series, values, changed, kept in zip(study, made.values, made.changed, made.kept, strict=True):
@@ -91,8 +91,8 @@ def test_a_flipped_series_keeps_its_own_axes() -> None:
         seen.append(found)
         return true_head(0)
 
-    made = deface([Series(flipped)], look, METHODS["deface"], dice())
-    straight = deface([Series(volume)], lambda _: true_head(0), METHODS["deface"], dice())
+    made = deface([HeadSeries(flipped)], look, METHODS["deface"], dice())
+    straight = deface([HeadSeries(volume)], lambda _: true_head(0), METHODS["deface"], dice())
     assert np.array_equal(made.values[0], straight.values[0][::-1, :, ::-1].transpose(2, 0, 1))
     assert seen == [flipped]
 
@@ -106,12 +106,12 @@ def _turn(volume: Volume) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize(("how", "code"), [("brain", "brain_changed"), ("outside", ""), ("silent", ""), ("type", "")])
 def test_a_method_that_breaks_a_promise_gives_out_nothing(how: str, code: str) -> None:
     with pytest.raises(ValueError, match=REASONS[code] if code else "keeps|outside"):
-        deface([Series(scan(0).volume)], examine, Broken(how), dice())
+        deface([HeadSeries(scan(0).volume)], examine, Broken(how), dice())
 
 
 def test_a_method_that_changes_nothing_leaves_the_face_on() -> None:
     with pytest.raises(NotDefacedError) as caught:
-        deface([Series(scan(0).volume)], examine, Broken("nothing"), dice())
+        deface([HeadSeries(scan(0).volume)], examine, Broken("nothing"), dice())
     assert caught.value.code == "nothing_changed"
 
 
@@ -127,7 +127,7 @@ def test_a_sign_of_zero_and_a_nan_are_differences() -> None:
 
 
 def test_a_study_in_two_frames_is_refused_unless_they_are_aligned() -> None:
-    study = [Series(flair(), "other"), Series(scan(0).volume, "f")]
+    study = [HeadSeries(flair(), "other"), HeadSeries(scan(0).volume, "f")]
     with pytest.raises(NotDefacedError) as caught:
         deface(study, examine, METHODS["deface"], dice())
     assert caught.value.code == "other_frame"
@@ -148,14 +148,14 @@ def test_a_series_is_not_believed_to_lie_where_it_says(frames: tuple[str, str], 
     thick = flair()
     affine = thick.affine.copy()
     affine[2, 3] += moved
-    study = [Series(scan(0).volume, frames[0]), Series(Volume(thick.values, affine), frames[1])]
+    study = [HeadSeries(scan(0).volume, frames[0]), HeadSeries(Volume(thick.values, affine), frames[1])]
     with pytest.raises(NotDefacedError) as caught:
         deface(study, examine, METHODS["strip"], dice())
     assert caught.value.code == "other_frame"
 
 
 def test_an_alignment_is_not_believed_either() -> None:
-    study = [Series(flair(), "other"), Series(scan(0).volume, "f")]
+    study = [HeadSeries(flair(), "other"), HeadSeries(scan(0).volume, "f")]
     wrong = np.eye(4)
     wrong[1, 3] = 40.0
     with pytest.raises(NotDefacedError) as caught:
@@ -164,7 +164,7 @@ def test_an_alignment_is_not_believed_either() -> None:
 
 
 def test_without_a_fine_series_no_study_is_de_faced() -> None:
-    for study in ([Series(flair())], [Series(flair()), Series(flair())]):
+    for study in ([HeadSeries(flair())], [HeadSeries(flair()), HeadSeries(flair())]):
         with pytest.raises(NotDefacedError) as caught:
             deface(study, examine, METHODS["deface"], dice())
         assert caught.value.code == ("too_coarse" if len(study) == 1 else "no_reference")
@@ -180,5 +180,5 @@ def test_a_finest_series_without_a_head_decides_for_the_study() -> None:
         return true_head(0)
 
     with pytest.raises(NotDefacedError) as caught:
-        deface([Series(scan(0).volume), Series(fine)], look, METHODS["deface"], dice())
+        deface([HeadSeries(scan(0).volume), HeadSeries(fine)], look, METHODS["deface"], dice())
     assert caught.value.code == "no_head"

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydicom import DataElement, Dataset
 
-from agent.deidentify.admission_rules import Rules
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import FileRejectedError
-from agent.ingest.parser_process import Limits, ParserProcess
+from agent.ingest.parser_process import ParserLimits, ParserProcess
 from tests.support.instances import mr
 
 WHO = Deidentifier(b"\7" * 32, "KH NORD")
-RULES = Rules(
+RULES = AdmissionRules(
     modalities=frozenset({"MR"}), image_types=frozenset({("DERIVED", "SECONDARY"), ("ORIGINAL", "PRIMARY")})
 )
 HEX = "0" * 32
@@ -29,7 +29,7 @@ HEX = "0" * 32
 @pytest.fixture(scope="module")
 def reader() -> Iterator[ParserProcess]:
     """The real worker, shared."""
-    with ParserProcess(RULES, WHO, Limits()) as made:
+    with ParserProcess(RULES, WHO, ParserLimits()) as made:
         yield made
 
 

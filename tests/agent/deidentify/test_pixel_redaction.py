@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from pydicom.data import get_testdata_file
 
 from agent.deidentify import pixel_redaction
-from agent.deidentify.admission_rules import Rules, judge, same_instance
+from agent.deidentify.admission_rules import AdmissionRules, judge, same_instance
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import FileRejectedError
-from agent.deidentify.pixel_redaction import Blank, Part, Rectangle
+from agent.deidentify.pixel_redaction import Blank, Rectangle, RedactedPart
 from agent.deidentify.pixels import pixel_data
 from agent.deidentify.prescan import EXPLICIT_LE, read_meta
-from agent.ingest.parser_process import Limits, ParserProcess
+from agent.ingest.parser_process import ParserLimits, ParserProcess
 
 TOP = Rectangle(0, 0, 40, 320)
-ULTRASOUND = Rules(modalities=frozenset({"US"}))
+ULTRASOUND = AdmissionRules(modalities=frozenset({"US"}))
 BANNER = Blank("US", 240, 320, (TOP,))
 
 
@@ -41,7 +41,7 @@ def _region(left: int, top: int, right: int, bottom: int) -> pydicom.Dataset:
     return item
 
 
-def _code(dataset: pydicom.Dataset, rules: Rules) -> str:
+def _code(dataset: pydicom.Dataset, rules: AdmissionRules) -> str:
     try:
         judge(dataset, EXPLICIT_LE, rules)
     except FileRejectedError as refusal:
@@ -75,7 +75,7 @@ def test_a_rule_fits_by_modality_size_maker_and_model(rule: Blank, fits: bool) -
 
 def test_secondary_captures_derived_and_marked_pictures_come_in_by_rule_too() -> None:
     dataset = pydicom.dcmread(str(get_testdata_file("MR_small.dcm", download=False)))
-    rules = Rules(modalities=frozenset({"MR"}))
+    rules = AdmissionRules(modalities=frozenset({"MR"}))
     blanked = replace(rules, blanks=(Blank("MR", 64, 64, (Rectangle(0, 0, 8, 64),)),))
     for keyword, value in (
         ("ImageType", ["DERIVED", "SECONDARY"]),
@@ -107,7 +107,7 @@ def test_regions_count_only_when_the_site_says_so_and_for_ultrasound_only() -> N
     items = [_region(10, 50, 99, 149)]
     assert _code(_ultrasound(SequenceOfUltrasoundRegions=items), ULTRASOUND) == "burned_in_risk"
     capture = _ultrasound(Modality="OT", SOPClassUID="1.2.840.10008.5.1.4.1.1.7", SequenceOfUltrasoundRegions=items)
-    assert _code(capture, Rules(modalities=frozenset({"OT"}), us_regions=True)) == "burned_in_risk"
+    assert _code(capture, AdmissionRules(modalities=frozenset({"OT"}), us_regions=True)) == "burned_in_risk"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_black_is_the_darkest_value_of_the_picture_in_every_frame(photometric: s
     values = np.full((3, 8, 8), 7, dtype=np.int16)
     values[0, 7, 7], values[2, 6, 6] = -5, 900
     before = values.copy()
-    out = pixel_redaction.blank(values, (Part((Rectangle(0, 0, 2, 8),), keep=False),), photometric)
+    out = pixel_redaction.blank(values, (RedactedPart((Rectangle(0, 0, 2, 8),), keep=False),), photometric)
     assert (out[:, :2] == black).all()
     assert np.array_equal(out[:, 2:], before[:, 2:])
     assert np.array_equal(values, before)
@@ -151,11 +151,11 @@ def test_blanking_inside_and_keeping_inside_are_each_others_opposite(
     black = 0 if colour else values.min()
     inside = np.zeros((12, 9), dtype=bool)
     inside[corners[0] : corners[2], corners[1] : corners[3]] = True
-    blanked = pixel_redaction.blank(values, (Part((part,), keep=False),), photometric)
+    blanked = pixel_redaction.blank(values, (RedactedPart((part,), keep=False),), photometric)
     assert (blanked[inside] == black).all()
     assert np.array_equal(blanked[~inside], values[~inside])
     if not inside.all():
-        kept = pixel_redaction.blank(values, (Part((part,), keep=True),), photometric)
+        kept = pixel_redaction.blank(values, (RedactedPart((part,), keep=True),), photometric)
         assert (kept[~inside] == black).all()
         assert np.array_equal(kept[inside], values[inside])
 
@@ -180,7 +180,7 @@ def test_a_rule_that_blanks_nothing_cannot_be_written(arguments: tuple[object, .
 def test_the_reader_blanks_what_is_kept_and_shown_and_writes_it_down() -> None:
     rules = replace(ULTRASOUND, blanks=(BANNER,))
     data = Path(str(get_testdata_file("examples_rgb_color.dcm", download=False))).read_bytes()
-    with ParserProcess(rules, Deidentifier(b"\7" * 32), Limits()) as reader:
+    with ParserProcess(rules, Deidentifier(b"\7" * 32), ParserLimits()) as reader:
         record = reader.read(data, "0" * 32)
     kept = pydicom.dcmread(io.BytesIO(record.payload)).pixel_array
     source = pydicom.dcmread(io.BytesIO(data)).pixel_array
@@ -196,7 +196,7 @@ def test_makers_are_compared_without_regard_to_case_and_an_unknown_one_is_refuse
     dataset = pydicom.dcmread(str(get_testdata_file("MR_small.dcm", download=False)))
     dataset.ImageType = ["ORIGINAL", "PRIMARY"]
     dataset.Manufacturer = " Toshiba_MEC "
-    rules = Rules(modalities=frozenset({"MR"}), manufacturers=frozenset({"TOSHIBA_mec"}))
+    rules = AdmissionRules(modalities=frozenset({"MR"}), manufacturers=frozenset({"TOSHIBA_mec"}))
     assert _code(dataset, rules) == "accepted"
     for other in ("TOSHIBA", "", None):
         dataset.Manufacturer = other
@@ -207,8 +207,8 @@ def test_makers_are_compared_without_regard_to_case_and_an_unknown_one_is_refuse
 def test_reports_come_in_only_where_they_are_listed() -> None:
     dataset = pydicom.dcmread(str(get_testdata_file("test-SR.dcm", download=False)))
     dataset.PatientID = "X"
-    assert _code(dataset, Rules(modalities=frozenset({"CT"}))) == "not_an_image"
-    assert _code(dataset, Rules(modalities=frozenset({"CT"}), structured_reports=True)) == "accepted"
+    assert _code(dataset, AdmissionRules(modalities=frozenset({"CT"}))) == "not_an_image"
+    assert _code(dataset, AdmissionRules(modalities=frozenset({"CT"}), structured_reports=True)) == "accepted"
 
 
 @pytest.mark.parametrize("keyword", ["SOPClassUID", "SOPInstanceUID"])

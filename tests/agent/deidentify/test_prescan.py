@@ -19,7 +19,7 @@ from pydicom.data import get_testdata_file
 from pydicom.uid import ExplicitVRLittleEndian
 
 from agent.deidentify import nifti
-from agent.deidentify.admission_rules import Rules, judge
+from agent.deidentify.admission_rules import AdmissionRules, judge
 from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.face_risk import may_show_a_face
 from agent.deidentify.pixels import pixel_data
@@ -119,7 +119,7 @@ def test_a_file_cut_anywhere_in_its_header_is_refused() -> None:
         assert "PixelData" not in pydicom.dcmread(io.BytesIO(data[:end]))  # cut between two elements
 
 
-RULES = Rules(modalities=frozenset({"MR", "OT"}))
+RULES = AdmissionRules(modalities=frozenset({"MR", "OT"}))
 
 
 def _mr(**changes: object) -> pydicom.Dataset:
@@ -172,7 +172,7 @@ def test_everything_else_is_refused_with_its_reason(changes: dict[str, object], 
 
 
 def test_a_marked_annotation_is_refused_even_from_a_vouched_capture_device() -> None:
-    rules = Rules(modalities=frozenset({"OT"}), secondary_capture_modalities=frozenset({"OT"}))
+    rules = AdmissionRules(modalities=frozenset({"OT"}), secondary_capture_modalities=frozenset({"OT"}))
     judge(_mr(SOPClassUID=SECONDARY, Modality="OT"), EXPLICIT_LE, rules)
     with pytest.raises(FileRejectedError, match="burned_in_risk"):
         judge(_mr(SOPClassUID=SECONDARY, Modality="OT", BurnedInAnnotation="YES"), EXPLICIT_LE, rules)

@@ -20,15 +20,15 @@ from pydicom.data import get_testdata_file
 from pydicom.encaps import encapsulate
 from pydicom.uid import UID
 
-from agent.deidentify.admission_rules import Rules
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.prescan import DEFLATED_LE, read_meta
-from agent.ingest.parser_process import Limits, ParserProcess
+from agent.ingest.parser_process import ParserLimits, ParserProcess
 from deploy.phantoms import scanner_files
 
 HEX: Final = "0" * 32
-RULES: Final = Rules(modalities=frozenset({"CT", "MR"}), image_types=frozenset({("DERIVED", "SECONDARY")}))
+RULES: Final = AdmissionRules(modalities=frozenset({"CT", "MR"}), image_types=frozenset({("DERIVED", "SECONDARY")}))
 MEGABYTE: Final = 2**20
 
 
@@ -124,7 +124,7 @@ BOMBS: Final[dict[str, tuple[Callable[[], bytes], str]]] = {
 @pytest.fixture(scope="module")
 def reader() -> Iterator[ParserProcess]:
     """One worker, warm: what a bomb costs is counted from there."""
-    with ParserProcess(RULES, Deidentifier(b"\7" * 32), Limits()) as made:
+    with ParserProcess(RULES, Deidentifier(b"\7" * 32), ParserLimits()) as made:
         made.read(_good(), HEX)
         yield made
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from agent.dp import dpsgd, noise
 from agent.dp.clipping import PrivacyUnit, UnsuitableModelError, bookkeeping_engine, loop_engine, vmap_engine
-from agent.dp.dpsgd import CHECKPOINT_EVERY, PrivateSgd, Task, best_engine, train_privately
+from agent.dp.dpsgd import CHECKPOINT_EVERY, PrivateSgd, TrainingTask, best_engine, train_privately
 from agent.dp.noise import SystemEntropy
 from agent.errors import DivergedError, OtherRunError, TrainingCheckpointError
 from tests.support.entropy import UnsafeSeededEntropy
@@ -90,7 +90,7 @@ def _emitted(job, seed=0, entropy=None, engine=loop_engine, canaries=SIZE // 20)
     model = _Dirac(SIZE)
     units = _Canaries(np.flatnonzero(present), SIZE, 3.0 * CLAIM.clip)
     entropy = UnsafeSeededEntropy(seed) if entropy is None else entropy
-    train_privately(Task(model, _score, _sgd()), units, job, entropy, engine)
+    train_privately(TrainingTask(model, _score, _sgd()), units, job, entropy, engine)
     return -model.theta.detach().numpy() * CLAIM.expected_batch / CLAIM.clip, present
 
 
@@ -167,7 +167,7 @@ def _drawn(units, job, entropy):
         seen.append(batch)
         return loop_engine(model, loss, batch, clip)
 
-    train_privately(Task(_Dirac(2), _score, _sgd()), units, job, entropy, spy)
+    train_privately(TrainingTask(_Dirac(2), _score, _sgd()), units, job, entropy, spy)
     return seen
 
 
@@ -201,7 +201,7 @@ def test_the_same_entropy_gives_the_same_weights_and_nothing_but_the_steps_comes
         found = convolutions()
         model = found.model
         steps = train_privately(
-            Task(model, classified, _sgd(0.1)), found.units((1, 2, 3)), JOB, UnsafeSeededEntropy(seed)
+            TrainingTask(model, classified, _sgd(0.1)), found.units((1, 2, 3)), JOB, UnsafeSeededEntropy(seed)
         )
         assert steps == JOB.steps
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -217,7 +217,7 @@ def test_two_runs_with_the_same_seed_everywhere_have_different_noise():
         torch.manual_seed(0)
         before = torch.get_rng_state()
         model = _Dirac(9)
-        train_privately(Task(model, _score, _sgd()), [], JOB, SystemEntropy())
+        train_privately(TrainingTask(model, _score, _sgd()), [], JOB, SystemEntropy())
         assert torch.equal(before, torch.get_rng_state())  # nor is it moved
         return model.theta.detach()
 
@@ -247,7 +247,7 @@ def _increments(entropy, size=4000, steps=4):
     model = _Dirac(size)
     follower = _Recorder(model)
     job = dataclasses.replace(JOB, steps=steps, expected_batch=1.0)
-    train_privately(Task(model, _score, _sgd(), follower=follower), [], job, entropy)
+    train_privately(TrainingTask(model, _score, _sgd(), follower=follower), [], job, entropy)
     assert follower.steps == list(range(1, steps + 1))
     return np.diff(np.stack([np.zeros(size), *(seen.numpy() for seen in follower.seen)]), axis=0) / (1.5 * 0.7)
 
@@ -271,7 +271,7 @@ def _slopes(job_of):
     for count in (1, 2, 40):
         model = _Dirac(2)
         unit = PrivacyUnit((torch.tensor([[0.1, 0.0]], dtype=torch.float64),))
-        train_privately(Task(model, _score, _sgd()), [unit] * count, job_of(count), UnsafeSeededEntropy(0))
+        train_privately(TrainingTask(model, _score, _sgd()), [unit] * count, job_of(count), UnsafeSeededEntropy(0))
         slopes.append(round(-float(model.theta.detach()[0]) / count, 5))
     return slopes
 
@@ -301,7 +301,11 @@ def test_the_optimiser_sees_noisy_gradients_only():
         p.grad = torch.full_like(p, math.nan)  # left over from another training
     job = dataclasses.replace(JOB, sampling_rate=1.0, steps=4)
     train_privately(
-        Task(found.model, classified, partial(Sees, lr=0.1)), found.units((1, 2, 3)), job, SystemEntropy(), spy
+        TrainingTask(found.model, classified, partial(Sees, lr=0.1)),
+        found.units((1, 2, 3)),
+        job,
+        SystemEntropy(),
+        spy,
     )
     for clean, noisy in zip(raw, seen, strict=True):
         noise = (noisy.double() * job.expected_batch - clean) / (1.5 * 0.7)
@@ -323,7 +327,7 @@ def test_each_unit_is_expanded_by_itself_after_its_images_were_chosen():
         return loop_engine(model, loss, [], clip)
 
     job = dataclasses.replace(JOB, sampling_rate=1.0, steps=2, images_per_patient=4)
-    task = Task(_Dirac(2), _score, _sgd(), expand)
+    task = TrainingTask(_Dirac(2), _score, _sgd(), expand)
     train_privately(task, [*_numbered(1, 7), *_numbered(1, 2)], job, UnsafeSeededEntropy(0), spy)
     assert batches == [[12, 6], [12, 6]]
     assert asked == [4, 2, 4, 2]
@@ -345,13 +349,19 @@ def test_a_unit_that_cannot_be_expanded_ends_the_training_and_not_the_batch(engi
     units = found.units((1, 2, 1))
     job = dataclasses.replace(JOB, sampling_rate=1.0, steps=1)
     with pytest.raises(IndexError, match="index 11"):
-        train_privately(Task(found.model, classified, _sgd(), expand), units, job, UnsafeSeededEntropy(0), engine)
+        train_privately(
+            TrainingTask(found.model, classified, _sgd(), expand), units, job, UnsafeSeededEntropy(0), engine
+        )
 
 
 def test_an_engine_that_gives_another_length_is_not_trained_with():
     with pytest.raises((ValueError, RuntimeError)):
         train_privately(
-            Task(_Dirac(3), _score, _sgd()), [], JOB, SystemEntropy(), lambda *_: torch.zeros(2, dtype=torch.float64)
+            TrainingTask(_Dirac(3), _score, _sgd()),
+            [],
+            JOB,
+            SystemEntropy(),
+            lambda *_: torch.zeros(2, dtype=torch.float64),
         )
 
 
@@ -399,7 +409,7 @@ LONG = dataclasses.replace(JOB, steps=60, sampling_rate=0.5)
 def _long(entropy, engine=loop_engine, place=None, job=LONG, run="r" * 64, say=lambda _: None):
     found = convolutions()
     follower = _Recorder(found.model)
-    task = Task(found.model, classified, partial(torch.optim.Adam, lr=0.01), follower=follower)
+    task = TrainingTask(found.model, classified, partial(torch.optim.Adam, lr=0.01), follower=follower)
     train_privately(task, found.units((1, 2, 3)), job, entropy, engine, place=place, run=run, say=say)
     return torch.cat([p.detach().reshape(-1) for p in found.model.parameters()]), follower
 
@@ -435,7 +445,7 @@ def test_a_job_that_was_killed_emits_the_noise_of_its_steps_and_no_more(kills):
     job, place, model = dataclasses.replace(JOB, steps=40, expected_batch=1.0), _Memory(), None
     for engine in (*[_killed_after(30)] * kills, loop_engine):
         model = _Dirac(2000)
-        task = Task(model, _score, _sgd())
+        task = TrainingTask(model, _score, _sgd())
         try:
             train_privately(task, [], job, SystemEntropy(), engine, place=place, run="x")
         except _Killed:
@@ -462,7 +472,7 @@ def test_a_checkpoint_of_another_run_or_model_or_a_damaged_one_is_refused():
         _long(_Numbered(), loop_engine, place, run="s" * 64)
     with pytest.raises(TrainingCheckpointError):
         train_privately(
-            Task(_Dirac(3), _score, _sgd()), [], LONG, SystemEntropy(), loop_engine, place=place, run="r" * 64
+            TrainingTask(_Dirac(3), _score, _sgd()), [], LONG, SystemEntropy(), loop_engine, place=place, run="r" * 64
         )
     place.data = place.data[:-1] + b"?"
     with pytest.raises(TrainingCheckpointError):
@@ -482,7 +492,9 @@ def test_a_training_that_diverges_stops_before_it_is_kept():
     found, place = convolutions(), _Memory()
     job = dataclasses.replace(JOB, expected_batch=1e-3)
     with pytest.raises(DivergedError, match="step 1"):
-        train_privately(Task(found.model, classified, _sgd(1e38)), [], job, SystemEntropy(), place=place, run="x")
+        train_privately(
+            TrainingTask(found.model, classified, _sgd(1e38)), [], job, SystemEntropy(), place=place, run="x"
+        )
     assert place.writes == 0
 
 
@@ -490,7 +502,7 @@ def test_patients_whose_every_loss_is_not_a_number_count_as_nothing_and_the_trai
     model = _Dirac(4)
     nan = PrivacyUnit((torch.full((2, 4), math.nan, dtype=torch.float64),))
     job = dataclasses.replace(JOB, sampling_rate=1.0)
-    assert train_privately(Task(model, _score, _sgd()), [nan] * 3, job, SystemEntropy()) == 3
+    assert train_privately(TrainingTask(model, _score, _sgd()), [nan] * 3, job, SystemEntropy()) == 3
     assert torch.isfinite(model.theta).all()
 
 
@@ -514,7 +526,7 @@ def test_the_products_engine_is_exact_on_a_processor():
 )
 def test_layers_that_mix_or_remember_patients_are_refused(layer):
     with pytest.raises(UnsuitableModelError, match="GroupNorm"):
-        train_privately(Task(nn.Sequential(layer), _score, _sgd()), [], JOB, UnsafeSeededEntropy(0))
+        train_privately(TrainingTask(nn.Sequential(layer), _score, _sgd()), [], JOB, UnsafeSeededEntropy(0))
 
 
 class _Remembers(_Dirac):
@@ -530,12 +542,12 @@ class _Remembers(_Dirac):
 def test_a_buffer_that_training_changed_is_refused():
     job = dataclasses.replace(JOB, sampling_rate=1.0)
     with pytest.raises(UnsuitableModelError, match="buffer"):
-        train_privately(Task(_Remembers(2), _score, _sgd()), _numbered(3), job, UnsafeSeededEntropy(0))
+        train_privately(TrainingTask(_Remembers(2), _score, _sgd()), _numbered(3), job, UnsafeSeededEntropy(0))
 
 
 def test_a_model_without_parameters_is_refused():
     with pytest.raises(UnsuitableModelError, match="no parameter"):
-        train_privately(Task(nn.Flatten(), _score, _sgd()), [], JOB, UnsafeSeededEntropy(0))
+        train_privately(TrainingTask(nn.Flatten(), _score, _sgd()), [], JOB, UnsafeSeededEntropy(0))
 
 
 def test_frozen_parameters_stay_and_unused_ones_only_get_noise():
@@ -544,7 +556,7 @@ def test_frozen_parameters_stay_and_unused_ones_only_get_noise():
     found.model[0].weight.requires_grad_(False)
     frozen, unused = found.model[0].weight.clone(), model["unused"].weight.clone()
     for engine in (loop_engine, vmap_engine(2), bookkeeping_engine(2)):
-        task = Task(model, lambda m, rows: classified(m["used"], rows), _sgd())
+        task = TrainingTask(model, lambda m, rows: classified(m["used"], rows), _sgd())
         train_privately(task, found.units((2, 1)), JOB, UnsafeSeededEntropy(0), engine)
         assert torch.equal(frozen, found.model[0].weight)
         assert not torch.equal(unused, model["unused"].weight)
@@ -557,7 +569,7 @@ def test_a_fault_in_the_middle_is_passed_on():
 
     job = dataclasses.replace(JOB, sampling_rate=1.0)
     with pytest.raises(ArithmeticError):
-        train_privately(Task(_Dirac(2), broken, _sgd()), _numbered(2), job, UnsafeSeededEntropy(0))
+        train_privately(TrainingTask(_Dirac(2), broken, _sgd()), _numbered(2), job, UnsafeSeededEntropy(0))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 
 from agent.evaluation.fidelity import (
     Features,
-    Plan,
+    FidelityPlan,
     Sets,
     TooFewImagesError,
     describe,
@@ -152,7 +152,7 @@ def _averaged(images, k):
 
 
 def test_a_release_is_worse_the_more_is_averaged_and_never_better_than_held_out(digits, sets):
-    plan = Plan(resampling=Resampling(40))
+    plan = FidelityPlan(resampling=Resampling(40))
     found = [fidelity(sets(_averaged(digits[:700], k)), plan, np.random.default_rng(0)) for k in (2, 5, 10)]
     distances = [f.figures[0] for f in found]
     assert distances[0].value < distances[1].value < distances[2].value
@@ -175,7 +175,7 @@ def test_a_release_is_worse_the_more_is_averaged_and_never_better_than_held_out(
 
 def test_fidelity_is_a_function_of_its_generator_and_moves_no_global_one(digits, sets):
     before, old = torch.get_rng_state(), np.random.get_state()[1].copy()
-    plan = Plan(resampling=Resampling(20), subsets=5)
+    plan = FidelityPlan(resampling=Resampling(20), subsets=5)
     compared = sets(digits[700:800])
     once, again = (fidelity(compared, plan, np.random.default_rng(7)).table() for _ in range(2))
     assert once == again
@@ -185,7 +185,7 @@ def test_fidelity_is_a_function_of_its_generator_and_moves_no_global_one(digits,
 
 def test_the_frechet_interval_covers_the_expectation_at_its_size():
     rng, covered = np.random.default_rng(11), 0
-    net, plan = Origin("random", SHA), Plan(resampling=Resampling(60), subsets=2)
+    net, plan = Origin("random", SHA), FidelityPlan(resampling=Resampling(60), subsets=2)
     expected = np.mean([frechet(rng.normal(size=(80, 2)), rng.normal(size=(60, 2)) * 1.4) for _ in range(1500)])
     for _ in range(60):
         a, b = rng.normal(size=(80, 2)), rng.normal(size=(60, 2)) * 1.4
@@ -225,6 +225,6 @@ def test_bad_features_and_mixed_networks_are_refused(digits):
 
 
 def test_copies_of_the_reference_are_closer_than_any_held_out_image_can_be(digits, sets):
-    found = fidelity(sets(digits[:500]), Plan(resampling=Resampling(20)), np.random.default_rng(1))
+    found = fidelity(sets(digits[:500]), FidelityPlan(resampling=Resampling(20)), np.random.default_rng(1))
     assert found.figures[0].value < found.baseline[0].value
     assert found.figures[2].value == 1.0

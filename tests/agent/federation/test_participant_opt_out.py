@@ -12,12 +12,12 @@ import pytest
 from agent.domain import Cohort
 from agent.errors import ReviewRejectedError
 from agent.federation.service import TaskHandler
-from agent.federation.tasks import Task, TaskDeclinedError
+from agent.federation.tasks import RoundTask, TaskDeclinedError
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
 from agent.mechanisms.ksame.mechanism import KSame
 from agent.release.approval import submit_approved, withdraw
 from agent.release.pipeline import release_synthetic
-from protos.secagg.messages import Step
+from protos.secagg.messages import SumStep
 from tests.support.federated_sites import START, ErrorLog, SecureRun, federated, federated_site, granted, part
 from tests.support.site_world import RNG, MemoryVault, approve, approving, ksame, site_world, waiting
 
@@ -115,7 +115,7 @@ def test_the_coordinator_hears_the_same_word_as_for_any_failure(
     meanwhile(monkeypatch, Federated, w.vault)
     handler = TaskHandler(w.part, threading.Lock(), ErrorLog(), threading.Event())
     with pytest.raises(TaskDeclinedError, match="unavailable"):
-        handler._answer(Task("run-1", "train", 0, b"", np.asarray(START.vector)))
+        handler._answer(RoundTask("run-1", "train", 0, b"", np.asarray(START.vector)))
 
 
 def test_a_part_of_a_secret_sum_made_while_a_patient_opts_out_is_not_masked_in(
@@ -123,12 +123,12 @@ def test_a_part_of_a_secret_sum_made_while_a_patient_opts_out_is_not_masked_in(
 ) -> None:
     trial = SecureRun(tmp_path)
     trial.granted()
-    hub = trial.play(until=Step.MASK)
+    hub = trial.play(until=SumStep.MASK)
     north = trial.wards["north"]
     meanwhile(monkeypatch, FederatedMasked, north.vault)
     with pytest.raises(ReviewRejectedError, match="opted_out"):
-        trial.step("north", Step.MASK, hub.requests()["north"])
+        trial.step("north", SumStep.MASK, hub.requests()["north"])
     assert not north.part.participant.round_in_progress
     assert north.part.participant.site.ledger.store.state.sent == {}
     with pytest.raises(ReviewRejectedError, match="out of order"):
-        trial.step("north", Step.MASK, hub.requests()["north"])
+        trial.step("north", SumStep.MASK, hub.requests()["north"])

@@ -17,7 +17,7 @@ from policies.review.policy import parse
 from protos.artifacts.arrays import pack_vector
 from protos.secagg import round
 from protos.secagg.member import Member
-from protos.secagg.messages import Step
+from protos.secagg.messages import SumStep
 from protos.secagg.server import Server
 from tests.support.coordinator_runs import admitting
 from tests.support.federated_sites import NAMES, SECURE_JOB, STRATEGY, FederatedSite, SecureRun, federated, masked
@@ -47,8 +47,8 @@ def test_the_hub_learns_the_sum_of_what_three_sites_trained_and_each_part_is_wri
     trial: SecureRun,
 ) -> None:
     expected = sum(own_delta(ward).astype(np.float64) for ward in trial.wards.values())
-    hub = trial.play(until=Step.REVEAL)
-    trial.once(hub, Step.REVEAL)
+    hub = trial.play(until=SumStep.REVEAL)
+    trial.once(hub, SumStep.REVEAL)
     total = hub.aggregate()
     assert set(total.survivors) == set(NAMES)
     assert np.array_equal(hub.session.params.ring.decode(total.lattice), expected)
@@ -62,13 +62,13 @@ def test_the_hub_learns_the_sum_of_what_three_sites_trained_and_each_part_is_wri
 
 def test_a_reply_that_got_lost_is_sent_again_in_every_step_and_nothing_is_made_twice(trial: SecureRun) -> None:
     hub = Server(trial.session())
-    for step in Step:
+    for step in SumStep:
         for site, request in hub.requests().items():
-            payload = trial.setup() if step is Step.ADVERTISE else request
+            payload = trial.setup() if step is SumStep.ADVERTISE else request
             answer = trial.step(site, step, payload)
             assert trial.step(site, step, payload) == answer
             assert trial.step(site, step, b"something else") == answer, "what was said is said, whatever is asked"
-            message = round.unframe(answer)[1] if step is Step.MASK else answer
+            message = round.unframe(answer)[1] if step is SumStep.MASK else answer
             assert hub.receive(site, message) is None
         hub.advance()
     assert len(hub.aggregate().survivors) == 3
@@ -81,10 +81,10 @@ def test_a_run_is_not_closed_at_the_site_between_the_first_step_of_its_last_roun
     """The agent asks for verdicts every second, also while the others still advertise their keys."""
     for index in (0, 1):
         hub = Server(trial.session(index))
-        for step in Step:
+        for step in SumStep:
             trial.once(hub, step, index)
             over = [ward.part.participant.follow() for ward in trial.wards.values()]
-            assert over == [index == 1 and step is Step.MASK] * 3
+            assert over == [index == 1 and step is SumStep.MASK] * 3
     assert len(hub.aggregate().survivors) == 3
     for ward in trial.wards.values():
         held, spent = ward.account()
@@ -95,10 +95,10 @@ def test_a_site_that_names_no_partners_is_in_no_sum(tmp_path: Path) -> None:
     trial = SecureRun(tmp_path, strangers=("south",))
     trial.granted()
     with pytest.raises(ReviewRejectedError, match="partners"):
-        trial.step("south", Step.ADVERTISE, trial.setup())
+        trial.step("south", SumStep.ADVERTISE, trial.setup())
     south = trial.wards["south"]
     assert (south.vault.reads, south.part.participant.rounds_trained) == (0, 0)
-    trial.step("north", Step.ADVERTISE, trial.setup())
+    trial.step("north", SumStep.ADVERTISE, trial.setup())
 
 
 def test_a_roster_of_strangers_under_known_names_gets_no_key(trial: SecureRun) -> None:
@@ -106,7 +106,7 @@ def test_a_roster_of_strangers_under_known_names_gets_no_key(trial: SecureRun) -
     false = {name: Ed25519PrivateKey.generate().public_key().public_bytes_raw() for name in ("south", "west")}
     setup = round.RoundSetup({"north": trial.roster["north"], **false}, STRATEGY, pack_vector(START)).encode()
     with pytest.raises(ReviewRejectedError, match="masked"):
-        trial.step("north", Step.ADVERTISE, setup)
+        trial.step("north", SumStep.ADVERTISE, setup)
     assert trial.wards["north"].vault.reads == 0
 
 
@@ -126,19 +126,19 @@ def test_a_beginning_that_is_none_is_refused_before_anything_is_counted(
     trial: SecureRun, spoilt: Callable[[SecureRun], bytes]
 ) -> None:
     with pytest.raises(ReviewRejectedError, match="masked"):
-        trial.step("north", Step.ADVERTISE, spoilt(trial))
+        trial.step("north", SumStep.ADVERTISE, spoilt(trial))
     assert trial.wards["north"].part.participant.rounds_trained == 0
-    trial.step("north", Step.ADVERTISE, trial.setup())
+    trial.step("north", SumStep.ADVERTISE, trial.setup())
 
 
 def test_steps_out_of_order_of_another_round_or_run_are_refused(trial: SecureRun) -> None:
     north = trial.wards["north"].part
-    for step in list(Step)[1:]:
+    for step in list(SumStep)[1:]:
         with pytest.raises(ReviewRejectedError, match="out of order"):
             trial.step("north", step, b"")
-    trial.step("north", Step.ADVERTISE, trial.setup())
+    trial.step("north", SumStep.ADVERTISE, trial.setup())
     with pytest.raises(ReviewRejectedError, match="out of order"):
-        trial.step("north", Step.SHARE, b"", number=2)
+        trial.step("north", SumStep.SHARE, b"", number=2)
     with pytest.raises(ReviewRejectedError, match="unknown step"):
         north.step("run-1", 1, "unmask", b"", CONFIG)
     with pytest.raises(ReviewRejectedError, match="priced"):
@@ -148,31 +148,31 @@ def test_steps_out_of_order_of_another_round_or_run_are_refused(trial: SecureRun
 
 
 def test_a_step_skipped_ends_the_sum_for_the_site(trial: SecureRun) -> None:
-    trial.step("north", Step.ADVERTISE, trial.setup())
+    trial.step("north", SumStep.ADVERTISE, trial.setup())
     with pytest.raises(ReviewRejectedError):
-        trial.step("north", Step.REVEAL, b"")
+        trial.step("north", SumStep.REVEAL, b"")
     with pytest.raises(ReviewRejectedError, match="out of order"):
-        trial.step("north", Step.SHARE, b"")
+        trial.step("north", SumStep.SHARE, b"")
     assert trial.wards["north"].vault.reads == 0
 
 
 def test_a_round_that_was_begun_is_not_begun_again_with_fresh_keys(trial: SecureRun) -> None:
     """Another mask over the same round would be a second sum, and a second price."""
     north = trial.wards["north"]
-    first = trial.step("north", Step.ADVERTISE, trial.setup())
+    first = trial.step("north", SumStep.ADVERTISE, trial.setup())
     assert north.crash()
     with pytest.raises(ReviewRejectedError, match="round"):
-        trial.step("north", Step.ADVERTISE, trial.setup())
+        trial.step("north", SumStep.ADVERTISE, trial.setup())
     assert north.part.participant.rounds_trained == 1
-    assert trial.step("north", Step.ADVERTISE, trial.setup(), number=2) != first
+    assert trial.step("north", SumStep.ADVERTISE, trial.setup(), number=2) != first
     with pytest.raises(ReviewRejectedError):
-        trial.step("north", Step.ADVERTISE, trial.setup(), number=3)
+        trial.step("north", SumStep.ADVERTISE, trial.setup(), number=3)
 
 
 def test_a_member_whose_training_failed_takes_no_further_step_and_does_not_train_again(
     trial: SecureRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub = trial.play(until=Step.MASK)
+    hub = trial.play(until=SumStep.MASK)
     request, north = hub.requests()["north"], trial.wards["north"]
 
     def broken(self: MemoryVault, *_: object) -> None:
@@ -182,35 +182,35 @@ def test_a_member_whose_training_failed_takes_no_further_step_and_does_not_train
     with monkeypatch.context() as patch:
         patch.setattr(MemoryVault, "cohort", broken)
         with pytest.raises(OSError):  # noqa: PT011 - whatever a vault may raise
-            trial.step("north", Step.MASK, request)
+            trial.step("north", SumStep.MASK, request)
     assert not north.part.participant.round_in_progress
     with pytest.raises(ReviewRejectedError, match="out of order"):
-        trial.step("north", Step.MASK, request)
+        trial.step("north", SumStep.MASK, request)
     assert north.vault.reads == 1
 
 
 def test_a_site_whose_own_review_refuses_its_part_signs_no_roll_and_reveals_no_share(
     trial: SecureRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub = trial.play(until=Step.MASK)
+    hub = trial.play(until=SumStep.MASK)
     requests = hub.requests()
     tight = parse(admitting(max_artifact_bytes=100), "tight")
     north = trial.wards["north"].part.participant
     north.site = replace(north.site, ledger=LedgerService(north.site.ledger.store, lambda _site: tight))
     with pytest.raises(ReviewRejectedError, match="artifact_size"):
-        trial.step("north", Step.MASK, requests["north"])
+        trial.step("north", SumStep.MASK, requests["north"])
     assert not north.round_in_progress
     with pytest.raises(ReviewRejectedError, match="out of order"):
-        trial.step("north", Step.AGREE, b"")
+        trial.step("north", SumStep.AGREE, b"")
 
 
 def test_whatever_goes_wrong_in_a_step_ends_the_round_and_a_step_of_another_round_does_not(
     trial: SecureRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub = trial.play(until=Step.SHARE)
+    hub = trial.play(until=SumStep.SHARE)
     request, north = hub.requests()["north"], trial.wards["north"].part.participant
     with pytest.raises(ReviewRejectedError, match="out of order"):
-        trial.step("north", Step.SHARE, request, number=2)
+        trial.step("north", SumStep.SHARE, request, number=2)
     assert north.round_in_progress
 
     def broken(*_: object) -> bytes:
@@ -219,10 +219,10 @@ def test_whatever_goes_wrong_in_a_step_ends_the_round_and_a_step_of_another_roun
     with monkeypatch.context() as patch:
         patch.setattr(Member, "answer", broken)
         with pytest.raises(MemoryError):
-            trial.step("north", Step.SHARE, request)
+            trial.step("north", SumStep.SHARE, request)
     assert not north.round_in_progress
     with pytest.raises(ReviewRejectedError, match="out of order"):
-        trial.step("north", Step.SHARE, request)
+        trial.step("north", SumStep.SHARE, request)
 
 
 def test_a_site_that_was_shown_another_model_is_in_no_sum_with_the_others(trial: SecureRun) -> None:
@@ -231,10 +231,12 @@ def test_a_site_that_was_shown_another_model_is_in_no_sum_with_the_others(trial:
     hub = Server(trial.session())
     for site in NAMES:
         setup = trial.setup(other if site == "west" else START)
-        hub.receive(site, trial.step(site, Step.ADVERTISE, setup))
+        hub.receive(site, trial.step(site, SumStep.ADVERTISE, setup))
     assert hub.dropped.keys() == {"west"}, "its keys are signed under another session"
     forced = Server(trial.session(start=other))
-    assert forced.receive("north", trial.step("north", Step.ADVERTISE, b"")), "nor do theirs open under the other one"
+    assert forced.receive("north", trial.step("north", SumStep.ADVERTISE, b"")), (
+        "nor do theirs open under the other one"
+    )
     assert trial.wards["west"].vault.reads == 0
 
 
@@ -259,7 +261,7 @@ def test_a_roster_with_more_sites_than_were_priced_is_refused_before_a_round_is_
     """Else a coordinator's own sites hold enough shares to take the mask off one vector."""
     trial.roster |= strange(7)
     with pytest.raises(ReviewRejectedError, match="more sites than the claim was priced for"):
-        trial.step("north", Step.ADVERTISE, trial.setup())
+        trial.step("north", SumStep.ADVERTISE, trial.setup())
     assert trial.wards["north"].part.participant.rounds_trained == 0
     assert trial.wards["north"].vault.reads == 0
 

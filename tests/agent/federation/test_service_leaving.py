@@ -11,7 +11,7 @@ import pytest
 from agent.errors import CoordinatorUnreachableError, LedgerForkError, ReviewRejectedError
 from agent.federation.participant import Participant
 from agent.federation.service import EndedRuns, FederationContext, TaskHandler, _keep_on, run_service
-from agent.federation.tasks import Task, TaskDeclinedError
+from agent.federation.tasks import RoundTask, TaskDeclinedError
 from policies.audit.verify import verify
 from policies.ledger.backends.sqlite import export_file
 from policies.ledger.entries import Entry, Expired, Freed, InvalidEntryError
@@ -217,7 +217,7 @@ def test_a_fork_that_a_task_meets_ends_the_process(tmp_path: Path, monkeypatch: 
     handler = TaskHandler(w.part, threading.Lock(), ErrorLog(), station.stop)
     granted(w, federated(rounds=1))
     monkeypatch.setattr(DirectCoordinatorClient, "outcome", forked)
-    task = Task("run-1", "train", 0, b"", START.vector)
+    task = RoundTask("run-1", "train", 0, b"", START.vector)
     with pytest.raises(TaskDeclinedError, match="unavailable"):
         handler._answer(task)
     part(w).granted = True  # so that nothing else asks

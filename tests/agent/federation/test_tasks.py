@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from agent.federation.supernode import read_task, records_of
 from agent.federation.tasks import (
-    Answer,
     FrameError,
     Reply,
-    Task,
+    RoundAnswer,
+    RoundTask,
     TaskDeclinedError,
     frame,
     read_reply_frame,
@@ -82,22 +82,22 @@ def test_anything_else_is_declined_as_malformed(kind: str, records: dict[str, An
 @pytest.mark.parametrize(
     "answer",
     [
-        Answer(b"e", None),
-        Answer(b"e", np.ones(4, np.float32)),
-        Answer(b"e", np.ones(3)),  # type: ignore[arg-type]
-        Answer(b"e", np.array([1, np.inf, 1], np.float32)),
-        Answer("text", np.ones(3, np.float32)),  # type: ignore[arg-type]
+        RoundAnswer(b"e", None),
+        RoundAnswer(b"e", np.ones(4, np.float32)),
+        RoundAnswer(b"e", np.ones(3)),  # type: ignore[arg-type]
+        RoundAnswer(b"e", np.array([1, np.inf, 1], np.float32)),
+        RoundAnswer("text", np.ones(3, np.float32)),  # type: ignore[arg-type]
     ],
     ids=["no vector", "longer", "float64", "infinite", "text"],
 )
-def test_an_answer_that_does_not_fit_the_task_stays_at_the_site(answer: Answer) -> None:
-    assert not answer.fits(Task("r1", "train", 0, b"", VECTOR))
+def test_an_answer_that_does_not_fit_the_task_stays_at_the_site(answer: RoundAnswer) -> None:
+    assert not answer.fits(RoundTask("r1", "train", 0, b"", VECTOR))
 
 
 def test_each_kind_of_task_has_an_answer_of_its_own() -> None:
-    price, train = Task("r1", "price", 0, b""), Task("r1", "train", 0, b"", VECTOR)
-    secure = Task("r1", "secure", 0, b"", None, "keys", b"p")
-    answers = [Answer(b"e"), Answer(b"e", VECTOR), Answer(payload=b"p")]
+    price, train = RoundTask("r1", "price", 0, b""), RoundTask("r1", "train", 0, b"", VECTOR)
+    secure = RoundTask("r1", "secure", 0, b"", None, "keys", b"p")
+    answers = [RoundAnswer(b"e"), RoundAnswer(b"e", VECTOR), RoundAnswer(payload=b"p")]
     fitting = [[answer.fits(task) for answer in answers] for task in (price, train, secure)]
     assert fitting == [[True, False, False], [False, True, False], [False, False, True]]
 
@@ -106,7 +106,7 @@ def test_a_secure_step_carries_its_name_and_bytes_both_ways() -> None:
     order, payload = _order(step="keys"), ArrayRecord({"data": Array(np.frombuffer(b"abc", np.uint8))})
     task = read_task("query.secure", RecordDict({"order": order, "payload": payload}))
     assert (task.kind, task.step, task.payload) == ("secure", "keys", b"abc")
-    records = records_of(Reply(b"", "secure", Answer(payload=b"xyz")))
+    records = records_of(Reply(b"", "secure", RoundAnswer(payload=b"xyz")))
     assert list(records) == ["payload"]
     assert records["payload"]["data"].numpy().tobytes() == b"xyz"  # type: ignore[index]
 
@@ -131,13 +131,13 @@ def test_a_secure_step_of_another_shape_is_malformed(records: dict[str, Any]) ->
 @pytest.mark.parametrize(
     "task",
     [
-        Task("r1", "price", 0, b"{}"),
-        Task("r\u00fc", "train", 7, b"{}", VECTOR),
-        Task("r1", "secure", 2, b"", None, "keys", b"\x00\xff"),
+        RoundTask("r1", "price", 0, b"{}"),
+        RoundTask("r\u00fc", "train", 7, b"{}", VECTOR),
+        RoundTask("r1", "secure", 2, b"", None, "keys", b"\x00\xff"),
     ],
     ids=["price", "train", "secure"],
 )
-def test_a_task_comes_out_of_the_pipe_as_it_went_in(task: Task) -> None:
+def test_a_task_comes_out_of_the_pipe_as_it_went_in(task: RoundTask) -> None:
     word, fields = unframe(task_frame(b"ticket", task))
     ticket, read = read_task_frame(fields)
     assert (word, ticket) == ("task", b"ticket")
@@ -154,7 +154,9 @@ def test_a_task_comes_out_of_the_pipe_as_it_went_in(task: Task) -> None:
         assert not read.vector.flags.writeable
 
 
-@pytest.mark.parametrize("reply", [Reply(b"t", "train", Answer(b"e", VECTOR)), Reply(b"t", "price", None, "budget")])
+@pytest.mark.parametrize(
+    "reply", [Reply(b"t", "train", RoundAnswer(b"e", VECTOR)), Reply(b"t", "price", None, "budget")]
+)
 def test_a_reply_comes_out_of_the_pipe_as_it_went_in(reply: Reply) -> None:
     read = read_reply_frame(*unframe(reply_frame(reply)))
     assert (read.ticket, read.code) == (reply.ticket, reply.code)
@@ -168,7 +170,7 @@ def test_a_reply_comes_out_of_the_pipe_as_it_went_in(reply: Reply) -> None:
         assert read.answer.vector.tolist() == VECTOR.tolist()
 
 
-GOOD = task_frame(b"t", Task("r1", "train", 0, b"{}", VECTOR))
+GOOD = task_frame(b"t", RoundTask("r1", "train", 0, b"{}", VECTOR))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from agent.errors import CoordinatorUnreachableError, SiteConfigError
 from agent.gateway import enrolment
 from agent.gateway.channel import open_channel
 from agent.gateway.credentials import Certified, Credentials, way_back
-from agent.gateway.enrolment import Given, Progress, come_back, enrol, over_grpc, return_over_grpc
+from agent.gateway.enrolment import EnrolmentProgress, Given, come_back, enrol, over_grpc, return_over_grpc
 from agent.storage import site_directory
 from coordinator.admission import AdmissionService
 from coordinator.enrolment.authority import Authority, Invitation
@@ -148,7 +148,9 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield made
 
 
-def asked(site: site_directory.SiteDirectory, invitation: Invitation | None = None, /, **changes: Any) -> Progress:
+def asked(
+    site: site_directory.SiteDirectory, invitation: Invitation | None = None, /, **changes: Any
+) -> EnrolmentProgress:
     """Run ``enrol`` as an operator would, with the product's own call."""
     given = None
     if invitation is not None:
@@ -182,13 +184,13 @@ def test_a_hospital_joins_over_the_wire_and_the_key_it_was_born_with_is_in_use(h
     born = key_files.ec_key(site.keys / "request.key").public_key()
     before = (site.root / "request.json").read_bytes()
     first = asked(site, hub.authority.invite("a"))
-    assert first == Progress("waiting", certificates.fingerprint(before))
+    assert first == EnrolmentProgress("waiting", certificates.fingerprint(before))
     assert hub.authority.enrolments()[0].fingerprint == first.fingerprint  # both sides read the same aloud
     with pytest.raises(SiteConfigError, match=r"no certificate|not enrolled"):
         Credentials(site.keys)
     assert asked(site).state == "waiting"
     hub.approve(site)
-    assert asked(site) == Progress("enrolled", first.fingerprint)
+    assert asked(site) == EnrolmentProgress("enrolled", first.fingerprint)
     credentials = Credentials(site.keys)
     leaf = certificates.checked_chain(
         credentials.chain(), hub.home.root_crt(), certificates.agent_name("a"), born, now()

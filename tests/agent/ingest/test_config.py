@@ -11,10 +11,10 @@ import pytest
 from agent.errors import SiteConfigError
 from agent.ingest.config import Ingestion, parse_ingestion
 from agent.ingest.patient_lists import Columns
-from agent.storage.site_directory import Settings
+from agent.storage.site_directory import SiteSettings
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "docs" / "ingest.example.toml"
-SITE = Settings("site-a", "localhost:1", Path("input"), frozenset({"CT"}), frozenset({"OT"}), frozenset())
+SITE = SiteSettings("site-a", "localhost:1", Path("input"), frozenset({"CT"}), frozenset({"OT"}), frozenset())
 ROOT = Path("/srv/site-a")
 
 

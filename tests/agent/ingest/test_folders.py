@@ -19,7 +19,7 @@ from pydicom import Dataset
 from pydicom.data import get_testdata_file
 from pydicom.uid import RLELossless
 
-from agent.deidentify.admission_rules import Rules
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import REASONS
 from agent.deidentify.record import Record, instance_name
@@ -30,7 +30,7 @@ from agent.storage.quarantine import Quarantine
 from deploy.phantoms import digits, scanner_files
 
 WHO = Deidentifier(b"\7" * 32, digits.ISSUER)
-RULES = Rules(
+RULES = AdmissionRules(
     modalities=frozenset({"CT", "MR", "OT", "NM"}),
     secondary_capture_modalities=frozenset({"OT"}),
     image_types=frozenset({("ORIGINAL", "PRIMARY"), ("DERIVED", "PRIMARY"), ("DERIVED", "SECONDARY")}),
@@ -76,7 +76,7 @@ class Shelf:
 def _ingest(
     folder: Path,
     shelf: Shelf,
-    rules: Rules = RULES,
+    rules: AdmissionRules = RULES,
     progress: Callable[[int], None] = lambda done: None,
 ) -> IngestReport:
     lists = read_lists(folder)
@@ -338,7 +338,9 @@ def test_a_file_that_needs_too_much_memory_loses_itself_only(tmp_path: Path) -> 
     folder.mkdir()
     (folder / "a_bomb.dcm").write_bytes(_memory_bomb())
     (folder / "b_good.dcm").write_bytes(_bytes("CT_small.dcm"))
-    generous = Rules(modalities=RULES.modalities, image_types=RULES.image_types, max_bytes=2**32, max_pixels=2**32)
+    generous = AdmissionRules(
+        modalities=RULES.modalities, image_types=RULES.image_types, max_bytes=2**32, max_pixels=2**32
+    )
     shelf = Shelf()
     report = _ingest(folder, shelf, rules=generous)
     assert report.quarantined == {"undecodable": 1}

@@ -25,20 +25,20 @@ from pydicom.sr._concepts_dict import concepts
 from pydicom.sr._snomed_dict import mapping as snomed
 from pydicom.uid import CTImageStorage
 
-from agent.deidentify.admission_rules import Rules
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.face_risk import CODES, faces_in, may_show_a_face
 from agent.deidentify.record import keyed_name
 from agent.errors import ParserError
 from agent.ingest.parser_main import _answer
-from agent.ingest.parser_process import MOST_NAMES, Limits, ParserProcess, _FileNames, _record
+from agent.ingest.parser_process import MOST_NAMES, ParserLimits, ParserProcess, _FileNames, _record
 from deploy.phantoms import scanner_files
 from tests.fuzz.roads import as_in_the_worker
 from tests.support.instances import item
 
 WHO = Deidentifier(b"\7" * 32)
-RULES = Rules(
+RULES = AdmissionRules(
     modalities=frozenset({"CT", "MR"}),
     image_types=frozenset({("ORIGINAL", "PRIMARY"), ("DERIVED", "SECONDARY")}),
 )
@@ -54,7 +54,7 @@ def _bytes(name: str) -> bytes:
 @pytest.fixture
 def reader() -> Iterator[ParserProcess]:
     """A reader."""
-    with ParserProcess(RULES, WHO, Limits()) as made:
+    with ParserProcess(RULES, WHO, ParserLimits()) as made:
         yield made
 
 
@@ -64,7 +64,7 @@ def _impatient(reader: ParserProcess, seconds: float) -> None:
 
 
 def test_a_worker_that_hangs_is_killed_and_the_next_file_is_read() -> None:
-    hung = ParserProcess(RULES, WHO, Limits())
+    hung = ParserProcess(RULES, WHO, ParserLimits())
     with hung:
         assert hung.read(_bytes("MR_small.dcm"), HEX).modality == "MR"
         assert hung.pid is not None
@@ -73,7 +73,7 @@ def test_a_worker_that_hangs_is_killed_and_the_next_file_is_read() -> None:
         with pytest.raises(FileRejectedError, match="parser_stopped"):
             hung.read(_bytes("CT_small.dcm"), HEX)
         assert hung.pid is None
-        _impatient(hung, Limits().wall_seconds)
+        _impatient(hung, ParserLimits().wall_seconds)
         started = hung.starts
         assert hung.read(_bytes("CT_small.dcm"), HEX).modality == "CT"
         assert hung.starts == started + 1
@@ -103,7 +103,7 @@ def test_a_file_that_takes_too_long_is_stopped_on_time() -> None:
     dataset.PixelData = np.random.default_rng(2).integers(0, 4000, (side, side), dtype=np.int16).tobytes()
     stream = io.BytesIO()
     dataset.save_as(stream)
-    with ParserProcess(RULES, WHO, Limits()) as reader:
+    with ParserProcess(RULES, WHO, ParserLimits()) as reader:
         with pytest.raises(FileRejectedError, match="not_dicom"):
             reader.read(b"warm", HEX)
         _impatient(reader, 0.05)  # to send and decode 72 MB takes longer on any machine
@@ -118,7 +118,7 @@ def test_the_worker_has_its_limits_and_knows_no_secret_by_argument_or_environmen
     reader.read(_bytes("MR_small.dcm"), HEX)
     proc = Path(f"/proc/{reader.pid}")
     limits = {line[:25].strip(): line[25:].split()[0] for line in (proc / "limits").read_text().splitlines()}
-    assert limits["Max address space"] == str(Limits().memory_bytes)
+    assert limits["Max address space"] == str(ParserLimits().memory_bytes)
     assert limits["Max file size"] == limits["Max core file size"] == "0"
     assert int(limits["Max cpu time"]) < 120
     status = dict(line.split(":\t", 1) for line in (proc / "status").read_text().splitlines())
@@ -134,7 +134,7 @@ def test_the_worker_has_its_limits_and_knows_no_secret_by_argument_or_environmen
 
 
 def test_a_reader_that_cannot_start_is_a_fault_and_no_refusal() -> None:
-    with ParserProcess(RULES, WHO, Limits(memory_bytes=2**20)) as broken, pytest.raises(ParserError):
+    with ParserProcess(RULES, WHO, ParserLimits(memory_bytes=2**20)) as broken, pytest.raises(ParserError):
         broken.read(_bytes("MR_small.dcm"), HEX)
 
 
@@ -191,7 +191,7 @@ def test_a_child_of_the_worker_does_not_outlive_it(
     confined: bool, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fifo = _taken_over(tmp_path, monkeypatch, confined=confined)
-    with ParserProcess(RULES, WHO, Limits()) as reader:
+    with ParserProcess(RULES, WHO, ParserLimits()) as reader:
         descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
         with pytest.raises(FileRejectedError), os.fdopen(os.dup(descriptor), "rb", buffering=0):
             reader.read(b"first", HEX)
@@ -211,7 +211,7 @@ def test_a_child_of_the_worker_does_not_outlive_it(
 
 def test_a_worker_that_was_taken_over_cannot_lift_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fifo = _taken_over(tmp_path, monkeypatch, confined=True)
-    with ParserProcess(RULES, WHO, Limits()) as reader:
+    with ParserProcess(RULES, WHO, ParserLimits()) as reader:
         descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb"), pytest.raises(FileRejectedError, match="undecodable"):
             reader.read(b"any", HEX)
@@ -222,9 +222,11 @@ def test_a_worker_whose_processor_time_is_used_up_is_replaced_and_no_file_is_los
     assert reader.read(data, HEX).modality == "CT"
     assert reader.pid is not None
     _, hard = resource.prlimit(reader.pid, resource.RLIMIT_CPU)
-    assert 10 * Limits().cpu_seconds <= hard < 11 * Limits().cpu_seconds
+    assert 10 * ParserLimits().cpu_seconds <= hard < 11 * ParserLimits().cpu_seconds
     ticks = Path(f"/proc/{reader.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    near = sum(map(int, ticks)) // os.sysconf("SC_CLK_TCK") + Limits().cpu_seconds  # not enough for two more files
+    near = (
+        sum(map(int, ticks)) // os.sysconf("SC_CLK_TCK") + ParserLimits().cpu_seconds
+    )  # not enough for two more files
     resource.prlimit(reader.pid, resource.RLIMIT_CPU, (near, near))
     assert reader.read(data, HEX).modality == "CT"
     assert reader.pid is None
@@ -269,7 +271,7 @@ TWO_KEYS = Deidentifier(b"\7" * 32, "HOSPITAL", people=b"\1" * 32)
 @pytest.mark.parametrize("name", ["MR_small.dcm", "CT_small.dcm"])
 def test_a_worker_without_keys_makes_what_one_with_them_would(name: str) -> None:
     data = _bytes(name)
-    with ParserProcess(RULES, TWO_KEYS, Limits()) as reader:
+    with ParserProcess(RULES, TWO_KEYS, ParserLimits()) as reader:
         record = reader.read(data, HEX)
     with as_in_the_worker():
         _, parts = _answer(data, {"patient_id": None, "issuer": ""}, RULES, TWO_KEYS)
@@ -287,7 +289,7 @@ def test_a_worker_without_keys_makes_what_one_with_them_would(name: str) -> None
 def test_a_file_that_names_nobody_is_named_by_the_agent_from_its_clean_content(tmp_path: Path) -> None:
     rules = replace(RULES, nifti_modality="MR")
     nibabel.save(nibabel.Nifti1Image(np.zeros((2, 3, 4), np.int16), np.eye(4)), tmp_path / "head.nii")
-    with ParserProcess(rules, TWO_KEYS, Limits()) as reader:
+    with ParserProcess(rules, TWO_KEYS, ParserLimits()) as reader:
         record = reader.read((tmp_path / "head.nii").read_bytes(), HEX, "P-4711", "OTHER")
         with pytest.raises(FileRejectedError, match="missing_patient"):
             reader.read((tmp_path / "head.nii").read_bytes(), HEX, "P\x00-4711", "OTHER")
@@ -401,7 +403,7 @@ def test_an_answer_without_the_parts_of_one_is_a_stopped_parser(
     monkeypatch.setattr(sys, "executable", str(hook))
     for data in (b"any", bytes.fromhex("5c010000") + bytes(344) + b"n+1\0"):  # and one that may be NIfTI
         with (
-            ParserProcess(RULES, TWO_KEYS, Limits()) as reader,
+            ParserProcess(RULES, TWO_KEYS, ParserLimits()) as reader,
             pytest.raises(FileRejectedError, match="parser_stopped"),
         ):
             reader.read(data, HEX, "P-4711")
@@ -523,7 +525,7 @@ def _item(value: Dataset | dict[str, object]) -> Dataset:
 @pytest.mark.parametrize("modality", ["CT", "MR", "PT", "NM"])
 def test_nobody_vouches_for_a_volume_because_it_says_so_itself(modality: str) -> None:
     rules = replace(RULES, modalities=frozenset({modality}))
-    with ParserProcess(rules, WHO, Limits()) as reader:
+    with ParserProcess(rules, WHO, ParserLimits()) as reader:
         record = reader.read(_changed(Modality=modality, BodyPartExamined="CHEST"), HEX)
     assert record.face is False
     assert "RecognizableVisualFeatures" not in pydicom.dcmread(io.BytesIO(record.payload))

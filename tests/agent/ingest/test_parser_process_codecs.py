@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from pydicom.encaps import encapsulate
 from pydicom.uid import UID, generate_uid
 
-from agent.deidentify.admission_rules import Rules
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.pixel_redaction import Blank, Rectangle
 from agent.deidentify.pixels import pixel_data
 from agent.deidentify.record import Record
-from agent.ingest.parser_process import Limits, ParserProcess
+from agent.ingest.parser_process import ParserLimits, ParserProcess
 from tests.support.peers import need
 
 DATA: Final = Path(pydicom.__file__).parent / "data"
@@ -30,7 +30,7 @@ FILES: Final = DATA / "test_files"
 HEX: Final = "0" * 32
 ULTRASOUND_SIZES: Final = ((240, 320), (350, 800), (480, 640), (60, 80))
 # lets in as much as rules can: what is refused all the same is refused for what it is
-RULES: Final = Rules(
+RULES: Final = AdmissionRules(
     modalities=frozenset({"CT", "MR", "NM", "OT", "US", "CR"}),
     secondary_capture_modalities=frozenset({"OT", "NM"}),
     colour_modalities=frozenset({"OT", "NM"}),
@@ -44,7 +44,7 @@ ACCEPTED: Final = "accepted"
 @pytest.fixture(scope="module")
 def reader() -> Iterator[ParserProcess]:
     """One worker for all files."""
-    with ParserProcess(RULES, Deidentifier(b"\7" * 32), Limits()) as made:
+    with ParserProcess(RULES, Deidentifier(b"\7" * 32), ParserLimits()) as made:
         yield made
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from agent.mechanisms.ksalsa.augmentation import Views, augmented, public_spread
+from agent.mechanisms.ksalsa.augmentation import KSalsaViews, augmented, public_spread
 from agent.models.stylegan.network import PRESETS, Generator
 from agent.models.training_loop import seeded
 
@@ -15,7 +15,7 @@ CODES = np.random.default_rng(2).normal(size=(3, 8)).astype(np.float32)
 
 def test_views_begin_with_the_representative_and_spread_as_they_were_asked_to():
     spread = np.linspace(0.1, 2, 8).astype(np.float32)
-    made, of = augmented(CODES, spread, Views(1000, 0.1), np.random.default_rng(0))
+    made, of = augmented(CODES, spread, KSalsaViews(1000, 0.1), np.random.default_rng(0))
     assert made.dtype == np.float32
     assert of.tolist() == [0] * 1000 + [1] * 1000 + [2] * 1000
     assert np.array_equal(made[::1000], CODES)
@@ -27,13 +27,13 @@ def test_views_begin_with_the_representative_and_spread_as_they_were_asked_to():
 def test_given_the_representative_views_do_not_depend_on_anything_private():
     # no argument could carry a patient, and what is added does not depend on the code
     assert set(inspect.signature(augmented).parameters) == {"codes", "spread", "views", "rng"}
-    one, _ = augmented(CODES, 1.0, Views(), np.random.default_rng(7))
-    two, _ = augmented(CODES + 5, 1.0, Views(), np.random.default_rng(7))
+    one, _ = augmented(CODES, 1.0, KSalsaViews(), np.random.default_rng(7))
+    two, _ = augmented(CODES + 5, 1.0, KSalsaViews(), np.random.default_rng(7))
     assert np.allclose(two - one, 5, atol=1e-5)
 
 
 def test_one_view_is_the_representative():
-    made, of = augmented(CODES, 1.0, Views(1), np.random.default_rng(0))
+    made, of = augmented(CODES, 1.0, KSalsaViews(1), np.random.default_rng(0))
     assert np.array_equal(made, CODES)
     assert of.tolist() == [0, 1, 2]
 
@@ -41,13 +41,13 @@ def test_one_view_is_the_representative():
 @pytest.mark.parametrize(("count", "sigma"), [(0, 1.0), (2000, 1.0), (5, 0.0), (5, float("nan")), (5, float("inf"))])
 def test_views_that_are_none_are_refused(count, sigma):
     with pytest.raises(ValueError, match="views"):
-        Views(count, sigma)
+        KSalsaViews(count, sigma)
 
 
 def test_codes_that_are_no_numbers_have_no_views():
     for codes, spread in ((CODES * np.nan, 1.0), (CODES, float("nan")), (CODES[0], 1.0)):
         with pytest.raises(ValueError, match="finite"):
-            augmented(codes, spread, Views(), np.random.default_rng(0))
+            augmented(codes, spread, KSalsaViews(), np.random.default_rng(0))
 
 
 def test_the_public_spread_is_that_of_the_generators_own_codes():
@@ -59,5 +59,5 @@ def test_the_public_spread_is_that_of_the_generators_own_codes():
         wanted = generator.mapping(z).numpy().reshape(500, -1).std(axis=0)
     assert found.shape == (generator.architecture.num_ws * 64,)
     assert np.allclose(found, wanted, rtol=1e-4)
-    made, _ = augmented(np.zeros((2, found.size), np.float32), found, Views(3), np.random.default_rng(0))
+    made, _ = augmented(np.zeros((2, found.size), np.float32), found, KSalsaViews(3), np.random.default_rng(0))
     assert made.shape == (6, found.size)

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 
 from agent.domain import Clusters, Latents
 from agent.errors import CohortTooSmallError
-from agent.microaggregation.local_search import Exchange, Rules
+from agent.microaggregation.local_search import ClusterRules, Exchange
 from agent.microaggregation.partition import _narrowed, greedy, partition
 
 
@@ -100,7 +100,7 @@ def test_the_greedy_is_the_published_one_recomputed_from_the_whole_distance_matr
 def test_the_gain_of_an_exchange_is_exactly_the_fall_of_the_sum_of_squares():
     rng = np.random.default_rng(5)
     codes, assignment = rng.normal(size=(23, 4)), np.arange(23) % 4
-    rules = Rules(np.full(23, -1), 1)
+    rules = ClusterRules(np.full(23, -1), 1)
     search = Exchange(codes, assignment, rules)
     others = search._others(np.array([3, 0, 2]))
     predicted = search._gain(1, others)
@@ -240,7 +240,7 @@ def test_whatever_the_rules_every_cluster_keeps_them_and_a_refusal_means_that_tr
 def test_what_an_exchange_would_break_is_foretold_exactly():
     rng = np.random.default_rng(8)
     codes, labels = rng.normal(size=(24, 2)), rng.integers(-1, 3, 24)
-    rules = Rules(labels, 3)
+    rules = ClusterRules(labels, 3)
     search = Exchange(codes, np.arange(24) % 5, rules)
     others = search._others(np.array([4, 0, 3]))
     foretold = search._worse(2, others)

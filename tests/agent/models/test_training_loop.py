@@ -18,12 +18,12 @@ from torch import Tensor
 
 import agent
 from agent.errors import DivergedError, OtherRunError, TrainingCheckpointError
-from agent.models.stylegan.network import Architecture
+from agent.models.stylegan.network import StyleGanShape
 from agent.models.stylegan.training import GENERATOR, GanConfig, train_generator
 from agent.models.training_loop import (
     CHECKPOINT,
-    Plan,
-    Progress,
+    TrainingPlan,
+    TrainingProgress,
     _digest,
     optimizer_state,
     restore_optimizer,
@@ -73,8 +73,8 @@ class Line:
         return {"loss": float("nan") if self.done == self.bad_at else loss.item()}
 
 
-def plan(steps: int, run: str = RUN) -> Plan:
-    return Plan(steps, run, seed=1, checkpoint_every=5, say_every=2)
+def plan(steps: int, run: str = RUN) -> TrainingPlan:
+    return TrainingPlan(steps, run, seed=1, checkpoint_every=5, say_every=2)
 
 
 def step_of(folder: Path) -> int:
@@ -104,7 +104,7 @@ def test_a_training_killed_in_the_middle_ends_with_the_very_bytes_of_one_that_wa
     child.stdout.close()
     reached = step_of(tmp_path / "killed")
     assert reached >= 6
-    architecture = Architecture(8, 1, 8, 8, 1, 64, 8)
+    architecture = StyleGanShape(8, 1, 8, 8, 1, 64, 8)
     settings = GanConfig(architecture, reached + 4, 3, batch=4, r1_every=2, checkpoint_every=3, say_every=1)
     heard: list[int] = []
     train_generator(images, settings, tmp_path / "killed", lambda p: heard.append(p.step))
@@ -125,7 +125,7 @@ def test_a_run_in_parts_equals_a_run_in_one(tmp_path: Path) -> None:
 
 
 def test_people_are_told_and_shown_what_they_asked_for(tmp_path: Path) -> None:
-    told: list[Progress] = []
+    told: list[TrainingProgress] = []
     shown: list[int] = []
     train(Line(), plan(13), tmp_path, told.append, shown.append)
     assert [p.step for p in told] == [2, 4, 6, 8, 10, 12, 13]

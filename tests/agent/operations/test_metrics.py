@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agent.ingest.config import parse_ingestion
-from agent.operations.metrics import CATALOGUE, MonitoredState, live, metrics, ready, watermark
+from agent.operations.metrics import CATALOGUE, MonitoredSite, live, metrics, ready, watermark
 from agent.pacs.dimse.listener_process import Listener
 from agent.storage import projects, site_directory
 from agent.storage.quarantine import Quarantine
@@ -44,7 +44,7 @@ NOW = dt.datetime.now(dt.UTC)
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[MonitoredState]:
+def watched(tmp_path: Path) -> Iterator[MonitoredSite]:
     home = site_directory.create(tmp_path / "site", SITE, preset("internal"))
     hospital = Hospital("site-a")
     register = open_register(home.root / "ledger.db", hospital)
@@ -52,15 +52,15 @@ def watched(tmp_path: Path) -> Iterator[MonitoredState]:
         asked = hospital.reservation("grant-1", K5)
         assert register.reserve("reserve-1", asked, hospital.seal(asked)).admitted
         ingestion = parse_ingestion(home.root, home.settings(), INGEST)
-        yield MonitoredState(home, ingestion, lambda: NOW, register.store, tally=EventCounters())
+        yield MonitoredSite(home, ingestion, lambda: NOW, register.store, tally=EventCounters())
 
 
-def values(watched: MonitoredState) -> dict[str, float]:
+def values(watched: MonitoredSite) -> dict[str, float]:
     lines = [line for line in metrics(watched)().decode().splitlines() if line[0] != "#"]
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
-def test_the_page_passes_prometheus_own_check_and_no_source_fails(watched: MonitoredState) -> None:
+def test_the_page_passes_prometheus_own_check_and_no_source_fails(watched: MonitoredSite) -> None:
     assert lint(metrics(watched)()) == []
     found = values(watched)
     assert {value for name, value in found.items() if name.startswith("lazaret_source_faults")} == {0.0}
@@ -69,7 +69,7 @@ def test_the_page_passes_prometheus_own_check_and_no_source_fails(watched: Monit
 
 
 def test_files_that_wait_and_files_that_were_refused_are_counted_by_their_names_alone(
-    watched: MonitoredState,
+    watched: MonitoredSite,
 ) -> None:
     inbox, quarantine = projects.project_folders(watched.home, "main")
     room, refused = Spool(inbox, bytes(32)), Quarantine(quarantine, bytes(32))
@@ -86,7 +86,7 @@ def test_files_that_wait_and_files_that_were_refused_are_counted_by_their_names_
     assert "SECRET" not in metrics(watched)().decode()
 
 
-def test_failed_pulls_and_the_link_come_from_the_log(watched: MonitoredState) -> None:
+def test_failed_pulls_and_the_link_come_from_the_log(watched: MonitoredSite) -> None:
     found = values(watched)
     assert found['lazaret_pacs_errors_total{archive="main"}'] == 0, "there before the first fault, for increase()"
     assert "lazaret_link_online" not in found
@@ -105,7 +105,7 @@ def test_failed_pulls_and_the_link_come_from_the_log(watched: MonitoredState) ->
     assert values(watched)["lazaret_link_online"] == 0
 
 
-def test_a_receiver_that_is_wanted_and_does_not_listen_is_not_ready(watched: MonitoredState) -> None:
+def test_a_receiver_that_is_wanted_and_does_not_listen_is_not_ready(watched: MonitoredSite) -> None:
     assert values(watched)["lazaret_listening"] == 0
     assert live(watched)() is None
     assert "does not listen" in str(ready(watched)())
@@ -118,13 +118,13 @@ def test_a_receiver_that_is_wanted_and_does_not_listen_is_not_ready(watched: Mon
     assert "does not listen" in str(ready(up)())
 
 
-def test_the_watermark_is_the_receivers_own(watched: MonitoredState) -> None:
+def test_the_watermark_is_the_receivers_own(watched: MonitoredSite) -> None:
     assert watermark(watched.ingestion, 100_000) == 25_000
     assert watermark(watched.ingestion, 100) == 1000
     assert watermark(replace(watched.ingestion, listener=None), 100) == 2 << 30
 
 
-def test_a_site_without_an_open_ledger_tells_of_the_rest(watched: MonitoredState) -> None:
+def test_a_site_without_an_open_ledger_tells_of_the_rest(watched: MonitoredSite) -> None:
     without = replace(watched, store=None)
     found = values(without)
     assert "lazaret_grants_held" not in found
@@ -132,7 +132,7 @@ def test_a_site_without_an_open_ledger_tells_of_the_rest(watched: MonitoredState
     assert live(without)() is None
 
 
-def test_a_ledger_that_was_stopped_is_not_alive(watched: MonitoredState) -> None:
+def test_a_ledger_that_was_stopped_is_not_alive(watched: MonitoredSite) -> None:
     assert watched.store is not None
     watched.store.stop()
     assert "restart" in str(live(watched)())

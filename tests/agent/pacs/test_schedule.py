@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pynetdicom import AllStoragePresentationContexts
 
-from agent.pacs.archive import ArchiveConfig, Query
+from agent.pacs.archive import ArchiveConfig, ArchiveQuery
 from agent.pacs.dimse.requestor import storage_contexts
 from agent.pacs.schedule import Clock, Hours, RateLimiter
 
@@ -78,7 +78,7 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, object]) -> None:
 )  # fmt: skip
 def test_a_query_with_wildcards_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="query"):
-        Query(**wrong)  # type: ignore[arg-type]
+        ArchiveQuery(**wrong)  # type: ignore[arg-type]
 
 
 @given(

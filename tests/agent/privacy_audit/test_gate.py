@@ -346,7 +346,10 @@ def test_the_gate_sees_an_engine_for_accelerators_that_mixes_patients_of_equally
 
 def test_the_semantic_histogram_keeps_its_sensitivity_and_the_bound_is_reached():
     rng, bins = np.random.default_rng(0), 12
-    query, pointing = semantic_query.Query(votes=2, noise=1.0, keep=1, images=8), query_conformance._Pointing(bins)
+    query, pointing = (
+        semantic_query.SemanticQuery(votes=2, noise=1.0, keep=1, images=8),
+        query_conformance._Pointing(bins),
+    )
 
     def person(name, columns):
         at = [np.full((1, 1), k / bins, np.float32) for k in columns]

@@ -40,7 +40,7 @@ from agent.volumes import nifti as volume_nifti
 from agent.volumes.dicom_series import CHANGED, derive_uid
 from agent.volumes.errors import NotDefacedError
 from agent.volumes.series import grouped, series_of, studies
-from agent.volumes.volume_io import Source, read, read_bytes
+from agent.volumes.volume_io import VolumeSource, read, read_bytes
 from tests.support.instances import written
 from tests.support.peers import need
 
@@ -196,7 +196,7 @@ def _at_places(values: NDArray[Any], affine: NDArray[np.float64]) -> dict[tuple[
     return {tuple(place): int(v) for place, v in zip(places.tolist(), values.ravel().tolist(), strict=True)}
 
 
-def _changed_here(source: Source) -> NDArray[Any]:
+def _changed_here(source: VolumeSource) -> NDArray[Any]:
     values = source.volume.values.copy()
     values[2:5, 3:6, 1:3] = 77
     return values

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.console import alerts
 from coordinator.console.alerts import DAY, GRAVE, MILD, CosignedHead
-from coordinator.console.budgets import Budget, budget_of
+from coordinator.console.budgets import AccountBudget, budget_of
 from coordinator.console.keys import Key
 from policies.index.search import RuleRefusals
 from policies.ledger.entries import Appointed, Enrolled, Issued, Opened
@@ -49,7 +49,7 @@ def test_only_refusals_that_an_attack_or_a_fault_explains_are_alarms() -> None:
     assert "a caller without a name" in second.what, "a rule that nobody knows is not passed over"
 
 
-def budget(spent: int, held: int = 0, limit: int = 1000) -> Budget:
+def budget(spent: int, held: int = 0, limit: int = 1000) -> AccountBudget:
     opened = Opened("north/rdp", limit, 4, "8.0", "4e-06")
     return budget_of("north/rdp", Account(opened, held, spent))
 

@@ -12,7 +12,7 @@ import coordinator
 from coordinator.console import run_status
 from coordinator.console.run_status import RunEntries, board_of
 from coordinator.explanations import RULES
-from coordinator.federation.events import Event
+from coordinator.federation.events import RunEvent
 from protos.federation.messages import CODES
 from tests.support.coordinator_runs import SITES, job
 
@@ -25,8 +25,8 @@ def ledger(closed: int = 0, grants: object = HELD, **counted: tuple[str, ...]) -
     return RunEntries(closed, {int(n[1:]): sites for n, sites in counted.items()}, grants)  # type: ignore[arg-type]
 
 
-def event(number: int, state: str, *sites: str, reason: str = "") -> Event:
-    return Event("run-1", number, state, sites, reason)
+def event(number: int, state: str, *sites: str, reason: str = "") -> RunEvent:
+    return RunEvent("run-1", number, state, sites, reason)
 
 
 def test_before_anything_was_heard_it_waits_for_its_turn() -> None:

@@ -22,7 +22,7 @@ from agent.gateway.credentials import Credentials
 from agent.mechanisms.federated.mechanism import Federated
 from coordinator.admission import RequestRejectedError
 from coordinator.event_log import open_log
-from coordinator.federation.events import Event, EventStream, RunQueue
+from coordinator.federation.events import EventStream, RunEvent, RunQueue
 from coordinator.federation.job import Job, JobError
 from coordinator.federation.run_controller import RunContext, RunController
 from coordinator.gateway import service
@@ -333,7 +333,7 @@ def test_whoever_watches_a_run_hears_of_its_end_though_it_cannot_be_closed(
     def full(_end: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(run, "_conduct", lambda _done: Event("run-1", 3, "finished"))
+    monkeypatch.setattr(run, "_conduct", lambda _done: RunEvent("run-1", 3, "finished"))
     monkeypatch.setattr(run, "_close", full)
     run.run()
     assert [(e.state, e.reason) for e in run.feed.follow()] == [("failed", "internal")]

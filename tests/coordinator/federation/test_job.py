@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from agent.mechanisms.federated.mechanism import Federated, FederatedConfigError, FederatedMasked
 from coordinator.federation.job import (
     KEYS,
-    Decision,
     Job,
     JobError,
+    LaunchDecision,
     SiteCost,
     claim_of,
     decide,
@@ -332,7 +332,7 @@ def _costs(*fits):
 
 
 def test_all_that_fit_are_launched():
-    assert decide(_job(), _costs(True, True, True)) == Decision(True, SITES, {}, "")
+    assert decide(_job(), _costs(True, True, True)) == LaunchDecision(True, SITES, {}, "")
 
 
 def test_a_site_that_does_not_fit_is_dropped_down_to_the_smallest_number():

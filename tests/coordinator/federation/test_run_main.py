@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 from coordinator.event_log import open_log
 from coordinator.federation import run_process
 from coordinator.federation.aggregation import FedAdam, Moments
-from coordinator.federation.events import Event, EventStream, RunQueue
+from coordinator.federation.events import EventStream, RunEvent, RunQueue
 from coordinator.federation.grid import LoopbackEndpoint
 from coordinator.federation.job import Job
 from coordinator.federation.run_controller import RunContext, RunController
-from coordinator.federation.run_messages import TO_RUN, Frame, Pipe, RunFrameError, RunSpec, from_run
+from coordinator.federation.run_messages import TO_RUN, Pipe, RunFrameError, RunMessage, RunSpec, from_run
 from coordinator.federation.run_process import RunLostError, RunProcess, RunRequestHandler
-from coordinator.federation.strategy import Model, Progress, RoundFailedError, RoundPlan
+from coordinator.federation.strategy import RoundFailedError, RoundModel, RoundPlan, RoundProgress
 from coordinator.federation.superlink_listeners import KEY_HEADER, PrivateGate
 from protos.artifacts.arrays import pack_vector
 from protos.artifacts.strict_safetensors import pack_ring
@@ -47,7 +47,7 @@ PLAN = RoundPlan(
     sites=SITES,
     rounds=2,
     first_round=0,
-    model=Model(START),
+    model=RoundModel(START),
     config=b"{}",
     min_sites=2,
     least_grants=2,
@@ -64,8 +64,8 @@ class Gate:
 
     breaks: str = ""
     asked: list[Any] = field(default_factory=list)
-    models: list[Model] = field(default_factory=list)
-    events: list[Progress] = field(default_factory=list)
+    models: list[RoundModel] = field(default_factory=list)
+    events: list[RoundProgress] = field(default_factory=list)
 
     def _hear(self, what: str, *about: Any) -> None:
         self.asked.append((what, *about))
@@ -80,11 +80,13 @@ class Gate:
         self._hear("admit", site, round_index, envelope, artifact)
         return "a text, not a code" if envelope == b"odd" else None
 
-    def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
+    def round_done(
+        self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
+    ) -> None:
         self._hear("done", round_index, used, dict(refused))
         self.models.append(model)
 
-    def progress(self, event: Progress) -> None:
+    def progress(self, event: RoundProgress) -> None:
         self._hear("progress", event.stage)
         self.events.append(event)
 
@@ -95,18 +97,18 @@ def context(plan: RoundPlan = PLAN, breaks: str = "") -> tuple[RunRequestHandler
     return RunRequestHandler(plan, gate), gate
 
 
-def reserve(**sealed: bytes) -> Frame:
+def reserve(**sealed: bytes) -> RunMessage:
     sizes = [[site, len(envelope)] for site, envelope in sealed.items()]
-    return Frame("reserve", {"least": 2, "sealed": sizes}, b"".join(sealed.values()))
+    return RunMessage("reserve", {"least": 2, "sealed": sizes}, b"".join(sealed.values()))
 
 
-def admit(site: str, index: int = 0, artifact: bytes | None = None, envelope: bytes = b"e") -> Frame:
-    return Frame("admit", {"site": site, "round": index}, envelope, artifact or pack_vector(START))
+def admit(site: str, index: int = 0, artifact: bytes | None = None, envelope: bytes = b"e") -> RunMessage:
+    return RunMessage("admit", {"site": site, "round": index}, envelope, artifact or pack_vector(START))
 
 
-def done(index: int, *used: str, vector: bytes | None = None, moments: bytes = NONE, **refused: str) -> Frame:
+def done(index: int, *used: str, vector: bytes | None = None, moments: bytes = NONE, **refused: str) -> RunMessage:
     text = {"round": index, "used": list(used), "refused": refused}
-    return Frame("done", text, vector or pack_vector(START), moments)
+    return RunMessage("done", text, vector or pack_vector(START), moments)
 
 
 def priced(plan: RoundPlan = PLAN, breaks: str = "") -> tuple[RunRequestHandler, Gate]:
@@ -134,7 +136,7 @@ def pipes() -> Iterator[tuple[Pipe, Pipe, socket.socket]]:
         PLAN,
         replace(PLAN, first_round=1, aggregator=FedAdam(0.1, 0.9, 0.99, 1e-3)),
         replace(PLAN, config=bytes(range(256)), roster={site: bytes([i] * 32) for i, site in enumerate(SITES)}),
-        replace(PLAN, model=Model(START, Moments(3, np.ones(10), np.full(10, 0.1)))),
+        replace(PLAN, model=RoundModel(START, Moments(3, np.ones(10), np.full(10, 0.1)))),
     ],
 )
 def test_a_plan_arrives_bit_for_bit(pipes: tuple[Pipe, Pipe, socket.socket], plan: RoundPlan) -> None:
@@ -193,19 +195,19 @@ def test_an_honest_run_is_answered_and_its_result_is_what_the_gate_said() -> Non
     made, gate = priced()
     moved = (START + 1).astype(np.float32)
     text = {"stage": "priced", "round": 0, "sites": ["north", "south"], "refused": {"west": "budget"}}
-    assert made.take(Frame("progress", text)) == ("answer", {})
+    assert made.take(RunMessage("progress", text)) == ("answer", {})
     for index in range(2):
         assert made.take(admit("north", index)) == ("answer", {"code": None})
         assert made.take(admit("south", index, envelope=b"odd")) == ("answer", {"code": "internal"})
-        assert made.take(Frame("progress", {**text, "stage": "sent", "round": index})) == ("answer", {})
+        assert made.take(RunMessage("progress", {**text, "stage": "sent", "round": index})) == ("answer", {})
         if index == 0:
             with pytest.raises(RunFrameError):
                 made.take(done(0, "north"))  # the plan wants two
             made, gate = priced(replace(PLAN, min_sites=1))
-            made.take(Frame("progress", text))
+            made.take(RunMessage("progress", text))
             made.take(admit("north"))
         assert made.take(done(index, "north", vector=pack_vector(moved), south="internal")) == ("answer", {})
-    assert made.take(Frame("over", {})) is None
+    assert made.take(RunMessage("over", {})) is None
     assert (made._granted, made.index) == ({"north": b"n", "south": b"ss"}, 2)
     assert (gate.events[0].stage, gate.events[0].refused) == ("priced", {"west": "budget"})
     closed = [said[1:] for said in gate.asked if said[0] == "done"]
@@ -227,7 +229,7 @@ def safetensors(vector: NDArray[Any]) -> bytes:
     "frame",
     [
         reserve(north=b"n"),  # a second time
-        Frame("reserve", {"least": 1, "sealed": []}),
+        RunMessage("reserve", {"least": 1, "sealed": []}),
         admit("west"),  # declined
         admit("east"),
         admit("north", 1),
@@ -235,24 +237,24 @@ def safetensors(vector: NDArray[Any]) -> bytes:
         admit("north", artifact=safetensors(NAN)),
         admit("north", artifact=pack_vector(START) + b"\0"),
         admit("north", artifact=pack_ring(np.arange(10, dtype=np.uint32))),
-        Frame("admit", {"site": ["north"], "round": 0}, b"e", pack_vector(START)),
-        Frame("admit", {"site": "north", "round": False}, b"e", pack_vector(START)),
-        Frame("admit", {"site": "north", "round": 0, "and": 1}, b"e", pack_vector(START)),
+        RunMessage("admit", {"site": ["north"], "round": 0}, b"e", pack_vector(START)),
+        RunMessage("admit", {"site": "north", "round": False}, b"e", pack_vector(START)),
+        RunMessage("admit", {"site": "north", "round": 0, "and": 1}, b"e", pack_vector(START)),
         done(0, "north", "south"),  # never admitted
         done(0),
-        Frame("over", {}),
-        Frame("failed", {"round": 2, "reason": "few", "refused": {}}),
-        Frame("failed", {"round": 0, "reason": "patient 4711", "refused": {}}),
-        Frame("failed", {"round": 0, "reason": "few", "refused": {"east": "few"}}),
-        Frame("failed", {"round": 0, "reason": "few", "refused": {"north": "patient 4711"}}),
-        Frame("progress", {"stage": "odd", "round": 0, "sites": [], "refused": {}}),
-        Frame("progress", {"stage": "sent", "round": 0, "sites": ["north", "north"], "refused": {}}),
-        Frame("progress", {"stage": "sent", "round": 0.0, "sites": [], "refused": {}}),
-        Frame("progress", {"stage": "sent", "round": 0, "sites": [], "refused": []}),
-        Frame("fault", {"kind": "patient 4711"}),
+        RunMessage("over", {}),
+        RunMessage("failed", {"round": 2, "reason": "few", "refused": {}}),
+        RunMessage("failed", {"round": 0, "reason": "patient 4711", "refused": {}}),
+        RunMessage("failed", {"round": 0, "reason": "few", "refused": {"east": "few"}}),
+        RunMessage("failed", {"round": 0, "reason": "few", "refused": {"north": "patient 4711"}}),
+        RunMessage("progress", {"stage": "odd", "round": 0, "sites": [], "refused": {}}),
+        RunMessage("progress", {"stage": "sent", "round": 0, "sites": ["north", "north"], "refused": {}}),
+        RunMessage("progress", {"stage": "sent", "round": 0.0, "sites": [], "refused": {}}),
+        RunMessage("progress", {"stage": "sent", "round": 0, "sites": [], "refused": []}),
+        RunMessage("fault", {"kind": "patient 4711"}),
     ],
 )
-def test_nonsense_of_a_runs_process_is_refused_and_never_reaches_the_gate(frame: Frame) -> None:
+def test_nonsense_of_a_runs_process_is_refused_and_never_reaches_the_gate(frame: RunMessage) -> None:
     made, gate = priced()
     before = list(gate.asked)
     with pytest.raises(RunFrameError):
@@ -275,7 +277,7 @@ def test_nonsense_of_a_runs_process_is_refused_and_never_reaches_the_gate(frame:
 def test_reservations_that_do_not_add_up_are_refused(sealed: object) -> None:
     made, gate = context()
     with pytest.raises(RunFrameError):
-        made.take(Frame("reserve", {"least": 2, "sealed": sealed}, b"n"))
+        made.take(RunMessage("reserve", {"least": 2, "sealed": sealed}, b"n"))
     assert gate.asked == []
 
 
@@ -293,7 +295,7 @@ def test_reservations_that_do_not_add_up_are_refused(sealed: object) -> None:
         admit("north"),  # asked before
     ],
 )
-def test_a_round_is_closed_only_as_it_was_reviewed(frame: Frame) -> None:
+def test_a_round_is_closed_only_as_it_was_reviewed(frame: RunMessage) -> None:
     made, gate = priced()
     for site in ("north", "south"):
         made.take(admit(site))
@@ -537,7 +539,7 @@ def test_a_run_whose_process_dies_again_and_again_in_the_same_round_has_failed(
 ) -> None:
     tried: list[int] = []
 
-    def dies(done: int) -> Event:
+    def dies(done: int) -> RunEvent:
         tried.append(done)
         raise RunLostError("the run's process is lost: the end")
 
@@ -553,7 +555,7 @@ def test_a_closed_round_gives_a_run_new_tries(
 ) -> None:
     tried: list[int] = []
 
-    def dies(done: int) -> Event:
+    def dies(done: int) -> RunEvent:
         tried.append(done)
         if len(tried) == 2:
             run.register.close_round("run-1", 1, ["site-a"], bytes(32))

@@ -15,7 +15,7 @@ import pytest
 from flwr.app import Message
 
 from coordinator.federation import run_controller
-from coordinator.federation.events import Event
+from coordinator.federation.events import RunEvent
 from coordinator.federation.job import JobError
 from coordinator.federation.strategy import pack
 from coordinator.gateway.run_service import Operations
@@ -32,7 +32,7 @@ def strategy(**values: Any) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
 
-def states(events: Iterator[Event] | list[Event]) -> list[tuple[int, str, tuple[str, ...]]]:
+def states(events: Iterator[RunEvent] | list[RunEvent]) -> list[tuple[int, str, tuple[str, ...]]]:
     return [(e.round, e.state, e.sites) for e in events]
 
 

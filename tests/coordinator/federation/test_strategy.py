@@ -15,7 +15,7 @@ from flwr.app.message import make_message
 from flwr.supercore.task_identity import TaskIdentity
 
 from coordinator.federation.replies import pack
-from coordinator.federation.strategy import GatedStrategy, Model, Progress, RoundFailedError, RoundPlan
+from coordinator.federation.strategy import GatedStrategy, RoundFailedError, RoundModel, RoundPlan, RoundProgress
 from protos.artifacts.arrays import unpack_vector
 
 SITES = ("north", "south", "west")
@@ -24,7 +24,7 @@ PLAN = RoundPlan(
     sites=SITES,
     rounds=1,
     first_round=0,
-    model=Model(np.zeros(4, np.float32)),
+    model=RoundModel(np.zeros(4, np.float32)),
     config=b"{}",
     min_sites=1,
     least_grants=1,
@@ -41,10 +41,10 @@ class Books:
     updates: dict[str, list[float]] = field(default_factory=dict)
     priced: list[tuple[dict[str, bytes], int]] = field(default_factory=list)
     denied: dict[str, str] = field(default_factory=dict)
-    closed: list[tuple[int, Model, tuple[str, ...]]] = field(default_factory=list)
+    closed: list[tuple[int, RoundModel, tuple[str, ...]]] = field(default_factory=list)
     used: list[tuple[str, ...]] = field(default_factory=list)
     refused: list[dict[str, str]] = field(default_factory=list)
-    events: list[Progress] = field(default_factory=list)
+    events: list[RoundProgress] = field(default_factory=list)
 
     def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
         """Whoever is not denied is granted."""
@@ -57,13 +57,15 @@ class Books:
         self.updates[site] = unpack_vector(artifact).tolist()
         return None
 
-    def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
+    def round_done(
+        self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
+    ) -> None:
         """Kept."""
         self.closed.append((round_index, model, used))
         self.used.append(used)
         self.refused.append(dict(refused))
 
-    def progress(self, event: Progress) -> None:
+    def progress(self, event: RoundProgress) -> None:
         """Known."""
         self.events.append(event)
 
@@ -248,8 +250,8 @@ def test_a_silent_site_is_asked_again_only_after_a_sign_of_life() -> None:
         {"sites": ("north", "north")},
         {"first_round": 1},
         {"first_round": -1},
-        {"model": Model(np.array([math.nan], np.float32))},
-        {"model": Model(np.empty(0, np.float32))},
+        {"model": RoundModel(np.array([math.nan], np.float32))},
+        {"model": RoundModel(np.empty(0, np.float32))},
         {"min_sites": 0},
         {"min_sites": 4, "least_grants": 4},
         {"least_grants": 0},

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.gateway.notifications import Sessions
-from coordinator.operations.metrics import CATALOGUE, MonitoredState, live, metrics, ready
+from coordinator.gateway.notifications import NotificationStreams
+from coordinator.operations.metrics import CATALOGUE, MonitoredCoordinator, live, metrics, ready
 from coordinator.storage import directory as homes
 from policies.review.policy import preset
 from protos.operations.event_counters import EventCounters
@@ -26,17 +26,17 @@ class Quiet:
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[MonitoredState]:
+def watched(tmp_path: Path) -> Iterator[MonitoredCoordinator]:
     home = homes.create(tmp_path / "hub", 'listen = "127.0.0.1:7443"\n', preset("internal"), NOW)
     hospital = Hospital("site-a", policy())
     register = open_register(home.ledger, hospital)
     with register.store:
         asked = hospital.reservation("grant-1", DP, "federated", "run-1")
         assert register.reserve("reserve-1", asked, hospital.seal(asked)).admitted
-        yield MonitoredState(
+        yield MonitoredCoordinator(
             home,
             register.store,
-            Sessions(Quiet()),
+            NotificationStreams(Quiet()),
             home.root / "runs",
             home.root / "uploads",
             lambda: NOW,
@@ -44,18 +44,18 @@ def watched(tmp_path: Path) -> Iterator[MonitoredState]:
         )
 
 
-def values(watched: MonitoredState) -> dict[str, float]:
+def values(watched: MonitoredCoordinator) -> dict[str, float]:
     lines = [line for line in metrics(watched)().decode().splitlines() if line[0] != "#"]
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
-def test_the_page_passes_prometheus_own_check_and_no_source_fails(watched: MonitoredState) -> None:
+def test_the_page_passes_prometheus_own_check_and_no_source_fails(watched: MonitoredCoordinator) -> None:
     assert lint(metrics(watched)()) == []
     found = values(watched)
     assert {value for name, value in found.items() if name.startswith("lazaret_source_faults")} == {0.0}
 
 
-def test_every_epsilon_bears_unit_relation_and_delta_and_adds_up(watched: MonitoredState) -> None:
+def test_every_epsilon_bears_unit_relation_and_delta_and_adds_up(watched: MonitoredCoordinator) -> None:
     found = {name: value for name, value in values(watched).items() if name.startswith("lazaret_epsilon_")}
     assert len(found) == 4
     for name in found:
@@ -66,7 +66,7 @@ def test_every_epsilon_bears_unit_relation_and_delta_and_adds_up(watched: Monito
     assert by["limit"] == pytest.approx(by["spent"] + by["held"] + by["left"])
 
 
-def test_k_anonymity_is_counted_in_releases_and_never_as_an_epsilon(watched: MonitoredState) -> None:
+def test_k_anonymity_is_counted_in_releases_and_never_as_an_epsilon(watched: MonitoredCoordinator) -> None:
     def epsilons() -> dict[str, float]:
         return {name: value for name, value in values(watched).items() if "epsilon" in name}
 
@@ -80,7 +80,7 @@ def test_k_anonymity_is_counted_in_releases_and_never_as_an_epsilon(watched: Mon
     assert epsilons() == before
 
 
-def test_what_lies_in_the_folders_is_counted(watched: MonitoredState) -> None:
+def test_what_lies_in_the_folders_is_counted(watched: MonitoredCoordinator) -> None:
     for run, files in {
         "run-1": ["job.json"],
         "run-2": ["job.json", "stop"],
@@ -104,7 +104,7 @@ def test_what_lies_in_the_folders_is_counted(watched: MonitoredState) -> None:
     assert 364 < found['lazaret_certificate_days_left{site="",which="intermediate"}'] <= 365
 
 
-def test_a_run_of_a_word_that_nobody_knows_takes_only_the_runs_from_the_page(watched: MonitoredState) -> None:
+def test_a_run_of_a_word_that_nobody_knows_takes_only_the_runs_from_the_page(watched: MonitoredCoordinator) -> None:
     (watched.runs / "run-9").mkdir(parents=True)
     for name in ("job.json", "end.json"):
         (watched.runs / "run-9" / name).write_text("not json")
@@ -114,7 +114,9 @@ def test_a_run_of_a_word_that_nobody_knows_takes_only_the_runs_from_the_page(wat
     assert not [name for name in found if name.startswith("lazaret_runs")]
 
 
-def test_a_ledger_that_was_stopped_is_neither_alive_nor_ready_and_the_page_says_so(watched: MonitoredState) -> None:
+def test_a_ledger_that_was_stopped_is_neither_alive_nor_ready_and_the_page_says_so(
+    watched: MonitoredCoordinator,
+) -> None:
     assert live(watched)() is None
     assert ready(watched)() is None
     watched.store.stop()
@@ -126,7 +128,7 @@ def test_a_ledger_that_was_stopped_is_neither_alive_nor_ready_and_the_page_says_
     assert found["lazaret_uploads_open"] == 0
 
 
-def test_a_certificate_that_has_ended_is_alive_and_not_ready(watched: MonitoredState) -> None:
+def test_a_certificate_that_has_ended_is_alive_and_not_ready(watched: MonitoredCoordinator) -> None:
     late = replace(watched, now=lambda: NOW + dt.timedelta(days=400))
     assert live(late)() is None
     assert "certificate" in str(ready(late)())

@@ -62,8 +62,8 @@ def test_a_coordinator_too_busy_to_look_inside_says_so_and_spends_nothing(
         release = site.release("g-1", artifact)
         told = f"submit-{release.release}", site.seal(release), artifact
         with monkeypatch.context() as patch:
-            limits = inspector_process.Limits(wall_seconds=0.0)
-            patch.setattr(inspector_process.Limits, "for_size", staticmethod(lambda _size: limits))
+            limits = inspector_process.InspectionLimits(wall_seconds=0.0)
+            patch.setattr(inspector_process.InspectionLimits, "for_size", staticmethod(lambda _size: limits))
             with pytest.raises(CoordinatorUnreachableError, match="too busy"):
                 site.gateway().submit(*told)
         assert federation.store.state.grants["g-1"].state == "held"

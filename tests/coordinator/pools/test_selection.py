@@ -31,7 +31,7 @@ from safetensors.numpy import load_file
 
 from coordinator.pools.datasheet import CONFORMS_TO, CONTEXT, OVERLAP, Card, PoolReport
 from coordinator.pools.deduplication import PoolImage, merge, near_duplicates, perceptual_hash, pixel_digest, shuffled
-from coordinator.pools.export import Options, as_json, export_pool, list_releases, read_books
+from coordinator.pools.export import ExportOptions, as_json, export_pool, list_releases, read_books
 from coordinator.pools.model_averaging import average_models, average_runs, shares_of
 from coordinator.pools.selection import (
     LEVELS,
@@ -148,7 +148,7 @@ class World:
         (self.home.releases / run / "model.safetensors").write_bytes(body)
 
     def export(self, name: str = "pool", wanted: SelectionCriteria | None = None, **options: Any) -> PoolReport:
-        chosen = Options(**{"shard_bytes": SHARD, **options})
+        chosen = ExportOptions(**{"shard_bytes": SHARD, **options})
         return export_pool(self.home, self.ledger, self.root / name, wanted or SelectionCriteria(), chosen)
 
 
@@ -655,7 +655,7 @@ def test_an_interrupted_export_goes_on_with_the_shards_it_has(pooled: World) -> 
 
     whole = pooled.export("whole")
     out = pooled.root / "pool"
-    arguments = (pooled.home, pooled.ledger, out, SelectionCriteria(), Options(shard_bytes=SHARD))
+    arguments = (pooled.home, pooled.ledger, out, SelectionCriteria(), ExportOptions(shard_bytes=SHARD))
     with pytest.raises(Killed):
         export_pool(*arguments, killed)
     assert not out.exists()
@@ -678,10 +678,10 @@ def test_what_an_interrupted_export_left_is_used_only_if_it_is_right(pooled: Wor
     whole = pooled.export("whole", seed=3)
     arguments = (pooled.home, pooled.ledger, pooled.root / "pool", SelectionCriteria())
     with pytest.raises(Killed):
-        export_pool(*arguments, Options(3 if broken == "shard" else 4, SHARD), killed)
+        export_pool(*arguments, ExportOptions(3 if broken == "shard" else 4, SHARD), killed)
     if broken == "shard":
         _flip(pooled.root / "pool.part" / "pool-000000.tar")
-    assert export_pool(*arguments, Options(3, SHARD)).shards == whole.shards
+    assert export_pool(*arguments, ExportOptions(3, SHARD)).shards == whole.shards
 
 
 def test_two_exports_at_once_do_not_share_a_directory(pooled: World) -> None:
@@ -694,7 +694,7 @@ def test_two_exports_at_once_do_not_share_a_directory(pooled: World) -> None:
             refusals.append(refused)
 
     report = export_pool(
-        pooled.home, pooled.ledger, pooled.root / "pool", SelectionCriteria(), Options(0, SHARD), meanwhile
+        pooled.home, pooled.ledger, pooled.root / "pool", SelectionCriteria(), ExportOptions(0, SHARD), meanwhile
     )
     assert len(refusals) == 1
     assert report.samples == 31

@@ -21,7 +21,17 @@ from coordinator import claim_descriptions, explanations
 from coordinator.reports import disclosure, dp_registry, gdpr, model_cards, sp800_226
 from coordinator.reports.catalog import REPORTS, ReportFile, make, snapshot
 from coordinator.reports.certificates import revocations
-from coordinator.reports.document import OPEN, Curve, Document, Line, Points, ReportError, Table, Text, as_markdown
+from coordinator.reports.document import (
+    OPEN,
+    Curve,
+    Document,
+    Line,
+    Points,
+    ReportError,
+    ReportTable,
+    Text,
+    as_markdown,
+)
 from coordinator.reports.html_renderer import as_html, drawn
 from coordinator.reports.ledger_view import LedgerView
 from coordinator.reports.pdf_renderer import as_pdf
@@ -432,7 +442,7 @@ def test_what_a_font_lacks_is_printed_as_such_and_never_stops_a_report(inputs: R
 
 def test_a_table_with_a_cell_too_few_cannot_be_built() -> None:
     with pytest.raises(ValueError, match="another number of cells"):
-        Table("x", ("a", "b"), (("1",),))
+        ReportTable("x", ("a", "b"), (("1",),))
     assert Text("x").tone == ""
 
 
@@ -445,9 +455,9 @@ def test_a_changed_export_makes_no_report(world: Stage) -> None:
 # -- what was released decides what is said
 
 
-def tables(document: Document, caption: str) -> list[Table]:
+def tables(document: Document, caption: str) -> list[ReportTable]:
     blocks = [block for section in document.sections for block in section.blocks]
-    return [block for block in blocks if isinstance(block, Table) and caption in block.caption]
+    return [block for block in blocks if isinstance(block, ReportTable) and caption in block.caption]
 
 
 def test_the_epsilon_of_shared_noise_is_never_told_without_what_it_stands_on(

@@ -17,7 +17,7 @@ from coordinator.console.run_status import _spent
 from coordinator.explanations import format_epsilon
 from coordinator.federation.job import SiteCost
 from coordinator.pools.datasheet import _figure
-from coordinator.pools.selection import Cost
+from coordinator.pools.selection import PoolCost
 from coordinator.reports.catalog import REPORTS, make, snapshot
 from coordinator.reports.document import ReportError
 from policies.accounting.rdp import allowance, epsilon_of
@@ -102,7 +102,7 @@ PLACES: dict[str, Callable[[], str]] = {
     "a release's page": lambda: told_on_a_page({"epsilon": VALUE, "delta": DELTA, "order": ORDER}),
     "a budget's page": lambda: budget_of("a/rdp", Account(OPENED)).says,
     "a forecast": lambda: f"epsilon {costs_of([COST])[0].epsilon}",
-    "a pool's datasheet": lambda: _figure(Cost("a", "rdp", 1, epsilon=VALUE, delta=float(DELTA))),
+    "a pool's datasheet": lambda: _figure(PoolCost("a", "rdp", 1, epsilon=VALUE, delta=float(DELTA))),
     "a limit in a report": lambda: words(RAISED, State()),
     "an opened account in a table": lambda: rows([Record(1, "k", OPENED)])[0][4],
 }

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from coordinator.sandbox import inspector_process
-from coordinator.sandbox.inspector_process import ConfinedResult, Limits, inspect, run_confined
+from coordinator.sandbox.inspector_process import ConfinedResult, InspectionLimits, inspect, run_confined
 from protos.artifacts.arrays import pack_images, pack_vector
 from protos.artifacts.shards import Nifti, pack_shard
 from protos.artifacts.strict_safetensors import Architecture, pack_ring, pack_weights
@@ -39,7 +39,7 @@ Probe = Callable[..., ConfinedResult]
 def probe(tmp_path: Path) -> Probe:
     """Run the body of a function as the work of a confined process; it sees ``source`` and ``request``."""
 
-    def run(body: str, limits: Limits | None = None, **request: Any) -> ConfinedResult:
+    def run(body: str, limits: InspectionLimits | None = None, **request: Any) -> ConfinedResult:
         name = f"probe_{len(list(tmp_path.iterdir()))}"
         lines = textwrap.indent(textwrap.dedent(body), "    ")
         imports = "import ctypes, os, socket, signal, sys, time\nimport numpy as np\n"
@@ -47,7 +47,7 @@ def probe(tmp_path: Path) -> Probe:
         (tmp_path / f"{name}.py").write_text(f"{imports}{head}{lines}\n\ndef main():\n    serve(work)\n")
         descriptor = os.open(__file__, os.O_RDONLY)
         try:
-            return run_confined(name, request, descriptor, limits or Limits(), (str(tmp_path),))
+            return run_confined(name, request, descriptor, limits or InspectionLimits(), (str(tmp_path),))
         finally:
             os.close(descriptor)
 
@@ -209,7 +209,7 @@ def test_without_the_filter_of_system_calls_the_other_layers_still_bind(tmp_path
         )
     )
     descriptor = os.open(__file__, os.O_RDONLY)
-    loose = answer(run_confined("loose", {}, descriptor, Limits(), (str(tmp_path),)))
+    loose = answer(run_confined("loose", {}, descriptor, InspectionLimits(), (str(tmp_path),)))
     os.close(descriptor)
     assert "seccomp" not in loose["bound"]
     assert {loose["file"], loose["tcp"]} == {24}  # EMFILE
@@ -222,9 +222,9 @@ def test_a_process_that_asks_for_memory_without_end_is_refused(probe: Probe) -> 
 
 
 def test_a_process_that_never_ends_is_killed(probe: Probe) -> None:
-    assert probe("while True: pass", Limits(cpu_seconds=1, wall_seconds=120)).limit == "processor time"
+    assert probe("while True: pass", InspectionLimits(cpu_seconds=1, wall_seconds=120)).limit == "processor time"
     start = time.monotonic()
-    assert probe("time.sleep(250)", Limits(wall_seconds=1.5)).limit == "wall time"
+    assert probe("time.sleep(250)", InspectionLimits(wall_seconds=1.5)).limit == "wall time"
     assert time.monotonic() - start < 240  # before it would have ended by itself
 
 
@@ -302,9 +302,11 @@ def test_a_file_of_a_gigabyte_is_checked_within_the_limits(tmp_path: Path) -> No
     with path.open("wb") as out:
         out.write(head)
         out.truncate(len(head) + 4 * size)
-    found = inspect(path, "update", {"size": size}, Limits(memory_bytes=1 << 20, cpu_seconds=60))
+    found = inspect(path, "update", {"size": size}, InspectionLimits(memory_bytes=1 << 20, cpu_seconds=60))
     assert not found.ok  # so that this limit is known to bind,
-    assert inspect(path, "update", {"size": size}, Limits(memory_bytes=256 << 20)).ok  # and this one to be enough
+    assert inspect(
+        path, "update", {"size": size}, InspectionLimits(memory_bytes=256 << 20)
+    ).ok  # and this one to be enough
     with path.open("r+b") as out:
         out.seek(-4, os.SEEK_END)
         out.write(np.array([np.nan], "<f4").tobytes())

@@ -16,7 +16,7 @@ import pytest
 
 from coordinator.storage import uploads as module
 from coordinator.storage.uploads import UploadError, Uploads, is_open, ready
-from protos.artifacts.chunks import CHUNK, Manifest, indices, manifest, piece
+from protos.artifacts.chunks import CHUNK, ArtifactManifest, indices, manifest, piece
 from tests.support.upload_server import staged
 
 QUOTA = 64 << 20
@@ -45,7 +45,7 @@ def uploads(tmp_path: Path, clock: Hand) -> Uploads:
     return Uploads(tmp_path / "staging", clock, keep_free=0)
 
 
-def offer(uploads: Uploads, listing: Manifest, site: str = "site-a", quota: int = QUOTA) -> tuple[int, ...]:
+def offer(uploads: Uploads, listing: ArtifactManifest, site: str = "site-a", quota: int = QUOTA) -> tuple[int, ...]:
     raw = uploads.offer(site, listing.sha256, listing.size, listing.chunks, quota)
     return indices(raw, len(listing.chunks))
 
@@ -186,7 +186,7 @@ def test_pieces_of_another_artifact_under_a_name_are_found_and_removed(
 def test_another_list_of_digests_starts_an_upload_over(uploads: Uploads) -> None:
     body = artifact()
     right = manifest(body)
-    wrong = Manifest(right.sha256, right.size, (bytes(32), *right.chunks[1:]))
+    wrong = ArtifactManifest(right.sha256, right.size, (bytes(32), *right.chunks[1:]))
     offer(uploads, wrong)
     uploads.put("site-a", right.sha256, 1, piece(body, 1))
     uploads.sync("site-a", right.sha256)

@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from agent.deidentify.pixels import pixel_data
 from agent.deidentify.pixels.burned_in_text import has_burned_in_text
-from agent.evaluation.utility import Network
+from agent.evaluation.utility import UtilityNetwork
 from agent.models.training_loop import seeded, torch_generator
 from deploy.phantoms import chest
 
@@ -120,7 +120,7 @@ def test_a_small_network_tells_the_findings_of_pairs_too() -> None:
     images, shown = torch.from_numpy(train[0])[:, None], torch.from_numpy(train[2].astype(np.float32))
     mean, std = images.mean(), images.std()
     with seeded(0):
-        net = Network(1, 16, 5)
+        net = UtilityNetwork(1, 16, 5)
     order, optimizer = torch_generator(0, "cpu"), torch.optim.AdamW(net.parameters(), 3e-3, weight_decay=1e-2)
     for _ in range(40):
         for rows in torch.split(torch.randperm(300, generator=order), 32):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agent.evaluation.utility import Recipe
-from agent.mechanisms.privimage.semantic_query import Query, SharedImageError
+from agent.mechanisms.privimage.semantic_query import SemanticQuery, SharedImageError
 from agent.models.diffusion.edm import DiffusionArchitecture
 from deploy.reproduction import privimage, privimage_sources
 from deploy.reproduction.__main__ import main
@@ -265,7 +265,7 @@ def test_every_preset_can_be_built_and_its_query_is_of_the_smallest_class(name: 
     settings: PrivateSettings = privimage_sources.PRESETS[name]
     assert settings.diffusion.architecture.side == settings.adversarial.architecture.side
     assert settings.delta * settings.patients < 1.0
-    assert isinstance(settings.query, Query)
+    assert isinstance(settings.query, SemanticQuery)
 
 
 def test_the_command_needs_no_folder_for_digits(

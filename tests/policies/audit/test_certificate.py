@@ -30,7 +30,7 @@ from policies.audit.verifier_archive import archive
 from policies.audit.verify import main, verify
 from policies.ledger.entries import Admitted, Reserved, RoundClosed, decode, encode
 from policies.ledger.export import Export, ExportError
-from policies.ledger.merkle import Checkpoint, CompactRange, Tree, leaf_hash, sign_checkpoint
+from policies.ledger.merkle import Checkpoint, CompactRange, MerkleTree, leaf_hash, sign_checkpoint
 from policies.ledger.store import AppendRequest
 from policies.ledger_service import digest
 from policies.statements import claim_json
@@ -191,7 +191,7 @@ def remade(world: Stage, subject: str, change: Any) -> Certificate:
     """A certificate from a tree of the operator's own, under the ledger's key: entries are changed or dropped."""
     _, ledger = snapshot(world.home, NOW)
     records = [r for r in (change(decode(raw)) for raw in ledger.export.entries) if r is not None]
-    entries, tree, key = [encode(r) for r in records], Tree(), world.home.ledger_key()
+    entries, tree, key = [encode(r) for r in records], MerkleTree(), world.home.ledger_key()
     for raw in entries:
         tree.append(leaf_hash(raw))
     wanted = certificate_check.supporting_entries(subject, list(enumerate(records)))

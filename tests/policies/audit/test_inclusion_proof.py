@@ -8,7 +8,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from policies.audit.inclusion_proof import Proof, check, walk
-from policies.ledger.merkle import Checkpoint, Tree, leaf_hash, sign_checkpoint
+from policies.ledger.merkle import Checkpoint, MerkleTree, leaf_hash, sign_checkpoint
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 PUBLIC = KEY.public_key().public_bytes_raw()
@@ -16,14 +16,14 @@ ORIGIN = "lazaret/test"
 ENTRIES = [f"entry {n}".encode() for n in range(77)]
 
 
-def tree_of(size: int) -> Tree:
-    tree = Tree()
+def tree_of(size: int) -> MerkleTree:
+    tree = MerkleTree()
     for entry in ENTRIES[:size]:
         tree.append(leaf_hash(entry))
     return tree
 
 
-def note(tree: Tree, size: int, origin: str = ORIGIN, key: Ed25519PrivateKey = KEY) -> str:
+def note(tree: MerkleTree, size: int, origin: str = ORIGIN, key: Ed25519PrivateKey = KEY) -> str:
     return sign_checkpoint(Checkpoint(origin, size, tree.root(size)), key)
 
 
@@ -38,7 +38,7 @@ def test_every_step_is_the_root_of_the_entries_that_it_names(size: int) -> None:
         proof = proven(seq, size)
         assert proof.holds, proof.fault
         for step in proof.steps:
-            inside = Tree()
+            inside = MerkleTree()
             for entry in ENTRIES[step.first : step.last + 1]:
                 inside.append(leaf_hash(entry))
             assert step.joined == inside.root()

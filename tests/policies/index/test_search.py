@@ -19,7 +19,7 @@ from policies.governance import decisions
 from policies.index import search
 from policies.index.follower import IndexFollower
 from policies.index.projection import DAY
-from policies.index.search import Index, Query, QueryTooWideError
+from policies.index.search import EntryQuery, Index, QueryTooWideError
 from policies.ledger.backends.sqlite import Sqlite, open_read_only, open_sqlite, read_lines
 from policies.ledger.entries import Expired, Freed, Refused, Reserved, Sent, Spent, kind_of
 from policies.ledger.state import State
@@ -118,7 +118,7 @@ def open_index(folder: Path) -> Index:
     return Index(folder / "index.db", lambda: open_read_only(folder / "ledger.db"))
 
 
-def scan(path: Path, query: Query) -> list[int]:
+def scan(path: Path, query: EntryQuery) -> list[int]:
     """What a plain reading of everything finds, newest first: no words."""
     state, out = State(), []
     for line in read_lines(path):
@@ -136,10 +136,10 @@ def scan(path: Path, query: Query) -> list[int]:
 
 def pages(index: Index, query: dict[str, Any]) -> Iterator[search.EntryPage]:
     """Page after page to the oldest."""
-    found = index.find(Query(**query))
+    found = index.find(EntryQuery(**query))
     yield found
     while found.older:
-        found = index.find(Query(**query, before=found.seqs[-1]))
+        found = index.find(EntryQuery(**query, before=found.seqs[-1]))
         yield found
 
 
@@ -155,13 +155,13 @@ def test_every_page_of_any_filter_is_what_a_scan_finds(made: tuple[Path, Index],
         query["site"] = rng.choice((*SITES, "nobody"))
     if rng.random() < 0.6:
         query["since"], query["until"] = sorted(rng.choices(times, k=2))
-    expected = scan(path, Query(**query))
+    expected = scan(path, EntryQuery(**query))
     read = list(pages(index, query))
     assert [seq for page in read for seq in page.seqs] == expected
-    assert index.count(Query(**query)) == len(expected)
+    assert index.count(EntryQuery(**query)) == len(expected)
     assert [page.newer for page in read] == [False, *[True] * (len(read) - 1)]
     for page, newer in zip(read[1:], read, strict=False):  # and back again
-        back = index.find(Query(**query, after=page.seqs[0]))
+        back = index.find(EntryQuery(**query, after=page.seqs[0]))
         assert back.older
         assert back.seqs == newer.seqs
         assert back.newer == newer.newer
@@ -242,7 +242,7 @@ def test_an_entry_is_found_by_each_of_its_names_and_by_how_its_digest_begins(tmp
         asked = Reserved("grant-x", "site-a", "run-9", "ksame", "site-a/rdp", 1, b'{"a":1}', b"\xab" * 32)
         seq = store.append("one", AppendRequest((asked,)))[0].seq
         end = store.append("two", AppendRequest((Expired("grant-x", "restart"),)))[0].seq
-        assert not index.find(Query(text="grant-x")).seqs, "not before it has followed"
+        assert not index.find(EntryQuery(text="grant-x")).seqs, "not before it has followed"
         assert index.follow()
         both = (end, seq)
         for text in (
@@ -254,12 +254,12 @@ def test_an_entry_is_found_by_each_of_its_names_and_by_how_its_digest_begins(tmp
             "grant-*",
             "run-9",
         ):
-            assert index.find(Query(text=text)).seqs == both, text
+            assert index.find(EntryQuery(text=text)).seqs == both, text
         for text in ("abababab", "abababababababab", "ab" * 32, "kind=reserved grant-x"):
-            assert index.find(Query(text=text)).seqs == (seq,), text
-        assert index.find(Query(text="kind=expired restart")).seqs == (end,)
+            assert index.find(EntryQuery(text=text)).seqs == (seq,), text
+        assert index.find(EntryQuery(text="kind=expired restart")).seqs == (end,)
         for text in ("ababab", "grant", "abababac", "run-9 run-8", "..."):
-            assert not index.find(Query(text=text)).seqs, text
+            assert not index.find(EntryQuery(text=text)).seqs, text
         assert index.time_of(seq) == store.line(seq).record.at
         assert index.time_of(10**6) is None
 
@@ -285,7 +285,12 @@ HOSTILE = (
 )
 def test_nothing_that_is_typed_is_a_command_to_the_database(made: tuple[Path, Index], text: str) -> None:
     _path, index = made
-    for query in (Query(text=text), Query(text="grant-1 " + text), Query(site=text), Query(kinds=(text,))):
+    for query in (
+        EntryQuery(text=text),
+        EntryQuery(text="grant-1 " + text),
+        EntryQuery(site=text),
+        EntryQuery(kinds=(text,)),
+    ):
         try:
             found = index.find(query)
         except QueryTooWideError:
@@ -297,18 +302,18 @@ def test_a_beginning_that_stands_for_too_many_names_is_refused_with_what_to_do(
     made: tuple[Path, Index], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _path, index = made
-    assert index.find(Query(text="grant-1*")).seqs
+    assert index.find(EntryQuery(text="grant-1*")).seqs
     monkeypatch.setattr(search, "MOST_TERMS", 20)
     with pytest.raises(QueryTooWideError, match="type more before the star"):
-        index.find(Query(text="grant-*"))
+        index.find(EntryQuery(text="grant-*"))
     with pytest.raises(QueryTooWideError, match="3 letters"):
-        index.find(Query(text="gr*"))
+        index.find(EntryQuery(text="gr*"))
 
 
 @pytest.mark.parametrize("wrong", [{"before": 3, "after": 1}, {"most": 0}, {"most": 1001}])
 def test_a_query_that_makes_no_sense_cannot_be_built(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="page"):
-        Query(**wrong)  # type: ignore[arg-type]
+        EntryQuery(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["before", "after", "since", "until"])
@@ -317,10 +322,10 @@ def test_a_number_that_sqlite_cannot_hold_is_no_query_and_the_largest_one_is(
 ) -> None:
     for far in (9999999999999999999, 1 << 63, -(1 << 63), (1 << 62) + 1):
         with pytest.raises(ValueError, match="the entry number or the time is out of range"):
-            Query(**{name: far})  # type: ignore[arg-type]
+            EntryQuery(**{name: far})  # type: ignore[arg-type]
     for far in (1 << 62, -(1 << 62)):
         for text in ("", "min_k"):
-            query = Query(text=text, **{name: far})  # type: ignore[arg-type]
+            query = EntryQuery(text=text, **{name: far})  # type: ignore[arg-type]
             made[1].find(query)
             made[1].count(query)
 
@@ -353,7 +358,7 @@ def test_a_ledger_that_came_back_shorter_is_indexed_anew(tmp_path: Path) -> None
     with store, open_index(tmp_path) as index:
         assert index.follow()
         agrees(index, store.state)
-        assert not index.find(Query(text="grant-1001")).seqs
+        assert not index.find(EntryQuery(text="grant-1001")).seqs
 
 
 @pytest.mark.parametrize("harm", ["garbage", "form", "cut", "empty"])
@@ -462,7 +467,7 @@ def test_a_follower_keeps_up_while_the_ledger_is_written_and_read(tmp_path: Path
         with IndexFollower(index, 0.01, failed.set):
             for n in range(5):
                 fill(store, random.Random(n), 20, 10_000 + 100 * n)
-                index.find(Query(kinds=("refused",)))
+                index.find(EntryQuery(kinds=("refused",)))
             until = time.monotonic() + 200
             while index.size < store.state.size and time.monotonic() < until:
                 time.sleep(0.01)
@@ -485,4 +490,4 @@ def test_an_index_that_breaks_says_so_stops_nothing_else_and_is_made_again(tmp_p
             assert failed.wait(200)
         assert index.follow()
         agrees(index, store.state)
-        assert index.find(Query(most=1000)).seqs == tuple(range(store.state.size))[::-1]
+        assert index.find(EntryQuery(most=1000)).seqs == tuple(range(store.state.size))[::-1]

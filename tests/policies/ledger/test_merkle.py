@@ -16,7 +16,7 @@ from policies.ledger.merkle import (
     Checkpoint,
     CompactRange,
     LedgerCheckpointError,
-    Tree,
+    MerkleTree,
     cosign,
     cosigners,
     leaf_hash,
@@ -74,8 +74,8 @@ PROOFS = {  # (old, size): consistency, of the same tests
 }
 
 
-def tree_of(leaves: Sequence[bytes]) -> Tree:
-    tree = Tree()
+def tree_of(leaves: Sequence[bytes]) -> MerkleTree:
+    tree = MerkleTree()
     for leaf in leaves:
         tree.append(leaf)
     return tree
@@ -105,7 +105,7 @@ def test_roots_and_proofs_are_the_published_ones() -> None:
 
 def test_every_root_is_the_one_of_the_definition() -> None:
     leaves = [leaf_hash(bytes([i])) for i in range(130)]
-    tree, compact = Tree(), CompactRange()
+    tree, compact = MerkleTree(), CompactRange()
     for size, leaf in enumerate(leaves, 1):
         tree.append(leaf)
         compact.append(leaf)

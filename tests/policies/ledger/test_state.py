@@ -26,7 +26,7 @@ from policies.accounting.rdp import allowance
 from policies.audit.verify import verify
 from policies.ledger.backends.sqlite import open_sqlite, read_lines
 from policies.ledger.entries import Expired, InvalidEntryError, Opened, Record, Reserved, Spent, decode, encode
-from policies.ledger.merkle import Tree
+from policies.ledger.merkle import MerkleTree
 from policies.ledger.state import KeyReusedError, State
 from policies.ledger.store import AppendRequest, Batch, LedgerBusyError, LedgerStoppedError, LedgerUnsoundError, Store
 from policies.ledger_service import LedgerService
@@ -473,7 +473,7 @@ def test_a_fault_between_the_books_and_the_disk_stops_the_ledger(
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(*((Tree, "append", fail) if where == "tree" else (State, "apply", fail)))
+    monkeypatch.setattr(*((MerkleTree, "append", fail) if where == "tree" else (State, "apply", fail)))
     with pytest.raises((MemoryError, LedgerStoppedError)):
         store.append("k", _refusal(hospital, 1))
     monkeypatch.undo()

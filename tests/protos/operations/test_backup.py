@@ -14,8 +14,8 @@ from protos.operations.backup import (
     LIST,
     MANIFEST,
     BackupError,
+    BackupManifest,
     BackupWriter,
-    Manifest,
     copy_files,
     read,
     tells_password,
@@ -23,7 +23,7 @@ from protos.operations.backup import (
 
 KEY = Ed25519PrivateKey.generate()
 PUBLIC = KEY.public_key().public_bytes_raw()
-EMPTY = Manifest("lazaret/site-a", 1_760_000_000, "0.1.0", "", 2, {"sign.key": "ab" * 16})
+EMPTY = BackupManifest("lazaret/site-a", 1_760_000_000, "0.1.0", "", 2, {"sign.key": "ab" * 16})
 
 
 def made(folder: Path) -> Path:
@@ -138,12 +138,12 @@ def test_no_name_leads_out_of_a_backup(tmp_path: Path, name: str) -> None:
     table = asdict(EMPTY) | {"listed": hashlib.sha256(listing).hexdigest()}
     del table["files"]
     with pytest.raises(BackupError, match="outside the backup"):
-        Manifest.of(json.dumps(table).encode(), listing)
+        BackupManifest.of(json.dumps(table).encode(), listing)
 
 
 def test_a_backup_of_a_newer_form_is_refused(tmp_path: Path) -> None:
     with BackupWriter(tmp_path / "backup") as writer:
-        newer = Manifest(EMPTY.origin, 1, "9", "", 9, {}, form=2)
+        newer = BackupManifest(EMPTY.origin, 1, "9", "", 9, {}, form=2)
         writer.finish(newer, KEY)
     with pytest.raises(BackupError, match="form 2"):
         read(tmp_path / "backup", PUBLIC)

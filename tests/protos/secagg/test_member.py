@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from protos.secagg.member import Member
-from protos.secagg.messages import SecAggError, Step
+from protos.secagg.messages import SecAggError, SumStep
 from protos.secagg.ring import NotEncodableError, Ring
 from protos.secagg.server import Server, Total
-from protos.secagg.session import Params, Quorum, Session, roster_digest, start_context
+from protos.secagg.session import Params, Quorum, SumSession, roster_digest, start_context
 from protos.secagg.shamir import PRIME, SHARE_BYTES, SharesError, is_share, join, split
 from tests.support.secagg import Sites, UnsafeStream, run_round, site_key
 
@@ -43,7 +43,7 @@ def _expected(sites: Sites, survivors: tuple[str, ...], vectors: dict[str, NDArr
     return [sum(int(vectors[name][i]) for name in survivors) for i in range(sites.ring.length)]
 
 
-def _round(sites: Sites, vectors: dict[str, NDArray[np.int64]], silent: dict[str, Step]) -> Total:
+def _round(sites: Sites, vectors: dict[str, NDArray[np.int64]], silent: dict[str, SumStep]) -> Total:
     return run_round(sites.members(), Server(sites.session), vectors, silent)
 
 
@@ -56,20 +56,20 @@ def test_whoever_drops_out_at_whatever_step_the_sum_is_that_of_the_survivors(dat
     sites = Sites(n, ring, corrupt)
     quorum = sites.params.quorum
     lost = data.draw(st.lists(st.sampled_from(sites.names), unique=True, max_size=n - quorum.min_survivors), "lost")
-    silent = {name: data.draw(st.sampled_from(list(Step))) for name in lost}
+    silent = {name: data.draw(st.sampled_from(list(SumStep))) for name in lost}
     vectors = sites.vectors(data.draw(st.integers(0, 99)))
     total = _round(sites, vectors, silent)
-    late = (Step.AGREE, Step.REVEAL)  # their vectors were in already
-    assert set(total.survivors) == {name for name in sites.names if silent.get(name, Step.REVEAL) in late}
+    late = (SumStep.AGREE, SumStep.REVEAL)  # their vectors were in already
+    assert set(total.survivors) == {name for name in sites.names if silent.get(name, SumStep.REVEAL) in late}
     assert set(total.dropped) == set(lost)
     assert total.lattice.tolist() == _expected(sites, total.survivors, vectors)
 
 
-@pytest.mark.parametrize("step", list(Step))
-def test_one_dropout_too_many_at_any_step_ends_the_round_without_a_sum(step: Step) -> None:
+@pytest.mark.parametrize("step", list(SumStep))
+def test_one_dropout_too_many_at_any_step_ends_the_round_without_a_sum(step: SumStep) -> None:
     sites = Sites(5)
     quorum = sites.params.quorum
-    allowed = quorum.members - (quorum.threshold if step >= Step.AGREE else quorum.min_survivors)
+    allowed = quorum.members - (quorum.threshold if step >= SumStep.AGREE else quorum.min_survivors)
     hub = Server(sites.session)
     silent = dict.fromkeys(sites.names[: allowed + 1], step)
     with pytest.raises(SecAggError, match="are needed"):
@@ -204,14 +204,14 @@ def test_a_session_is_another_one_when_anything_in_it_differs() -> None:
         Sites(4, Ring(8, 64, 8.0, 20)).session,
         Sites(4, corrupt=2).session,
         Sites(5).session,
-        Session(
+        SumSession(
             "run-1",
             0,
             base.params,
             bytes(32),
             {**base.roster, "site-00": site_key("x").public_key().public_bytes_raw()},
         ),
-        Session("run-1", 0, Params(base.ring, Quorum(4, 4, 1, 2, 4)), bytes(32), base.roster),
+        SumSession("run-1", 0, Params(base.ring, Quorum(4, 4, 1, 2, 4)), bytes(32), base.roster),
     ]
     assert len({session.digest, *(other.digest for other in others)}) == len(others) + 1
     assert Sites(4).session.digest == session.digest
@@ -238,7 +238,7 @@ def test_a_malformed_session_cannot_be_built() -> None:
             "roster": base.roster,
         }
         with pytest.raises(ValueError, match=r"context|round|names|roster|number"):
-            Session(**{**fields, **changed})
+            SumSession(**{**fields, **changed})
 
 
 def test_a_start_context_tells_other_parameters_and_other_borders_apart() -> None:
@@ -425,11 +425,11 @@ def _made(bits: int) -> dict[str, Any]:
         }
         if name != silent:
             out[name]["lattice"] = vectors[name].tolist()
-    for step in Step:
+    for step in SumStep:
         for name, request in hub.requests().items():
-            if name == silent and step >= Step.MASK:
+            if name == silent and step >= SumStep.MASK:
                 continue
-            answer = members[name].answer(step, request, vectors[name] if step is Step.MASK else None)
+            answer = members[name].answer(step, request, vectors[name] if step is SumStep.MASK else None)
             out[name]["messages"][step.name.lower()] = answer.hex()
             assert hub.receive(name, answer) is None
         hub.advance()

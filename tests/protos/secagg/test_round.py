@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from protos.artifacts.arrays import pack_vector
 from protos.secagg import round
-from protos.secagg.messages import Step
+from protos.secagg.messages import SumStep
 from protos.secagg.round import RoundParams, RoundSetup, SecAggSetupError
 from protos.secagg.server import Server
 from protos.secagg.session import Quorum
@@ -108,9 +108,9 @@ def test_a_ring_in_which_the_sum_could_wrap_is_no_session() -> None:
 def test_the_sealed_artifact_is_the_vector_that_the_hub_adds_and_anothers_message_is_none() -> None:
     sites = Sites(3)
     members, vectors = sites.members(), sites.vectors()
-    requests = play(members, Server(sites.session), vectors, Step.MASK)
+    requests = play(members, Server(sites.session), vectors, SumStep.MASK)
     name = sites.names[0]
-    message = members[name].answer(Step.MASK, requests[name], vectors[name])
+    message = members[name].answer(SumStep.MASK, requests[name], vectors[name])
     words = round.masked_vector(sites.session, message)
     assert words.size == sites.ring.length
     assert (words != vectors[name].view(np.uint64)).all(), "masked"

@@ -21,7 +21,7 @@ from protos.secagg.messages import (
     SealedShares,
     SecAggError,
     SecAggMessageError,
-    Step,
+    SumStep,
     SurvivorList,
     commit,
     pack_reveal,
@@ -35,7 +35,7 @@ from protos.secagg.messages import (
 )
 from protos.secagg.ring import Ring
 from protos.secagg.server import Server
-from protos.secagg.session import KnownPartners, Params, Quorum, Session, roster_digest, start_context
+from protos.secagg.session import KnownPartners, Params, Quorum, SumSession, roster_digest, start_context
 from protos.secagg.shamir import SHARE_BYTES, join
 from tests.support.secagg import Sites, UnsafeStream, play, run_round, site_key
 
@@ -56,16 +56,16 @@ def _all_shares(members: dict[str, Member], of: int) -> tuple[dict[int, bytes], 
     return seeds, keys
 
 
-def _refused_for_good(member: Member, step: Step, request: bytes, why: str) -> None:
+def _refused_for_good(member: Member, step: SumStep, request: bytes, why: str) -> None:
     """It refuses, forgets its secrets, and answers nothing ever again."""
-    lattice = np.zeros(8, np.int64) if step is Step.MASK else None
+    lattice = np.zeros(8, np.int64) if step is SumStep.MASK else None
     with pytest.raises(SecAggError, match=why):
         member.answer(step, request, lattice)
     assert member.done
     assert member._secrets is None
-    for other in Step:
+    for other in SumStep:
         with pytest.raises(SecAggError, match="out of turn"):
-            member.answer(other, b"", np.zeros(8, np.int64) if other is Step.MASK else None)
+            member.answer(other, b"", np.zeros(8, np.int64) if other is SumStep.MASK else None)
 
 
 # -- the coordinator lists a victim both dead and alive (works on Flower's SecAgg+) ----------------------------------
@@ -75,7 +75,7 @@ def test_whoever_gets_shares_of_both_kinds_has_the_victims_vector() -> None:
     # why the next test matters: with both secrets the mask is gone
     sites = Sites(5)
     members, hub, vectors = sites.members(), Server(sites.session), sites.vectors()
-    play(members, hub, vectors, Step.MASK)
+    play(members, hub, vectors, SumStep.MASK)
     answers = {n: members[n].mask(r, vectors[n]) for n, r in hub.requests().items()}
     seeds, keys = _all_shares(members, 0)
     stolen = sites.ring.read(answers["site-00"][39:-64]).copy()
@@ -89,15 +89,15 @@ def test_whoever_gets_shares_of_both_kinds_has_the_victims_vector() -> None:
 def test_a_site_listed_both_dead_and_alive_is_answered_by_nobody() -> None:
     sites = Sites(5)
     members = sites.members()
-    play(members, Server(sites.session), sites.vectors(), Step.AGREE)
+    play(members, Server(sites.session), sites.vectors(), SumStep.AGREE)
     for member in members.values():
-        _refused_for_good(member, Step.AGREE, _roll(sites, {0, 1, 2, 3, 4}, {0}), "both dead and alive")
+        _refused_for_good(member, SumStep.AGREE, _roll(sites, {0, 1, 2, 3, 4}, {0}), "both dead and alive")
 
 
 def test_a_site_that_sent_its_vector_and_is_called_dead_keeps_it_behind_its_self_mask() -> None:
     sites = Sites(5)
     members, hub, vectors = sites.members(), Server(sites.session), sites.vectors()
-    play(members, hub, vectors, Step.MASK)
+    play(members, hub, vectors, SumStep.MASK)
     answers = {n: members[n].mask(r, vectors[n]) for n, r in hub.requests().items()}
     lie = _roll(sites, {1, 2, 3, 4}, {0})
     agreements = [members[name].agree(lie) for name in sites.names[1:]]
@@ -109,7 +109,7 @@ def test_a_site_that_sent_its_vector_and_is_called_dead_keeps_it_behind_its_self
     for i in range(1, 5):
         sites.ring.add_mask(left, pair_seed(sites.session, key, 0, hub._adverts[i]), 1)
     assert not (sites.ring.lower(left) == vectors["site-00"]).any()
-    _refused_for_good(members["site-00"], Step.AGREE, lie, "not listed alive")
+    _refused_for_good(members["site-00"], SumStep.AGREE, lie, "not listed alive")
 
 
 @settings(max_examples=30)
@@ -118,7 +118,7 @@ def test_a_reveal_has_one_kind_of_share_for_each_site_whatever_the_roll(data: st
     sites = Sites(6)
     members, hub, vectors = sites.members(), Server(sites.session), sites.vectors()
     silent = data.draw(st.lists(st.sampled_from(sites.names), unique=True, max_size=2))
-    requests = play(members, hub, vectors, Step.REVEAL, silent)
+    requests = play(members, hub, vectors, SumStep.REVEAL, silent)
     held = {name: dict(members[name]._secrets.shares) for name in requests}  # type: ignore[union-attr]
     for name, request in requests.items():
         answer = members[name].reveal(request)
@@ -139,7 +139,7 @@ def test_no_two_rolls_find_enough_signatures_even_when_corrupt_sites_sign_both(n
     everyone, lie = set(range(n)), set(range(n - 1))
     for split_at in range(len(honest) + 1):
         members = sites.members()
-        play(members, Server(sites.session), sites.vectors(), Step.AGREE)
+        play(members, Server(sites.session), sites.vectors(), SumStep.AGREE)
         rolls = {True: _roll(sites, everyone, set()), False: _roll(sites, lie, {victim})}
         signed: dict[bool, dict[str, bytes]] = {True: {}, False: {}}
         for i, name in enumerate(honest):
@@ -149,7 +149,7 @@ def test_no_two_rolls_find_enough_signatures_even_when_corrupt_sites_sign_both(n
             signed[told][name] = members[name].agree(rolls[told])
         for i, name in enumerate(sites.names[:corrupt]):
             for told, roll in rolls.items():
-                signed[told][name] = sign(sites.session, Step.AGREE, i, roll, sites.keys[name])
+                signed[told][name] = sign(sites.session, SumStep.AGREE, i, roll, sites.keys[name])
         revealed = {told: 0 for told in rolls}
         for told, agreements in signed.items():
             request = b"".join(agreements[name] for name in sorted(agreements))
@@ -177,12 +177,12 @@ def test_agreements_to_another_roll_doubled_ones_and_strangers_are_refused() -> 
         (lambda own, other, late: own * 2, "too many"),
     ):
         members = sites.members()
-        play(members, Server(sites.session), sites.vectors(), Step.AGREE, ["site-04"])
+        play(members, Server(sites.session), sites.vectors(), SumStep.AGREE, ["site-04"])
         roll = _roll(sites, {0, 1, 2, 3}, {4})
         own = [members[name].agree(roll) for name in sites.names[:4]]
-        other = sign(sites.session, Step.AGREE, 3, _roll(sites, {0, 1, 2, 3, 4}, set()), sites.keys["site-03"])
-        late = sign(sites.session, Step.AGREE, 4, roll, sites.keys["site-04"])
-        _refused_for_good(members["site-00"], Step.REVEAL, b"".join(make(own, other, late)), why)
+        other = sign(sites.session, SumStep.AGREE, 3, _roll(sites, {0, 1, 2, 3, 4}, set()), sites.keys["site-03"])
+        late = sign(sites.session, SumStep.AGREE, 4, roll, sites.keys["site-04"])
+        _refused_for_good(members["site-00"], SumStep.REVEAL, b"".join(make(own, other, late)), why)
 
 
 def test_a_roll_that_drops_below_the_quorum_or_leaves_sites_out_is_refused() -> None:
@@ -195,9 +195,9 @@ def test_a_roll_that_drops_below_the_quorum_or_leaves_sites_out_is_refused() -> 
         (set(), {0, 1, 2, 3, 4}, "not listed alive"),
     ):
         members = sites.members()
-        play(members, Server(sites.session), sites.vectors(), Step.AGREE)
+        play(members, Server(sites.session), sites.vectors(), SumStep.AGREE)
         raw = sum(1 << i for i in alive).to_bytes(1, "little") + sum(1 << i for i in dead).to_bytes(1, "little")
-        _refused_for_good(members["site-00"], Step.AGREE, raw, why)
+        _refused_for_good(members["site-00"], SumStep.AGREE, raw, why)
 
 
 # -- the coordinator puts itself between two sites -------------------------------------------------------------------
@@ -207,7 +207,7 @@ def _forged(sites: Sites, raw: bytes, signer: str) -> bytes:
     """An advertisement in a site's name with keys that somebody else knows."""
     mine = X25519PrivateKey.from_private_bytes(bytes(range(32))).public_key().public_bytes_raw()
     sender = int.from_bytes(raw[37:39], "little")
-    return sign(sites.session, Step.ADVERTISE, sender, mine + raw[71:135], site_key(signer))
+    return sign(sites.session, SumStep.ADVERTISE, sender, mine + raw[71:135], site_key(signer))
 
 
 def test_a_key_that_a_site_did_not_sign_is_refused() -> None:
@@ -230,20 +230,20 @@ def test_a_key_that_a_site_did_not_sign_is_refused() -> None:
         (lambda raws: [*raws[:3], raws[3] + b"x"], "whole number"),
     ):
         members = sites.members()
-        request = play(members, Server(sites.session), sites.vectors(), Step.SHARE)["site-00"]
+        request = play(members, Server(sites.session), sites.vectors(), SumStep.SHARE)["site-00"]
         raws = split_messages(sites.session, request, ADVERT_BYTES)
-        _refused_for_good(members["site-00"], Step.SHARE, b"".join(change(raws)), why)
+        _refused_for_good(members["site-00"], SumStep.SHARE, b"".join(change(raws)), why)
 
 
 def test_a_key_that_two_sites_advertise_is_refused_by_hub_and_sites() -> None:
     sites = Sites(4)
     hub, members = Server(sites.session), sites.members()
     adverts = {name: members[name].advertise(b"") for name in sites.names}
-    copied = sign(sites.session, Step.ADVERTISE, 3, adverts["site-00"][39:135], sites.keys["site-03"])
+    copied = sign(sites.session, SumStep.ADVERTISE, 3, adverts["site-00"][39:135], sites.keys["site-03"])
     assert hub.receive("site-00", adverts["site-00"]) is None
     assert "not fresh" in str(hub.receive("site-03", copied))
     request = b"".join([*(adverts[name] for name in sites.names[:3]), copied])
-    _refused_for_good(members["site-01"], Step.SHARE, request, "the same")
+    _refused_for_good(members["site-01"], SumStep.SHARE, request, "the same")
 
 
 def test_a_key_of_small_order_is_refused_by_hub_and_sites() -> None:
@@ -252,28 +252,28 @@ def test_a_key_of_small_order_is_refused_by_hub_and_sites() -> None:
         hub, members = Server(sites.session), sites.members()
         adverts = [members[name].advertise(b"") for name in sites.names]
         for body in (zero + adverts[3][71:135], adverts[3][39:71] + zero + adverts[3][103:135]):
-            weak = sign(sites.session, Step.ADVERTISE, 3, body, sites.keys["site-03"])
+            weak = sign(sites.session, SumStep.ADVERTISE, 3, body, sites.keys["site-03"])
             with pytest.raises(SecAggMessageError, match="small order"):
                 read_advert(sites.session, weak)
         assert "small order" in str(hub.receive("site-03", weak))
-        _refused_for_good(members["site-00"], Step.SHARE, b"".join([*adverts[:3], weak]), "small order")
+        _refused_for_good(members["site-00"], SumStep.SHARE, b"".join([*adverts[:3], weak]), "small order")
 
 
 # -- replays and sessions --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", list(Step))
-def test_a_message_of_another_round_run_or_start_vector_counts_nowhere(step: Step) -> None:
+@pytest.mark.parametrize("step", list(SumStep))
+def test_a_message_of_another_round_run_or_start_vector_counts_nowhere(step: SumStep) -> None:
     sites = Sites(4)
     for old in (Sites(4, round=1), Sites(4, run="run-0"), Sites(4, context=hashlib.sha256(b"other").digest())):
         before, vectors = old.members(), old.vectors()
         hub = Server(old.session)
         request = play(before, hub, vectors, step)["site-01"]
-        stale = before["site-01"].answer(step, request, vectors["site-01"] if step is Step.MASK else None)
+        stale = before["site-01"].answer(step, request, vectors["site-01"] if step is SumStep.MASK else None)
         now, members = Server(sites.session), sites.members()
         play(members, now, sites.vectors(), step)
         assert "another session" in str(now.receive("site-01", stale))
-        if step in (Step.SHARE, Step.MASK, Step.REVEAL):  # what comes from other sites' messages
+        if step in (SumStep.SHARE, SumStep.MASK, SumStep.REVEAL):  # what comes from other sites' messages
             _refused_for_good(members["site-00"], step, request, "another session")
 
 
@@ -288,7 +288,7 @@ def test_sites_that_were_given_different_start_vectors_share_nothing() -> None:
     members = {name: sites.member(name, seen[name]) for name in sites.names}
     adverts = b"".join(members[name].advertise(b"") for name in sites.names)
     for name in sites.names:
-        _refused_for_good(members[name], Step.SHARE, adverts, "start vector differ")
+        _refused_for_good(members[name], SumStep.SHARE, adverts, "start vector differ")
     # a coordinator that keeps to either story gets no sum with the victim in it and others' vanished updates
     for told, survivors in (("site-00", None), ("site-01", ("site-01", "site-02", "site-03"))):
         again, vectors = {name: sites.member(name, seen[name]) for name in sites.names}, sites.vectors()
@@ -303,7 +303,7 @@ def test_sites_that_were_given_different_start_vectors_share_nothing() -> None:
 
 def test_every_step_is_done_once_and_in_its_order() -> None:
     sites = Sites(4)
-    for reached, asked in itertools.product(Step, Step):
+    for reached, asked in itertools.product(SumStep, SumStep):
         if reached is asked:
             continue
         members = sites.members()
@@ -314,19 +314,19 @@ def test_every_step_is_done_once_and_in_its_order() -> None:
 def test_after_one_reveal_there_is_nothing_left_to_reveal() -> None:
     sites = Sites(4)
     members = sites.members()
-    request = play(members, Server(sites.session), sites.vectors(), Step.REVEAL)["site-00"]
+    request = play(members, Server(sites.session), sites.vectors(), SumStep.REVEAL)["site-00"]
     members["site-00"].reveal(request)
     assert members["site-00"].done
-    _refused_for_good(members["site-00"], Step.REVEAL, request, "out of turn")
+    _refused_for_good(members["site-00"], SumStep.REVEAL, request, "out of turn")
 
 
 def test_a_vector_that_does_not_fit_ends_the_members_part() -> None:
     sites = Sites(4)
     for bad in (np.zeros(7, np.int64), np.full(8, sites.ring.peak + 1), np.zeros(8), None):
         members = sites.members()
-        request = play(members, Server(sites.session), sites.vectors(), Step.MASK)["site-00"]
+        request = play(members, Server(sites.session), sites.vectors(), SumStep.MASK)["site-00"]
         with pytest.raises(ValueError, match=r"lattice|bound|vector"):
-            members["site-00"].answer(Step.MASK, request, bad)  # type: ignore[arg-type]
+            members["site-00"].answer(SumStep.MASK, request, bad)  # type: ignore[arg-type]
         assert members["site-00"].done or bad is None
 
 
@@ -338,9 +338,9 @@ def test_a_vector_that_does_not_fit_ends_the_members_part() -> None:
 def test_any_changed_bit_of_a_parcel_is_found(data: st.DataObject) -> None:
     sites = Sites(4)
     members = sites.members()
-    raw = bytearray(play(members, Server(sites.session), sites.vectors(), Step.MASK)["site-00"])
+    raw = bytearray(play(members, Server(sites.session), sites.vectors(), SumStep.MASK)["site-00"])
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    _refused_for_good(members["site-00"], Step.MASK, bytes(raw), ".")
+    _refused_for_good(members["site-00"], SumStep.MASK, bytes(raw), ".")
 
 
 def test_parcels_swapped_doubled_missing_or_meant_for_others_are_refused() -> None:
@@ -353,11 +353,11 @@ def test_parcels_swapped_doubled_missing_or_meant_for_others_are_refused() -> No
         (lambda mine, others: [*mine, b"x"], "whole number"),
     ):
         members = sites.members()
-        requests = play(members, Server(sites.session), sites.vectors(), Step.MASK)
+        requests = play(members, Server(sites.session), sites.vectors(), SumStep.MASK)
         mine, others = (
             split_messages(sites.session, requests[name], PARCEL_BYTES) for name in ("site-00", "site-01")
         )
-        _refused_for_good(members["site-00"], Step.MASK, b"".join(change(mine, others)), why)
+        _refused_for_good(members["site-00"], SumStep.MASK, b"".join(change(mine, others)), why)
 
 
 def test_parcels_made_for_other_advertisements_are_refused() -> None:
@@ -367,7 +367,7 @@ def test_parcels_made_for_other_advertisements_are_refused() -> None:
     adverts = [members[name].advertise(b"") for name in sites.names]
     shares = [members[name].share(b"".join(adverts if i else adverts[:4])) for i, name in enumerate(sites.names[:4])]
     parcels = [share[39 + 96 : 39 + 96 + PARCEL_BYTES] for share in shares[1:]]
-    _refused_for_good(members["site-00"], Step.MASK, b"".join(parcels), "other advertisements")
+    _refused_for_good(members["site-00"], SumStep.MASK, b"".join(parcels), "other advertisements")
 
 
 # -- strangers in the roster -----------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_a_roster_of_sybils_has_another_digest_and_too_few_that_the_site_knows()
     sybils = {name: sites.roster[name] for name in sites.names[:1]}
     sybils |= {f"site-0{i}": site_key(f"made up {i}").public_key().public_bytes_raw() for i in range(1, 5)}
     assert roster_digest(sybils) != roster_digest(sites.roster)
-    session = Session("run-1", 0, sites.params, bytes(32), sybils)
+    session = SumSession("run-1", 0, sites.params, bytes(32), sybils)
     with pytest.raises(SecAggError, match="2 more must be ones that this site knows"):
         Member(session, "site-00", sites.keys["site-00"], sites.knows(minimum=2), UnsafeStream("x"))
     with pytest.raises(ValueError, match="at least one other"):
@@ -394,11 +394,11 @@ def test_the_known_sites_may_not_be_dropped_until_only_sybils_are_left() -> None
         return {**sites.members(), "site-00": member}
 
     members = victim()
-    play(members, Server(sites.session), sites.vectors(), Step.AGREE, ["site-05"])
-    _refused_for_good(members["site-00"], Step.AGREE, _roll(sites, {0, 1, 2, 3, 4}, {5}), "1 more must be")
+    play(members, Server(sites.session), sites.vectors(), SumStep.AGREE, ["site-05"])
+    _refused_for_good(members["site-00"], SumStep.AGREE, _roll(sites, {0, 1, 2, 3, 4}, {5}), "1 more must be")
     members = victim()
-    adverts = play(members, Server(sites.session), sites.vectors(), Step.SHARE)["site-00"]
-    _refused_for_good(members["site-00"], Step.SHARE, adverts[: 5 * ADVERT_BYTES], "1 more must be")
+    adverts = play(members, Server(sites.session), sites.vectors(), SumStep.SHARE)["site-00"]
+    _refused_for_good(members["site-00"], SumStep.SHARE, adverts[: 5 * ADVERT_BYTES], "1 more must be")
 
 
 def test_a_site_takes_no_part_under_a_name_or_key_that_is_not_its_own() -> None:
@@ -431,7 +431,7 @@ def test_masks_differ_for_each_pair_and_each_round() -> None:
     masks = []
     for sites in (Sites(5), Sites(5, round=1), Sites(5, run="run-2")):  # with the very same keys
         members, hub = sites.members(), Server(sites.session)
-        play(members, hub, sites.vectors(), Step.SHARE)
+        play(members, hub, sites.vectors(), SumStep.SHARE)
         for i, j in itertools.combinations(range(5), 2):
             mine, theirs = (members[sites.names[k]]._secrets for k in (i, j))
             assert mine is not None
@@ -451,12 +451,12 @@ def test_masks_differ_for_each_pair_and_each_round() -> None:
 # -- a site cheats ---------------------------------------------------------------------------------------------------
 
 
-def _cheat(sites: Sites, step: Step, spoil: Callable[[bytes], bytes]) -> None:
+def _cheat(sites: Sites, step: SumStep, spoil: Callable[[bytes], bytes]) -> None:
     """site-02 spoils its answer to ``step``: it is dropped, alone, and the sum of the others is right."""
     members, hub, vectors = sites.members(), Server(sites.session), sites.vectors()
-    for now in Step:
+    for now in SumStep:
         for name, request in hub.requests().items():
-            answer = members[name].answer(now, request, vectors[name] if now is Step.MASK else None)
+            answer = members[name].answer(now, request, vectors[name] if now is SumStep.MASK else None)
             if now is step and name == "site-02":
                 assert hub.receive(name, spoil(answer)) is not None
             else:
@@ -465,12 +465,12 @@ def _cheat(sites: Sites, step: Step, spoil: Callable[[bytes], bytes]) -> None:
     total = hub.aggregate()
     assert list(total.dropped) == ["site-02"]
     assert total.lattice.tolist() == sum(vectors[name] for name in total.survivors).tolist()  # type: ignore[union-attr]
-    assert ("site-02" in total.survivors) == (step >= Step.AGREE)
+    assert ("site-02" in total.survivors) == (step >= SumStep.AGREE)
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(list(Step)), st.integers(0, 1 << 16), st.integers(0, 7))
-def test_a_site_whose_message_has_one_wrong_bit_drops_out_alone(step: Step, place: int, bit: int) -> None:
+@given(st.sampled_from(list(SumStep)), st.integers(0, 1 << 16), st.integers(0, 7))
+def test_a_site_whose_message_has_one_wrong_bit_drops_out_alone(step: SumStep, place: int, bit: int) -> None:
     def flip(raw: bytes) -> bytes:
         changed = bytearray(raw)
         changed[place % len(raw)] ^= 1 << bit
@@ -479,8 +479,8 @@ def test_a_site_whose_message_has_one_wrong_bit_drops_out_alone(step: Step, plac
     _cheat(Sites(6), step, flip)
 
 
-@pytest.mark.parametrize("step", list(Step))
-def test_a_site_that_sends_too_much_too_little_or_noise_drops_out_alone(step: Step) -> None:
+@pytest.mark.parametrize("step", list(SumStep))
+def test_a_site_that_sends_too_much_too_little_or_noise_drops_out_alone(step: SumStep) -> None:
     for spoil in (
         lambda raw: b"",
         lambda raw: raw[:-1],
@@ -524,16 +524,16 @@ def _spoilt_parcel(sites: Sites, member: Member, answer: bytes, place: int) -> b
     junk = dealer.seal(secrets.adverts[holders[place]], (bytes(SHARE_BYTES), bytes(SHARE_BYTES)), member._key)
     start = 39 + 96 + place * PARCEL_BYTES
     body = answer[39:start] + junk + answer[start + PARCEL_BYTES : -64]
-    return sign(sites.session, Step.SHARE, dealer.own, body, member._key)
+    return sign(sites.session, SumStep.SHARE, dealer.own, body, member._key)
 
 
 def test_a_spoilt_parcel_costs_its_dealers_share_and_not_the_round() -> None:
     sites = Sites(6)
     members, hub, vectors = sites.members(), Server(sites.session), sites.vectors()
-    for step in Step:
+    for step in SumStep:
         for name, request in hub.requests().items():
-            answer = members[name].answer(step, request, vectors[name] if step is Step.MASK else None)
-            if step is Step.SHARE and name == "site-02":
+            answer = members[name].answer(step, request, vectors[name] if step is SumStep.MASK else None)
+            if step is SumStep.SHARE and name == "site-02":
                 answer = _spoilt_parcel(sites, members[name], answer, 0)
             assert hub.receive(name, answer) is None
         hub.advance()
@@ -545,7 +545,7 @@ def test_a_spoilt_parcel_costs_its_dealers_share_and_not_the_round() -> None:
 def test_shares_that_are_no_field_elements_or_not_the_committed_ones_are_not_taken() -> None:
     sites = Sites(4)
     members = sites.members()
-    play(members, Server(sites.session), sites.vectors(), Step.MASK)
+    play(members, Server(sites.session), sites.vectors(), SumStep.MASK)
     ours, theirs = (members[name]._secrets for name in ("site-00", "site-01"))
     assert ours is not None
     assert theirs is not None
@@ -575,20 +575,20 @@ def test_parcels_out_of_place_or_for_other_advertisements_drop_their_dealer() ->
         head, parcels = change(
             answer[39 : 39 + 96], split_messages(sites.session, answer[39 + 96 : -64], PARCEL_BYTES)
         )
-        return sign(sites.session, Step.SHARE, 2, head + b"".join(parcels), sites.keys["site-02"])
+        return sign(sites.session, SumStep.SHARE, 2, head + b"".join(parcels), sites.keys["site-02"])
 
     for change in (
         lambda head, parcels: (head, [parcels[1], parcels[0], *parcels[2:]]),
         lambda head, parcels: (head, [parcels[0], parcels[0], *parcels[2:]]),
         lambda head, parcels: (bytes(32) + head[32:], parcels),
     ):
-        _cheat(sites, Step.SHARE, lambda answer, change=change: rebuilt(answer, change))  # type: ignore[misc]
+        _cheat(sites, SumStep.SHARE, lambda answer, change=change: rebuilt(answer, change))  # type: ignore[misc]
 
 
 def test_a_site_that_signs_another_roll_drops_out_alone() -> None:
     sites = Sites(6)
     other = _roll(sites, {0, 1, 2, 3, 4}, {5})
-    _cheat(sites, Step.AGREE, lambda _: sign(sites.session, Step.AGREE, 2, other, sites.keys["site-02"]))
+    _cheat(sites, SumStep.AGREE, lambda _: sign(sites.session, SumStep.AGREE, 2, other, sites.keys["site-02"]))
 
 
 def test_wrong_shares_at_the_end_are_set_aside_and_too_many_of_them_give_no_sum() -> None:
@@ -596,12 +596,12 @@ def test_wrong_shares_at_the_end_are_set_aside_and_too_many_of_them_give_no_sum(
     spare = 6 - sites.params.quorum.threshold
     for liars in (spare, spare + 1):
         members, hub, vectors = sites.members(), Server(sites.session), sites.vectors()
-        requests = play(members, hub, vectors, Step.REVEAL)
+        requests = play(members, hub, vectors, SumStep.REVEAL)
         for i, name in enumerate(sites.names):
             answer = members[name].reveal(requests[name])
             if i < liars:
                 lies = {j: (1, (7).to_bytes(SHARE_BYTES, "big")) for j in range(6)}
-                answer = sign(sites.session, Step.REVEAL, i, pack_reveal(sites.session, lies), sites.keys[name])
+                answer = sign(sites.session, SumStep.REVEAL, i, pack_reveal(sites.session, lies), sites.keys[name])
             assert hub.receive(name, answer) is None
         hub.advance()
         if liars == spare:
@@ -614,7 +614,7 @@ def test_wrong_shares_at_the_end_are_set_aside_and_too_many_of_them_give_no_sum(
 def test_a_reveal_of_the_kind_that_was_not_asked_for_drops_its_sender() -> None:
     sites = Sites(6)
     members, hub, vectors = sites.members(), Server(sites.session), sites.vectors()
-    play(members, hub, vectors, Step.REVEAL, ["site-05"])
+    play(members, hub, vectors, SumStep.REVEAL, ["site-05"])
     for rows in (
         {0: (2, bytes(33))},
         {5: (1, bytes(33))},
@@ -622,7 +622,7 @@ def test_a_reveal_of_the_kind_that_was_not_asked_for_drops_its_sender() -> None:
         {0: (0, b"\1" * 33)},
         {0: (1, b"\xff" * 33)},
     ):
-        answer = sign(sites.session, Step.REVEAL, 1, pack_reveal(sites.session, rows), sites.keys["site-01"])
+        answer = sign(sites.session, SumStep.REVEAL, 1, pack_reveal(sites.session, rows), sites.keys["site-01"])
         with pytest.raises(SecAggMessageError, match="nobody asked"):
             read_reveal(sites.session, answer, hub._roll)
 
@@ -631,16 +631,16 @@ def test_a_site_that_shares_another_seed_or_key_than_it_advertised_is_named() ->
     sites = Sites(5)
     for lie in ("seed", "mask_key"):
         members, hub, vectors = sites.members(), Server(sites.session), sites.vectors()
-        play(members, hub, vectors, Step.SHARE)
+        play(members, hub, vectors, SumStep.SHARE)
         secrets = members["site-02"]._secrets
         assert secrets is not None
         setattr(secrets, lie, bytes(32) if lie == "seed" else X25519PrivateKey.from_private_bytes(bytes(range(32))))
         requests, silent = hub.requests(), {"site-02"} if lie == "mask_key" else set()
-        for step in list(Step)[1:]:
+        for step in list(SumStep)[1:]:
             for name, request in requests.items():
-                if not (name in silent and step >= Step.MASK):
+                if not (name in silent and step >= SumStep.MASK):
                     hub.receive(
-                        name, members[name].answer(step, request, vectors[name] if step is Step.MASK else None)
+                        name, members[name].answer(step, request, vectors[name] if step is SumStep.MASK else None)
                     )
             hub.advance()
             requests = hub.requests() if hub.step else {}
@@ -650,7 +650,7 @@ def test_a_site_that_shares_another_seed_or_key_than_it_advertised_is_named() ->
 
 def test_a_hub_gives_no_sum_before_the_end_and_asks_nobody_afterwards() -> None:
     sites = Sites(4)
-    for step in Step:
+    for step in SumStep:
         hub = Server(sites.session)
         play(sites.members(), hub, sites.vectors(), step)
         with pytest.raises(SecAggError, match="after the reveals"):
@@ -664,21 +664,21 @@ def test_a_hub_gives_no_sum_before_the_end_and_asks_nobody_afterwards() -> None:
 
 
 @settings(max_examples=200)
-@given(st.sampled_from(list(Step)), st.binary(max_size=400))
-def test_noise_is_refused_by_every_step_of_a_member(step: Step, raw: bytes) -> None:
+@given(st.sampled_from(list(SumStep)), st.binary(max_size=400))
+def test_noise_is_refused_by_every_step_of_a_member(step: SumStep, raw: bytes) -> None:
     sites = Sites(3, corrupt=1)
     member = sites.member("site-00")
-    if step is not Step.ADVERTISE:
+    if step is not SumStep.ADVERTISE:
         member.advertise(b"")
     with pytest.raises(SecAggError):
-        member.answer(step, raw or b"x", np.zeros(8, np.int64) if step is Step.MASK else None)
+        member.answer(step, raw or b"x", np.zeros(8, np.int64) if step is SumStep.MASK else None)
     assert member.done
 
 
 def test_an_error_and_a_representation_hold_no_secret() -> None:
     sites = Sites(4)
     members = sites.members()
-    play(members, Server(sites.session), sites.vectors(), Step.AGREE)
+    play(members, Server(sites.session), sites.vectors(), SumStep.AGREE)
     secrets = members["site-00"]._secrets
     assert secrets is not None
     for value in (secrets.seed, secrets.mask_key.private_bytes_raw(), secrets.share_key.private_bytes_raw()):

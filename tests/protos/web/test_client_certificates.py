@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.hazmat.primitives.serialization.pkcs12 import load_key_and_certificates
 
 from protos.web.client_certificates import LoginConfigError, PinnedCertificates, make
-from protos.web.sessions import MOST_EACH, Sessions
+from protos.web.sessions import MOST_EACH, LoginSessions
 from protos.web.settings import ConsoleConfigError, ConsoleSettings
 from protos.web.tls import own_certificate
 from tests.support.console_kit import Clock, Console, console
@@ -120,7 +120,7 @@ def test_the_files_for_a_browser_open_with_their_password_only() -> None:
 
 def test_a_session_ends_when_it_is_not_used_and_at_last_in_any_case() -> None:
     clock = Clock()
-    sessions = Sessions(900.0, 3600.0, clock)
+    sessions = LoginSessions(900.0, 3600.0, clock)
     token = sessions.begin("anna", b"crt")
     clock.at = 899
     assert sessions.find(token, b"crt", touch=True) is not None
@@ -136,7 +136,7 @@ def test_a_session_ends_when_it_is_not_used_and_at_last_in_any_case() -> None:
 
 
 def test_a_session_is_of_the_certificate_that_it_began_with() -> None:
-    sessions = Sessions(900.0, 3600.0, Clock())
+    sessions = LoginSessions(900.0, 3600.0, Clock())
     token = sessions.begin("anna", b"crt")
     assert sessions.find(token, b"another", touch=True) is None
     assert sessions.find(token, b"", touch=True) is None
@@ -144,7 +144,7 @@ def test_a_session_is_of_the_certificate_that_it_began_with() -> None:
 
 
 def test_a_person_has_a_few_sessions_and_the_oldest_ends() -> None:
-    sessions = Sessions(900.0, 3600.0, Clock())
+    sessions = LoginSessions(900.0, 3600.0, Clock())
     other = sessions.begin("bert", b"")
     tokens = [sessions.begin("anna", b"") for _ in range(MOST_EACH + 1)]
     found = [sessions.find(token, b"", touch=True) is not None for token in (*tokens, other)]

@@ -20,7 +20,7 @@ from protos.web import server as serving
 from protos.web.request import Form, LoggedInPerson, PageError, RequestContext, is_local
 from protos.web.router import Router, UnprotectedRouteError
 from protos.web.security import BODY_BYTES, CSP
-from protos.web.server import Answer, PlainServing
+from protos.web.server import PlainAnswer, PlainServing
 from protos.web.sessions import COOKIE
 from protos.web.settings import ConsoleConfigError
 from tests.support.console_kit import Console, console, words_of
@@ -494,10 +494,10 @@ def fresh(served: Console) -> Router:
 
 
 def test_the_plain_listener_says_its_few_things_to_machines_only() -> None:
-    def broken() -> Answer:
+    def broken() -> PlainAnswer:
         raise ValueError("the patient's name is Doe")
 
-    answers: dict[str, Any] = {"/healthz": lambda: Answer(200, b"ok\n"), "/readyz": broken}
+    answers: dict[str, Any] = {"/healthz": lambda: PlainAnswer(200, b"ok\n"), "/readyz": broken}
     with PlainServing("127.0.0.1:0", answers, ("metrics.hospital.example",)) as plain:
         base = f"http://127.0.0.1:{plain.port}"
         with httpx.Client(base_url=base, trust_env=False) as client:

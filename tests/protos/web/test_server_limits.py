@@ -19,7 +19,7 @@ from starlette.formparsers import FormParser
 from protos.web import router
 from protos.web import server as serving
 from protos.web.security import BODY_BYTES, STRANGER_BYTES
-from protos.web.server import Answer, PlainServing
+from protos.web.server import PlainAnswer, PlainServing
 from protos.web.sessions import COOKIE
 from tests.support.console_kit import Console, console, wait_for
 
@@ -105,7 +105,7 @@ def test_health_is_answered_soon_after_somebody_took_every_connection(monkeypatc
     monkeypatch.setattr(serving, "_PLAIN_S", 0.3)
     monkeypatch.setattr(serving, "_HEADER_S", 60.0)
     with (
-        PlainServing("127.0.0.1:0", {"/healthz": lambda: Answer(200, b"well\n")}) as plain,
+        PlainServing("127.0.0.1:0", {"/healthz": lambda: PlainAnswer(200, b"well\n")}) as plain,
         silent(plain.port, 40) as all_of_them,
     ):
         wait_for(lambda: all(map(ended, all_of_them)))

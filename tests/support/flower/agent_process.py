@@ -32,11 +32,11 @@ guard(HOME / "network.txt")
 import numpy as np
 
 from agent.federation import supernode_process
-from agent.federation.supernode_process import Link, LinkConfig, LinkError
-from agent.federation.tasks import Answer, Task, TaskDeclinedError
+from agent.federation.supernode_process import LinkConfig, LinkError, SuperNodeLink
+from agent.federation.tasks import RoundAnswer, RoundTask, TaskDeclinedError
 
 SITE = SETTINGS["site"]
-LINK = Link(
+LINK = SuperNodeLink(
     LinkConfig(
         SETTINGS["target"],
         Path(SETTINGS["keys"]),
@@ -47,15 +47,15 @@ LINK = Link(
 )
 
 
-def handle(task: Task) -> Answer:
+def handle(task: RoundTask) -> RoundAnswer:
     """Price with an envelope that names the run; train by adding this site's number; mask by reversing bytes."""
     config = json.loads(task.config)
     if task.kind == "price":
         if SITE in config.get("decline", {}):
             raise TaskDeclinedError(config["decline"][SITE])
-        return Answer(f"grant {task.run} {SITE}".encode())
+        return RoundAnswer(f"grant {task.run} {SITE}".encode())
     if task.kind == "secure":
-        return Answer(payload=task.step.encode() + task.payload[::-1])
+        return RoundAnswer(payload=task.step.encode() + task.payload[::-1])
     if config.get("die", {}).get(SITE) == task.round_index:
         os.kill(os.getpid(), signal.SIGKILL)
     if config.get("raise", {}).get(SITE) == task.round_index:
@@ -65,7 +65,7 @@ def handle(task: Task) -> Answer:
     time.sleep(config.get("sleep", {}).get(SITE, 0.0))
     assert task.vector is not None
     vector = (task.vector + np.float32(config["add"][SITE])).astype(np.float32)
-    return Answer(sha256(f"{task.run} {task.round_index} {SITE}".encode() + vector.tobytes()).digest(), vector)
+    return RoundAnswer(sha256(f"{task.run} {task.round_index} {SITE}".encode() + vector.tobytes()).digest(), vector)
 
 
 def say(state: str) -> None:

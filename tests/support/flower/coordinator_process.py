@@ -38,7 +38,7 @@ from coordinator.federation import run_process, superlink
 from coordinator.federation.fleet_proxy import Fleet
 from coordinator.federation.grid import BoundedGrid
 from coordinator.federation.run_process import RunLostError
-from coordinator.federation.strategy import Model, Progress, RoundFailedError, RoundPlan
+from coordinator.federation.strategy import RoundFailedError, RoundModel, RoundPlan, RoundProgress
 from coordinator.federation.superlink import FlowerHost, conduct
 from coordinator.federation.superlink_listeners import HostConfig
 from protos.artifacts.arrays import unpack_vector
@@ -80,7 +80,9 @@ class Gate:
         expected = sha256(f"{self.run} {round_index} {site}".encode() + vector.tobytes()).digest()
         return None if envelope == expected else "envelope"
 
-    def round_done(self, round_index: int, model: Model, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
+    def round_done(
+        self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
+    ) -> None:
         """Keep what a durable checkpoint would hold, unless the disk is full."""
         if self.config.get("disk_full") == round_index:
             raise OSError("no space left on device")
@@ -89,7 +91,7 @@ class Gate:
         )
         self.vector = model.vector
 
-    def progress(self, event: Progress) -> None:
+    def progress(self, event: RoundProgress) -> None:
         """Keep it, with its time."""
         self.events.append(asdict(event))
         self.times.append(time.monotonic() - self.began)
@@ -105,7 +107,7 @@ def run(host: FlowerHost, command: dict[str, Any]) -> dict[str, Any]:
         sites=tuple(command["sites"]),
         rounds=command["rounds"],
         first_round=command.get("first_round", 0),
-        model=Model(start),
+        model=RoundModel(start),
         config=json.dumps(config).encode(),
         min_sites=command["min_sites"],
         least_grants=command["min_sites"],

@@ -21,12 +21,12 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 
 from agent.federation import supernode, supernode_main
-from agent.federation.tasks import Reply, Task
+from agent.federation.tasks import Reply, RoundTask
 
 FAULT: dict[str, str | None] = {"now": None}
 
 
-def _read_task(kind: str, content: RecordDict) -> Task:
+def _read_task(kind: str, content: RecordDict) -> RoundTask:
     """Note what to do wrong."""
     task = supernode.read_task(kind, content)
     FAULT["now"] = json.loads(task.config).get("rogue", {}).get(SITE) if task.kind == "train" else None

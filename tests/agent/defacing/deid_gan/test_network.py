@@ -26,8 +26,8 @@ from agent.defacing.deid_gan.layers import (
 )
 from agent.defacing.deid_gan.network import (
     PRESETS,
-    Discriminator,
-    Generator,
+    DeidGanDiscriminator,
+    DeidGanGenerator,
     VolumeGanConfig,
     drawn,
     remodeller_bytes,
@@ -43,9 +43,9 @@ from agent.volumes.grid import Cube
 TINY = PRESETS["tiny16"]
 
 
-def nets(config: VolumeGanConfig = TINY, seed: int = 0) -> tuple[Generator, Discriminator]:
+def nets(config: VolumeGanConfig = TINY, seed: int = 0) -> tuple[DeidGanGenerator, DeidGanDiscriminator]:
     with seeded(seed):
-        return Generator(config), Discriminator(config)
+        return DeidGanGenerator(config), DeidGanDiscriminator(config)
 
 
 def some_gamma(side: int = 16, count: int = 2, seed: int = 0) -> Tensor:
@@ -269,7 +269,7 @@ def test_checkpointing_gives_the_same_numbers_and_gradients_bit_for_bit() -> Non
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def saved_numbers(generator: Generator) -> int:
+def saved_numbers(generator: DeidGanGenerator) -> int:
     """How many are kept for the gradient, beside the weights."""
     sizes = list[int]()
 

@@ -32,7 +32,7 @@ from agent.defacing.deid_gan.training import (
 from agent.defacing.head import HeadScan
 from agent.defacing.privacy_transform import Coarse, population_of, scaled, transform, whole_head
 from agent.errors import DivergedError, OtherRunError
-from agent.models.training_loop import CHECKPOINT, Progress, load_state, save_state, torch_generator
+from agent.models.training_loop import CHECKPOINT, TrainingProgress, load_state, save_state, torch_generator
 from deploy.demo.heads import heads
 from deploy.demo.train_networks import kept_network
 from tests.support.killed_training import KilledError, killed_at
@@ -250,7 +250,7 @@ def test_everything_that_the_discriminator_reads_is_brought_to_its_device() -> N
 def test_it_learns_to_draw_the_head_around_a_brain_that_it_never_saw(tmp_path: Path) -> None:
     es, unseen = [example(i) for i in range(12)], example(99)
     how = config(steps=40, absolute=300.0, ema=0.9, checkpoint_every=40)
-    told: list[Progress] = []
+    told: list[TrainingProgress] = []
     net = train_volume_gan(es, how, tmp_path, told.append)
     assert set(told[-1].losses) == {"generator", "discriminator", "absolute"}
     assert not any(p.requires_grad for p in net.parameters())

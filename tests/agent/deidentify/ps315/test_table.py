@@ -94,4 +94,4 @@ def test_who_and_where_the_patient_is_has_no_option_that_keeps_it() -> None:
 
 def test_an_action_that_the_engine_does_not_know_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown action"):
-        table.Row("K", "x")
+        table.AttributeRow("K", "x")

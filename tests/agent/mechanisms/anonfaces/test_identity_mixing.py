@@ -13,7 +13,7 @@ from agent.domain import Clusters, Cohort, Image, Latents, Patient
 from agent.errors import CohortTooSmallError
 from agent.mechanisms.anonfaces.gallery import Gallery, gallery_of
 from agent.mechanisms.anonfaces.identity_mixing import (
-    Mixed,
+    MixedIdentities,
     Mixing,
     Published,
     Setting,
@@ -238,7 +238,7 @@ def test_two_runs_mix_with_other_weights_and_one_generator_gives_the_same_bytes(
 
 
 def test_no_weight_leaves():
-    assert not any("weight" in field.name for field in fields(Mixed))
+    assert not any("weight" in field.name for field in fields(MixedIdentities))
 
 
 def _between(a, b):

@@ -13,13 +13,13 @@ from agent.domain import Cohort, Image, Patient
 from agent.mechanisms.common.linear_codec import Codec, invert
 from agent.mechanisms.common.stylegan_codec import StyledCodec, codec_from
 from agent.models.image_tensors import to_bytes, to_unit
-from agent.models.stylegan.network import Architecture, Generator, generator_bytes
+from agent.models.stylegan.network import Generator, StyleGanShape, generator_bytes
 from agent.models.stylegan.restyle import Encoder, Polish, architecture_for, encoder_bytes, fingerprint
 from agent.models.stylegan.restyle_published import EncoderShape, ResNetEncoder
 from agent.models.training_loop import seeded
 from agent.models.weights import Origin, WeightsError
 
-GREY = Architecture(16, 1, 16, 16, 2, 256, 16)
+GREY = StyleGanShape(16, 1, 16, 16, 2, 256, 16)
 PUBLIC = {name: Origin("public", "0" * 64) for name in ("encoder", "generator")}
 
 
@@ -206,7 +206,7 @@ def test_an_encoder_makes_the_passes_that_it_was_trained_with_unless_told_otherw
 
 
 def test_a_published_encoder_takes_the_same_place():
-    architecture = Architecture(32, 3, 512, 512, 2, 1024, 16)
+    architecture = StyleGanShape(32, 3, 512, 512, 2, 1024, 16)
     with seeded(0):
         generator = Generator(architecture)
         encoder = ResNetEncoder(EncoderShape(32, architecture.num_ws)).eval()

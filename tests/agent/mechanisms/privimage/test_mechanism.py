@@ -18,7 +18,7 @@ from agent.mechanisms.common.generative_model import PublicImages
 from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.privimage import mechanism as privimage
 from agent.mechanisms.privimage.mechanism import PrivImage, Synthetic
-from agent.mechanisms.privimage.semantic_query import DrownedHistogramError, Query, SharedImageError, _total
+from agent.mechanisms.privimage.semantic_query import DrownedHistogramError, SemanticQuery, SharedImageError, _total
 from agent.release.approval import submit_approved
 from agent.release.budget import reserve
 from agent.release.pipeline import ReleaseFormat, draft_of, package_images, release_resumable, submit
@@ -76,7 +76,7 @@ def test_a_public_picture_that_is_a_patients_stops_the_release() -> None:
 
 def test_classes_are_drawn_evenly_or_by_the_noisy_totals() -> None:
     architecture = replace(tiny().model.architecture, classes=3)
-    each = tiny(pooled="", model=replace(tiny().model, architecture=architecture), query=Query(1, 0.3, 1))
+    each = tiny(pooled="", model=replace(tiny().model, architecture=architecture), query=SemanticQuery(1, 0.3, 1))
     made = each.run(cohort(120), UnsafeSeededEntropy(1))
     assert sorted(made.labels) == sorted(["0", "1", "2"] * 3)
     dice = np.random.default_rng(2)
@@ -98,7 +98,7 @@ def test_classes_are_drawn_evenly_or_by_the_noisy_totals() -> None:
         ({"classes": ("1", "1")}, "classes"),
         ({"pooled": ""}, "conditions"),
         ({"pretraining_steps": 0}, "pretraining"),
-        ({"query": Query(1, 40.0, 1)}, "drown"),
+        ({"query": SemanticQuery(1, 40.0, 1)}, "drown"),
         ({"public": PublicImages(public(), np.full(60, 3))}, "semantic"),
         ({"public": PublicImages(np.repeat(np.repeat(public(), 2, 1), 2, 2), np.zeros(60, np.int64))}, "size"),
     ],

@@ -25,7 +25,7 @@ from agent.mechanisms.privimage.semantic_query import (
     MISTAKEN,
     DrownedHistogramError,
     NothingSelectedError,
-    Query,
+    SemanticQuery,
     SharedImageError,
     chosen,
     histogram,
@@ -101,7 +101,7 @@ COHORT = (
 )
 
 
-def furthest(query: Query, classes: tuple[str, ...] = CLASSES, q: Semantics | None = None) -> float:
+def furthest(query: SemanticQuery, classes: tuple[str, ...] = CLASSES, q: Semantics | None = None) -> float:
     """The largest squared distance of the noise-free histograms of all one-patient neighbours, in votes."""
     q = q or semantics()
 
@@ -122,13 +122,13 @@ VARIANTS = list(product((1, 3, NS), (1, 2, 16, 5000), (CLASSES, ("b",), ())))
 def test_no_patient_moves_the_histogram_by_more_than_is_claimed(
     votes: int, images: int, classes: tuple[str, ...]
 ) -> None:
-    query = Query(votes, 1.0, 1, images)
+    query = SemanticQuery(votes, 1.0, 1, images)
     assert query.claim().sensitivity == math.sqrt(votes)
     assert 0 < furthest(query, classes) <= votes
 
 
 def test_the_bound_is_reached_so_it_is_not_loose() -> None:
-    assert furthest(Query(3, 1.0, 1)) == 3.0
+    assert furthest(SemanticQuery(3, 1.0, 1)) == 3.0
 
 
 def summed(rows: Sequence[int], bins: NDArray[np.int64], shape: tuple[int, ...]) -> NDArray[np.int64]:
@@ -156,12 +156,12 @@ def test_a_sum_a_clip_of_each_picture_and_a_mean_in_each_class_are_seen_to_break
     broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(semantic_query, "_averaged", broken)
-    assert furthest(Query(1, 1.0, 1)) > 1.0
+    assert furthest(SemanticQuery(1, 1.0, 1)) > 1.0
 
 
 def test_nobody_is_looked_at_beside_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network that mixes its batch would let one patient turn the votes of all; here each is alone."""
-    assert furthest(Query(1, 1.0, 1), (), cast(Semantics, Relative())) <= 1.0
+    assert furthest(SemanticQuery(1, 1.0, 1), (), cast(Semantics, Relative())) <= 1.0
     whole = Relative()
 
     def together(patients: Sequence[Patient], *_: Any) -> NDArray[np.int64]:
@@ -170,28 +170,33 @@ def test_nobody_is_looked_at_beside_somebody_else(monkeypatch: pytest.MonkeyPatc
         return summed(rows, semantic_query._voted(whole.probabilities(pixels), 1), (1, NS))
 
     monkeypatch.setattr(semantic_query, "_total", together)
-    assert furthest(Query(1, 1.0, 1), ()) > 1.0
+    assert furthest(SemanticQuery(1, 1.0, 1), ()) > 1.0
 
 
 def test_a_patient_shows_no_more_pictures_than_are_public_and_chance_decides_which() -> None:
     q = Ranked()
-    semantic_query._total([COHORT[4]], cast(Semantics, q), CLASSES, Query(1, 1.0, 1, 7), SystemEntropy())
+    semantic_query._total([COHORT[4]], cast(Semantics, q), CLASSES, SemanticQuery(1, 1.0, 1, 7), SystemEntropy())
     assert q.asked == [7]
     seen = [
-        semantic_query._total([COHORT[4]], semantics(), CLASSES, Query(1, 1.0, 1, 1), SystemEntropy()).tobytes()
+        semantic_query._total(
+            [COHORT[4]], semantics(), CLASSES, SemanticQuery(1, 1.0, 1, 1), SystemEntropy()
+        ).tobytes()
         for _ in range(60)
     ]
     assert len(set(seen)) > 5
 
 
 def test_a_patient_of_several_classes_splits_one_vote() -> None:
-    counts = semantic_query._total([COHORT[2]], semantics(), CLASSES, Query(1, 1.0, 1), Same()) / semantic_query._PART
+    counts = (
+        semantic_query._total([COHORT[2]], semantics(), CLASSES, SemanticQuery(1, 1.0, 1), Same())
+        / semantic_query._PART
+    )
     expected = np.zeros((3, NS))
     expected[[0, 1, 2], [1, 1, 4]] = 1 / 3
     assert np.abs(counts - expected).max() < 2e-9
-    outside = semantic_query._total([COHORT[5]], semantics(), CLASSES, Query(1, 1.0, 1), Same())
+    outside = semantic_query._total([COHORT[5]], semantics(), CLASSES, SemanticQuery(1, 1.0, 1), Same())
     assert not outside.any()
-    pooled = semantic_query._total([COHORT[5]], semantics(), (), Query(1, 1.0, 1), Same())
+    pooled = semantic_query._total([COHORT[5]], semantics(), (), SemanticQuery(1, 1.0, 1), Same())
     assert pooled.shape == (1, NS)
     assert pooled.sum() == semantic_query._PART
 
@@ -205,7 +210,7 @@ def test_what_is_no_number_votes_for_k_1_different_bins_all_the_same() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, NS - 1)), min_size=1, max_size=40), st.integers(1, NS))
 def test_the_mean_of_vote_vectors_is_never_longer_than_one(shown: list[tuple[int, int]], votes: int) -> None:
     one = Patient("p", tuple(picture(CLASSES[row], first) for row, first in shown))
-    counts = semantic_query._total([one], semantics(), CLASSES, Query(votes, 1.0, 1, 40), Same())
+    counts = semantic_query._total([one], semantics(), CLASSES, SemanticQuery(votes, 1.0, 1, 40), Same())
     assert sum(v * v for v in counts.ravel().tolist()) <= votes * semantic_query._PART**2
     assert counts.sum() == pytest.approx(votes * semantic_query._PART, rel=1e-6)
 
@@ -214,7 +219,7 @@ def test_the_mean_of_vote_vectors_is_never_longer_than_one(shown: list[tuple[int
 
 
 def test_every_bin_bears_the_noise_that_was_claimed_empty_ones_too() -> None:
-    query, runs = Query(2, 7.0, 1), 3000
+    query, runs = SemanticQuery(2, 7.0, 1), 3000
     entropy, q = UnsafeSeededEntropy(5), semantics(3)
     drawn = np.array([histogram(COHORT[:1], q, ("a", "z"), query, entropy) for _ in range(runs)])
     truth = np.array([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
@@ -229,7 +234,7 @@ def test_every_bin_bears_the_noise_that_was_claimed_empty_ones_too() -> None:
 
 
 def test_the_noise_lies_on_a_lattice_whatever_was_counted() -> None:
-    query = Query(3, 5.0, 1)
+    query = SemanticQuery(3, 5.0, 1)
     steps = histogram(COHORT, semantics(), CLASSES, query, SystemEntropy()) / (math.sqrt(3) * 2.0**-24)
     assert np.abs(steps - np.rint(steps)).max() < 1e-4
 
@@ -239,14 +244,14 @@ def test_two_runs_with_every_seed_the_same_differ() -> None:
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
-        return histogram(COHORT, semantics(), CLASSES, Query(1, 2.0, 1), SystemEntropy())
+        return histogram(COHORT, semantics(), CLASSES, SemanticQuery(1, 2.0, 1), SystemEntropy())
 
     first, second = run(), run()
     assert not (first == second).any()
 
 
 def test_the_price_is_that_of_the_gaussian_query_and_of_the_published_figures() -> None:
-    query = Query(3, 20.0 * math.sqrt(3), 2)
+    query = SemanticQuery(3, 20.0 * math.sqrt(3), 2)
     claim = query.claim()
     assert claim == GaussianQuery(20.0 * math.sqrt(3), 1, 3)
     assert claim.noise_multiplier == pytest.approx(20.0)
@@ -258,7 +263,7 @@ def test_the_price_is_that_of_the_gaussian_query_and_of_the_published_figures() 
         return float(norm.cdf(a) - math.exp(epsilon) * norm.cdf(b))
 
     for sigma, published in ((50.0, 0.059), (20.0, 0.16), (5.0, 0.73)):
-        found = accountant.tight_epsilon((Query(1, sigma, 1).claim(),), 1e-5)
+        found = accountant.tight_epsilon((SemanticQuery(1, sigma, 1).claim(),), 1e-5)
         exact = brentq(lambda e, s=sigma: delta(e, s) - 1e-5, 1e-4, 5)
         assert found == pytest.approx(exact, rel=0.02)
         assert found == pytest.approx(published, rel=0.05)
@@ -273,7 +278,7 @@ def test_a_query_without_noise_votes_or_pictures_cannot_be_built(
     votes: Any, noise: Any, keep: Any, images: Any
 ) -> None:
     with pytest.raises((ValueError, UnsupportedClaimError)):
-        Query(votes, noise, keep, images)
+        SemanticQuery(votes, noise, keep, images)
 
 
 # -- the guard, before
@@ -284,35 +289,37 @@ def test_the_guard_is_the_rule_of_signal_to_noise() -> None:
     most = most_noise(1000, 600, share=0.48)
     assert most == pytest.approx(0.16 * 600 / math.sqrt(2 * math.log(1000)))
     with pytest.raises(DrownedHistogramError, match=r"coarser semantics, \d+ bins at most"):
-        refuse_faint(Query(1, 50.0, 1), 1000, 600, share=0.9)  # 69 % of a class is noise: notes on published code
-    refuse_faint(Query(3, 20.0 * math.sqrt(3), 1), 50, 600, share=0.5)  # 16 %
+        refuse_faint(
+            SemanticQuery(1, 50.0, 1), 1000, 600, share=0.9
+        )  # 69 % of a class is noise: notes on published code
+    refuse_faint(SemanticQuery(3, 20.0 * math.sqrt(3), 1), 50, 600, share=0.5)  # 16 %
 
 
 @pytest.mark.parametrize(("bins", "patients"), [(2, 100.0), (10, 60.0), (50, 600.0), (1000, 5000.0)])
 def test_the_guard_says_where_the_limit_is_and_what_would_do(bins: int, patients: float) -> None:
     most = most_noise(bins, patients)
-    refuse_faint(Query(1, most, 1), bins, patients)
+    refuse_faint(SemanticQuery(1, most, 1), bins, patients)
     with pytest.raises(DrownedHistogramError) as caught:
-        refuse_faint(Query(1, most * 1.01, 1), bins, patients)
+        refuse_faint(SemanticQuery(1, most * 1.01, 1), bins, patients)
     text = str(caught.value)
     assert "less noise" in text
     told = float(text.split("less noise, ")[1].split(" ", maxsplit=1)[0])
-    refuse_faint(Query(1, told, 1), bins, patients)
+    refuse_faint(SemanticQuery(1, told, 1), bins, patients)
     assert told == pytest.approx(most, abs=2e-3)
     if bins > 2:
         coarse = int(text.split("coarser semantics, ")[1].split(" ", maxsplit=1)[0])
-        refuse_faint(Query(1, most * 1.01, 1), coarse, patients)
+        refuse_faint(SemanticQuery(1, most * 1.01, 1), coarse, patients)
         assert coarse < bins
 
 
 def test_the_guard_promises_nothing_to_a_class_too_small_for_any_noise() -> None:
     assert most_noise(10, 2 * LEAST) == 0.0
     with pytest.raises(DrownedHistogramError) as caught:
-        refuse_faint(Query(1, 0.01, 1), 10, 2 * LEAST)
+        refuse_faint(SemanticQuery(1, 0.01, 1), 10, 2 * LEAST)
     assert "less noise" not in str(caught.value)
     for bad in (0.0, math.nan, math.inf, -1.0):
         with pytest.raises(ValueError, match="a class has patients"):
-            refuse_faint(Query(1, 1.0, 1), 10, bad)
+            refuse_faint(SemanticQuery(1, 1.0, 1), 10, bad)
 
 
 @pytest.mark.parametrize(("bins", "patients"), [(10, 300.0), (50, 600.0)])
@@ -333,13 +340,17 @@ def test_what_the_guard_lets_through_selects_as_often_as_promised(bins: int, pat
 
 
 def test_bins_that_are_too_few_are_refused_before_anything_is_drawn() -> None:
-    for query, classes in ((Query(NS + 1, 1.0, 1), 1), (Query(1, 1.0, 3), 3), (Query(1, 1.0, NS + 1), 1)):
+    for query, classes in (
+        (SemanticQuery(NS + 1, 1.0, 1), 1),
+        (SemanticQuery(1, 1.0, 3), 3),
+        (SemanticQuery(1, 1.0, NS + 1), 1),
+    ):
         with pytest.raises(ValueError, match="semantics are too few"):
             refuse_faint(query, NS, 1e6, classes)
         with pytest.raises(ValueError, match="semantics are too few"):
             histogram(COHORT, semantics(), CLASSES[:classes], query, SystemEntropy())
     with pytest.raises(ValueError, match="named twice"):
-        histogram(COHORT, semantics(), ("a", "a"), Query(1, 1.0, 1), SystemEntropy())
+        histogram(COHORT, semantics(), ("a", "a"), SemanticQuery(1, 1.0, 1), SystemEntropy())
 
 
 # -- the guard, after
@@ -348,7 +359,7 @@ def test_bins_that_are_too_few_are_refused_before_anything_is_drawn() -> None:
 def test_a_class_with_one_patient_ends_at_the_noisy_counts_and_is_named() -> None:
     many = [patient(i, ("a", 0)) for i in range(400)]
     cohort = [*many, patient(900, ("3", 1))]
-    query = Query(1, 8.0, 1)
+    query = SemanticQuery(1, 8.0, 1)
     refuse_faint(query, NS, 400)
     ended = 0
     for seed in range(25):
@@ -365,7 +376,7 @@ def test_a_class_with_one_patient_ends_at_the_noisy_counts_and_is_named() -> Non
 
 def test_an_empty_class_passes_as_rarely_and_one_at_the_limit_as_often_as_stated() -> None:
     bins, runs = 20, 400_000
-    query = Query(1, 3.0, 1)
+    query = SemanticQuery(1, 3.0, 1)
     rng = np.random.default_rng(2)
     line = LEAST + query.noise * semantic_query._above(bins)
     worst = LEAST + query.noise * rng.standard_normal((runs, bins))  # every bin as full as an unfit class can have it
@@ -382,9 +393,9 @@ def test_an_empty_class_passes_as_rarely_and_one_at_the_limit_as_often_as_stated
 def test_the_example_of_figure_2() -> None:
     zebra, bee = 0, 1
     horses = [patient(i, ("", 0)) for i in range(3)]
-    counts = semantic_query._total(horses, semantics(2), (), Query(1, 1.0, 1), Same()) / semantic_query._PART
+    counts = semantic_query._total(horses, semantics(2), (), SemanticQuery(1, 1.0, 1), Same()) / semantic_query._PART
     assert counts.tolist() == [[3.0, 0.0]]
-    kept = chosen(np.array([[2.7, 1.5]]), Query(1, 1.0, 1))
+    kept = chosen(np.array([[2.7, 1.5]]), SemanticQuery(1, 1.0, 1))
     assert kept == ((zebra,),)
     places, _ = selection(np.array([bee, zebra, bee, zebra]), kept)
     assert places.tolist() == [1, 3]
@@ -393,29 +404,33 @@ def test_the_example_of_figure_2() -> None:
 def test_the_cases_of_appendix_a() -> None:
     horses = [patient(i, ("", 0)) for i in range(3)]
     # (1) k_1 < k_2: both semantics are chosen, and with them the whole public set
-    assert selection(np.array([0, 1, 1]), chosen(np.array([[3.0, 0.0]]), Query(1, 1.0, 2)))[0].tolist() == [0, 1, 2]
+    assert selection(np.array([0, 1, 1]), chosen(np.array([[3.0, 0.0]]), SemanticQuery(1, 1.0, 2)))[0].tolist() == [
+        0,
+        1,
+        2,
+    ]
     # (2) k_1 > k_2: the counts are {3, 3}, and it is chance which one is chosen
-    query = Query(2, 1.0, 1)
+    query = SemanticQuery(2, 1.0, 1)
     counts = semantic_query._total(horses, semantics(2), (), query, Same()) / semantic_query._PART
     assert counts.tolist() == [[3.0, 3.0]]
     entropy, q = UnsafeSeededEntropy(3), semantics(2)
     zebras = sum(chosen(histogram(horses, q, (), query, entropy), query) == ((0,),) for _ in range(400))
     assert 150 < zebras < 250
     # k_1 = k_2
-    query = Query(1, 0.5, 1)
+    query = SemanticQuery(1, 0.5, 1)
     right = sum(chosen(histogram(horses, q, (), query, entropy), query) == ((0,),) for _ in range(400))
     assert right > 390
 
 
 def test_bins_are_taken_by_the_largest_count_of_all_and_by_one_class_only() -> None:
     noisy = np.array([[9.0, 8.0, 1.0, 0.0], [10.0, 7.0, 2.0, 3.0]])
-    assert chosen(noisy, Query(1, 1.0, 1)) == ((1,), (0,))
-    assert chosen(noisy, Query(1, 1.0, 2)) == ((1, 2), (0, 3))
-    assert chosen(np.zeros((2, 4)), Query(1, 1.0, 2)) == ((0, 1), (2, 3))
+    assert chosen(noisy, SemanticQuery(1, 1.0, 1)) == ((1,), (0,))
+    assert chosen(noisy, SemanticQuery(1, 1.0, 2)) == ((1, 2), (0, 3))
+    assert chosen(np.zeros((2, 4)), SemanticQuery(1, 1.0, 2)) == ((0, 1), (2, 3))
     with pytest.raises(ValueError, match="too few"):
-        chosen(noisy, Query(1, 1.0, 3))
+        chosen(noisy, SemanticQuery(1, 1.0, 3))
     with pytest.raises(ValueError, match="a noisy count is a number"):
-        chosen(noisy * np.nan, Query(1, 1.0, 1))
+        chosen(noisy * np.nan, SemanticQuery(1, 1.0, 1))
 
 
 def slowly(noisy: NDArray[np.float64], keep: int) -> tuple[tuple[int, ...], ...]:
@@ -439,7 +454,7 @@ def test_the_choice_is_disjoint_full_and_that_of_a_second_implementation(data: s
     # few values, so that there are ties
     values = data.draw(st.lists(st.integers(-3, 3), min_size=classes * bins, max_size=classes * bins))
     noisy = np.array(values, np.float64).reshape(classes, bins)
-    kept = chosen(noisy, Query(1, 1.0, keep))
+    kept = chosen(noisy, SemanticQuery(1, 1.0, keep))
     assert kept == slowly(noisy, keep)
     flat = [b for row in kept for b in row]
     assert len(flat) == len(set(flat)) == classes * keep
@@ -459,17 +474,17 @@ def test_a_selected_picture_bears_the_class_that_chose_its_semantic() -> None:
 
 def test_shares_are_never_negative_sum_to_one_and_have_a_floor() -> None:
     noisy = np.array([[30.0, 10.0], [-9.0, -1.0], [60.0, 0.0]])
-    assert proportions(noisy, Query(1, 1.0, 1)).tolist() == [0.4, 0.0, 0.6]
-    held = proportions(noisy, Query(1, 1.0, 1), floor=0.1)
+    assert proportions(noisy, SemanticQuery(1, 1.0, 1)).tolist() == [0.4, 0.0, 0.6]
+    held = proportions(noisy, SemanticQuery(1, 1.0, 1), floor=0.1)
     assert held.min() == pytest.approx(0.1)
     assert held.sum() == pytest.approx(1.0)
-    assert proportions(-noisy * 0 - 1, Query(1, 1.0, 1)).tolist() == [1 / 3] * 3
+    assert proportions(-noisy * 0 - 1, SemanticQuery(1, 1.0, 1)).tolist() == [1 / 3] * 3
     with pytest.raises(ValueError, match="least share"):
-        proportions(noisy, Query(1, 1.0, 1), floor=0.4)
+        proportions(noisy, SemanticQuery(1, 1.0, 1), floor=0.4)
 
 
 def test_with_four_classes_or_more_the_shares_come_closer_to_the_truth_than_the_totals_are() -> None:
-    rng, query, runs = np.random.default_rng(4), Query(1, 10.0, 1), 400
+    rng, query, runs = np.random.default_rng(4), SemanticQuery(1, 10.0, 1), 400
     truth = np.zeros((8, 20))
     truth[:, 0] = np.linspace(60, 160, 8)
     expected = truth.sum(axis=1) / truth.sum()
@@ -480,7 +495,7 @@ def test_with_four_classes_or_more_the_shares_come_closer_to_the_truth_than_the_
         plain += float(((totals / totals.sum() - expected) ** 2).sum())
         drawn += float(((proportions(noisy, query) - expected) ** 2).sum())
     assert drawn < 0.8 * plain
-    exact = proportions(truth, Query(1, 0.01, 1))
+    exact = proportions(truth, SemanticQuery(1, 0.01, 1))
     assert np.abs(exact - expected).max() < 1e-6
 
 

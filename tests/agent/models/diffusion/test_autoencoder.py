@@ -38,7 +38,7 @@ from agent.models.diffusion.autoencoder_training import (
     train_autoencoder,
 )
 from agent.models.features.extractors import RandomFeatures
-from agent.models.training_loop import CHECKPOINT, Progress, seeded, torch_generator
+from agent.models.training_loop import CHECKPOINT, TrainingProgress, seeded, torch_generator
 from agent.models.weights import Origin, WeightsError, pack
 from tests.support.killed_training import KilledError, killed_at
 from tests.support.latents import tiny_autoencoder, tiny_autoencoder_file
@@ -308,11 +308,11 @@ def test_the_discriminators_step_moves_no_weight_of_the_autoencoder_and_the_othe
 
 
 @cache
-def trained(steps: int = 80) -> tuple[bytes, tuple[Progress, ...]]:
+def trained(steps: int = 80) -> tuple[bytes, tuple[TrainingProgress, ...]]:
     """Of ovals, at 16 px."""
     import tempfile
 
-    told: list[Progress] = []
+    told: list[TrainingProgress] = []
     how = AutoencoderTraining(PRESETS["tiny16"], steps, patches=8, say_every=10, checkpoint_every=steps)
     with tempfile.TemporaryDirectory() as folder:
         return train_autoencoder(blobs(200, 16), how, Path(folder), told.append), tuple(told)

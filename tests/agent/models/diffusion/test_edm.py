@@ -35,7 +35,7 @@ from agent.models.diffusion.edm import (
     with_lora,
 )
 from agent.models.diffusion.edm_training import Average, DiffusionTraining, row_losses, train_denoiser
-from agent.models.training_loop import Progress, seeded
+from agent.models.training_loop import TrainingProgress, seeded
 from agent.models.weights import WeightsError
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.memory_place import MemoryPlace
@@ -403,7 +403,7 @@ def test_a_public_training_that_was_cut_off_ends_with_the_very_bytes_of_one_that
     net = train_denoiser(images, labels, training(), 6, whole)
     with pytest.raises(KeyboardInterrupt):
         train_denoiser(images, labels, training(), 6, cut)
-    heard: list[Progress] = []
+    heard: list[TrainingProgress] = []
     again = train_denoiser(images, labels, training(say_every=1), 6, cut, heard.append)
     assert [p.step for p in heard] == [5, 6]
     assert cut.data == whole.data
@@ -427,7 +427,7 @@ def test_it_learns_in_seconds_to_draw_the_class_that_is_asked_for() -> None:
     plain = replace(SMALL, widths=(8, 8), attention=(False, False))
     config = DiffusionConfig(plain, 0, lr_pretrain=5e-3, pretrain_batch=24, ema=0.97, sampling_steps=8)
     model = Diffusion(config)
-    heard: list[Progress] = []
+    heard: list[TrainingProgress] = []
     model.pretrain(images, labels, 120, MemoryPlace(), heard.append)
     assert heard[-1].losses["loss"] < 0.8  # 1 is a network that has learned nothing
     wanted = np.array([0, 1] * 8)

@@ -35,7 +35,7 @@ from agent.models.diffusion.latent import (
 from agent.models.diffusion.latent_training import LatentTraining, dropped, encoded, row_losses, train_latent_denoiser
 from agent.models.diffusion.noise_schedule import BETAS, TIMES, Drawing, Noising, _scheduler, denoised
 from agent.models.diffusion.prompts import Conditions
-from agent.models.training_loop import Progress, seeded, torch_generator
+from agent.models.training_loop import TrainingProgress, seeded, torch_generator
 from agent.models.weights import WeightsError, pack, unpack
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.memory_place import MemoryPlace
@@ -415,7 +415,7 @@ def test_a_training_that_was_cut_off_ends_with_the_very_bytes_of_one_that_was_no
     net = train_latent_denoiser(data, training(), 6, whole)
     with pytest.raises(KeyboardInterrupt):
         train_latent_denoiser(data, training(), 6, cut)
-    heard: list[Progress] = []
+    heard: list[TrainingProgress] = []
     again = train_latent_denoiser(data, training(say_every=1), 6, cut, heard.append)
     assert [p.step for p in heard] == [5, 6]
     assert cut.data == whole.data
@@ -490,7 +490,7 @@ def test_it_learns_in_seconds_to_draw_the_condition_that_is_asked_for() -> None:
     plain = replace(SMALL, widths=(8,), attention=(False,))
     own = config(architecture=plain, lr=5e-3, batch=24, ema=0.97, sampling_steps=10)
     first = LatentDiffusion(own, coder, CONDITIONS)
-    heard: list[Progress] = []
+    heard: list[TrainingProgress] = []
     first.pretrain(images, labels, 150, MemoryPlace(), heard.append)
     assert heard[-1].losses["loss"] < 0.5  # 1 is a network that has learned nothing
     wanted = np.array([0, 1, 2] * 5)

@@ -18,8 +18,8 @@ from agent.models.features.trunk import Trunk, TrunkArchitecture
 from agent.models.semantics import training
 from agent.models.semantics.classifier import (
     Classifier,
-    Codebook,
     Nearest,
+    SemanticCodebook,
     Semantics,
     semantics_bytes,
     semantics_from,
@@ -227,7 +227,7 @@ def test_names_that_name_nothing_are_refused(bins: tuple[str, ...]) -> None:
 
 def test_a_thousand_names_fit_into_a_file() -> None:
     bins = tuple(f"a semantic of public pictures {i}" for i in range(1000))
-    book = Codebook(4, 1000)
+    book = SemanticCodebook(4, 1000)
     raw = semantics_bytes("many", Nearest(RandomFeatures(0, 4, 1), book), bins, (8, 8), {})
     assert unpack(raw, "semantics").config["bins"] == list(bins)
 

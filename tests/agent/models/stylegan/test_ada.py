@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
-from agent.models.stylegan.ada import Control, augmented, colours, geometry, sampled
+from agent.models.stylegan.ada import AugmentationControl, augmented, colours, geometry, sampled
 
 
 def stream(seed: int = 0) -> torch.Generator:
@@ -131,14 +131,14 @@ def overfitting(p: float) -> float:
 
 @pytest.mark.parametrize("start", [0.0, 0.8])
 def test_the_controller_finds_the_p_that_gives_its_target_from_below_and_above(start: float) -> None:
-    control, p = Control(target=0.6, kimg=10.0), start
+    control, p = AugmentationControl(target=0.6, kimg=10.0), start
     for _ in range(300):
         p = control.moved(p, overfitting(p), 64)
     assert p == pytest.approx(0.4, abs=0.01)
 
 
 def test_the_controller_has_the_published_speed_and_keeps_its_limits() -> None:
-    control = Control(target=0.6, kimg=500.0)
+    control = AugmentationControl(target=0.6, kimg=500.0)
     assert control.moved(0.2, 0.9, 64) == pytest.approx(0.2 + 64 / 500_000)
     assert control.moved(0.2, 0.1, 64) == pytest.approx(0.2 - 64 / 500_000)
     assert control.moved(0.2, 0.6, 64) == 0.2
@@ -149,10 +149,10 @@ def test_the_controller_has_the_published_speed_and_keeps_its_limits() -> None:
 def test_what_is_no_sign_no_probability_and_no_picture_is_refused() -> None:
     nan = float("nan")
     for call in (
-        lambda: Control().moved(0.1, nan, 64),
-        lambda: Control(target=nan),
-        lambda: Control(kimg=0.0),
-        lambda: Control(most=1.5),
+        lambda: AugmentationControl().moved(0.1, nan, 64),
+        lambda: AugmentationControl(target=nan),
+        lambda: AugmentationControl(kimg=0.0),
+        lambda: AugmentationControl(most=1.5),
         lambda: augmented(pictures(), nan, stream()),
         lambda: augmented(pictures(), 1.1, stream()),
         lambda: augmented(pictures()[0], 0.5, stream()),

@@ -14,9 +14,9 @@ from torch.nn.functional import conv2d, conv_transpose2d, leaky_relu, pad
 from agent.models import weights
 from agent.models.stylegan.network import (
     PRESETS,
-    Architecture,
     Discriminator,
     Generator,
+    StyleGanShape,
     SynthesisLayer,
     ToRGB,
     generator_bytes,
@@ -26,14 +26,14 @@ from agent.models.stylegan.network import (
 from agent.models.stylegan.resampling import doubled, halved, low_pass, smoothed
 from agent.models.training_loop import seeded
 
-SMALL = Architecture(16, 3, 12, 10, 2, 256, 24)
+SMALL = StyleGanShape(16, 3, 12, 10, 2, 256, 24)
 
 
 def stream(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def small(seed: int = 0, architecture: Architecture = SMALL) -> Generator:
+def small(seed: int = 0, architecture: StyleGanShape = SMALL) -> Generator:
     with seeded(seed):
         return Generator(architecture)
 
@@ -298,7 +298,7 @@ def test_a_file_that_is_no_generator_is_refused() -> None:
 )
 def test_an_architecture_that_cannot_be_built_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"."):
-        Architecture(**{"resolution": 32, "channels": 3} | wrong)
+        StyleGanShape(**{"resolution": 32, "channels": 3} | wrong)
 
 
 def test_wrong_styles_noise_and_resolutions_are_refused() -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from agent.models.stylegan.network import PRESETS, Architecture, Generator
+from agent.models.stylegan.network import PRESETS, Generator, StyleGanShape
 from agent.models.stylegan.restyle import (
     Encoder,
     EncoderArchitecture,
@@ -23,7 +23,7 @@ from agent.models.stylegan.restyle import (
 from agent.models.training_loop import seeded
 from agent.models.weights import WeightsError, pack, unpack
 
-GREY = Architecture(16, 1, 16, 16, 2, 256, 16)
+GREY = StyleGanShape(16, 1, 16, 16, 2, 256, 16)
 COLOUR = GREY.with_channels(3)
 
 
@@ -55,7 +55,7 @@ def _pictures(generator, n, seed=5):
 @pytest.mark.parametrize("resolution", [8, 16, 32, 64, 128, 256, 512, 1024])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_every_generator_has_an_encoder_of_its_shape(resolution, channels):
-    generator = Architecture(resolution, channels)
+    generator = StyleGanShape(resolution, channels)
     with torch.device("meta"):
         encoder = Encoder(architecture_for(generator))
         pictures = torch.zeros(2, channels, resolution, resolution)

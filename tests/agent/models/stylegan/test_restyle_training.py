@@ -11,7 +11,7 @@ from agent.errors import OtherRunError
 from agent.models.features.extractors import RandomFeatures
 from agent.models.image_tensors import to_unit
 from agent.models.stylegan.network import PRESETS as GENERATORS
-from agent.models.stylegan.network import Architecture, Generator
+from agent.models.stylegan.network import Generator, StyleGanShape
 from agent.models.stylegan.restyle import (
     Encoder,
     EncoderArchitecture,
@@ -29,7 +29,7 @@ from agent.models.stylegan.restyle_training import (
 )
 from agent.models.training_loop import seeded
 
-SMALL = Architecture(16, 1, 16, 16, 2, 256, 16)
+SMALL = StyleGanShape(16, 1, 16, 16, 2, 256, 16)
 SMALL_ENCODER = EncoderArchitecture(16, 1, SMALL.num_ws, 16, 16, (16, 24, 32), (1, 1, 1), 32)
 QUICK = InversionConfig(
     pair_steps=3,

@@ -16,12 +16,12 @@ from torch import Tensor
 from agent.errors import OtherRunError
 from agent.models.grids import grid, write_grid
 from agent.models.image_tensors import to_unit
-from agent.models.stylegan.ada import Control
-from agent.models.stylegan.network import PRESETS, Architecture, generator_from
+from agent.models.stylegan.ada import AugmentationControl
+from agent.models.stylegan.network import PRESETS, StyleGanShape, generator_from
 from agent.models.stylegan.training import GENERATOR, GanConfig, GanTrainer, auto, train_generator
 from agent.models.training_loop import CHECKPOINT
 
-MINI = Architecture(8, 1, 8, 8, 1, 64, 12)
+MINI = StyleGanShape(8, 1, 8, 8, 1, 64, 12)
 
 
 def config(**changes: Any) -> GanConfig:
@@ -112,7 +112,7 @@ EVERYTHING: dict[str, Any] = {
     "mirror": True,
     "mixing": 0.5,
     "path_length": 2.0,
-    "control": Control(target=-0.9, kimg=0.1, every=2),
+    "control": AugmentationControl(target=-0.9, kimg=0.1, every=2),
 }
 
 

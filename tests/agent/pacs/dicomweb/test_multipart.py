@@ -12,15 +12,15 @@ from dicomweb_client.web import DICOMwebClient
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.pacs.dicomweb.multipart import Limits, MultipartError, Part, Splitter, media_type
+from agent.pacs.dicomweb.multipart import BodyLimits, BodyPart, MultipartError, Splitter, media_type
 
 HEAD = b"Content-Type: application/dicom\r\n\r\n"
 
 
 def split(
-    body: bytes, cuts: list[int] | None = None, *, boundary: str = "b0", limits: Limits | None = None
-) -> list[Part]:
-    splitter = Splitter(boundary, limits or Limits())
+    body: bytes, cuts: list[int] | None = None, *, boundary: str = "b0", limits: BodyLimits | None = None
+) -> list[BodyPart]:
+    splitter = Splitter(boundary, limits or BodyLimits())
     edges = [0, *sorted(cuts or []), len(body)]
     parts = [part for a, b in itertools.pairwise(edges) for part in splitter.feed(body[a:b])]
     splitter.end()
@@ -94,7 +94,7 @@ def test_what_is_no_multipart_body_is_refused(body: bytes, expected: str) -> Non
 
 
 def test_parts_before_a_fault_are_given_out_once() -> None:
-    splitter = Splitter("b0", Limits())
+    splitter = Splitter("b0", BodyLimits())
     assert [part.body for part in splitter.feed(b"\r\n--b0\r\n" + HEAD + b"good\r\n--b0 bad\r\n")] == [b"good"]
     with pytest.raises(MultipartError):
         splitter.feed(b"more")
@@ -103,7 +103,7 @@ def test_parts_before_a_fault_are_given_out_once() -> None:
 
 
 def test_a_part_that_is_too_large_is_skipped_and_the_next_one_is_not() -> None:
-    limits = Limits(part_bytes=100)
+    limits = BodyLimits(part_bytes=100)
     exact, over = b"e" * 100, b"o" * 101
     body = body_of(b"a", over, exact, b"z" * 100_000, b"b")
     for step in (1, 13, 64, len(body)):
@@ -115,7 +115,7 @@ def test_a_part_that_is_too_large_is_skipped_and_the_next_one_is_not() -> None:
 
 
 def test_an_endless_part_is_held_only_up_to_the_limit() -> None:
-    splitter = Splitter("b0", Limits(part_bytes=2**20))
+    splitter = Splitter("b0", BodyLimits(part_bytes=2**20))
     splitter.feed(b"\r\n--b0\r\n" + HEAD)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     piece = bytes(2**20)
@@ -128,16 +128,16 @@ def test_an_endless_part_is_held_only_up_to_the_limit() -> None:
 
 
 def test_a_million_parts_are_too_many() -> None:
-    splitter = Splitter("b0", Limits())
+    splitter = Splitter("b0", BodyLimits())
     many = b"\r\n--b0\r\n\r\n" * 10_000
-    assert sum(len(splitter.feed(many)) for _ in range(11)) == Limits().parts
+    assert sum(len(splitter.feed(many)) for _ in range(11)) == BodyLimits().parts
     with pytest.raises(MultipartError, match="too_large"):
         splitter.feed(many)
 
 
 def test_the_total_is_bounded_before_and_after_the_end() -> None:
-    assert fault(body_of(b"x" * 2000), limits=Limits(total_bytes=1000)) == "too_large"
-    assert fault(body_of(b"x") + b"epilogue" * 1000, limits=Limits(total_bytes=1000)) == "too_large"
+    assert fault(body_of(b"x" * 2000), limits=BodyLimits(total_bytes=1000)) == "too_large"
+    assert fault(body_of(b"x") + b"epilogue" * 1000, limits=BodyLimits(total_bytes=1000)) == "too_large"
 
 
 @pytest.mark.parametrize(

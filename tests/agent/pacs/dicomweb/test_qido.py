@@ -23,9 +23,9 @@ import pydicom
 import pytest
 from pydicom.data import get_testdata_file
 
-from agent.pacs.archive import Query
+from agent.pacs.archive import ArchiveQuery
 from agent.pacs.dicomweb.config import DicomWebArchive, DicomWebError
-from agent.pacs.dicomweb.wado import Sink, Time, WadoRetriever
+from agent.pacs.dicomweb.wado import InstanceSink, Time, WadoRetriever
 from agent.storage.spool import Spool
 from tests.support.pacs import Pacs, make_instances, orthanc
 from tests.support.pki import Authority
@@ -46,8 +46,8 @@ def web_of(pacs: Pacs, folder: Path, **changed: Any) -> DicomWebArchive:
     return DicomWebArchive("ward", pacs.dicomweb_url, **{**usual, **changed})
 
 
-def sink_of(folder: Path, already: Callable[[str], bool] = lambda _uid: False) -> Sink:
-    return Sink(Spool(folder / "inbox", KEY), already)
+def sink_of(folder: Path, already: Callable[[str], bool] = lambda _uid: False) -> InstanceSink:
+    return InstanceSink(Spool(folder / "inbox", KEY), already)
 
 
 def bodies(room: Spool) -> list[bytes]:
@@ -81,37 +81,37 @@ def test_everything_arrives_as_the_archive_stores_it(pacs: Pacs, theirs: dict[st
     sink, seen = sink_of(tmp_path), []
     done = WadoRetriever(
         web_of(pacs, tmp_path), sink, progress=lambda brought, known: seen.append((brought, known))
-    ).run(Query())
+    ).run(ArchiveQuery())
     assert len(theirs) == 62
     assert bodies(sink.room) == sorted(theirs.values())
     assert (done.instances, done.brought, done.known, done.left, done.complete) == (62, 62, 0, {}, True)
     assert seen[-1] == (62, 0)
-    again = WadoRetriever(web_of(pacs, tmp_path), sink).run(Query())
+    again = WadoRetriever(web_of(pacs, tmp_path), sink).run(ArchiveQuery())
     assert (again.brought, again.known, again.complete) == (0, 62, True)
 
 
 @pytest.mark.parametrize(
     "query",
     [
-        Query(modalities=("CT",)),
-        Query(
+        ArchiveQuery(modalities=("CT",)),
+        ArchiveQuery(
             modalities=(
                 "MR",
                 "NM",
             )
         ),
-        Query(patients=("PAT-w1", "PAT-w4", "nobody")),
-        Query(accessions=("ACC-w2",)),
-        Query(since=dt.date(2024, 1, 10), until=dt.date(2024, 1, 20)),
-        Query(until=dt.date(2023, 12, 31)),
-        Query(since=dt.date(2024, 1, 5), modalities=("MR",), patients=("PAT-w0", "PAT-w1", "PAT-w2")),
-        Query(modalities=("XA",)),
-        Query(body_part="HEAD"),
-        Query(body_part="KNEE"),
+        ArchiveQuery(patients=("PAT-w1", "PAT-w4", "nobody")),
+        ArchiveQuery(accessions=("ACC-w2",)),
+        ArchiveQuery(since=dt.date(2024, 1, 10), until=dt.date(2024, 1, 20)),
+        ArchiveQuery(until=dt.date(2023, 12, 31)),
+        ArchiveQuery(since=dt.date(2024, 1, 5), modalities=("MR",), patients=("PAT-w0", "PAT-w1", "PAT-w2")),
+        ArchiveQuery(modalities=("XA",)),
+        ArchiveQuery(body_part="HEAD"),
+        ArchiveQuery(body_part="KNEE"),
     ],
 )
 def test_a_query_brings_what_matches_and_nothing_else(
-    pacs: Pacs, theirs: dict[str, bytes], tmp_path: Path, query: Query
+    pacs: Pacs, theirs: dict[str, bytes], tmp_path: Path, query: ArchiveQuery
 ) -> None:
     def matches(body: bytes) -> bool:
         data = of(body)
@@ -134,7 +134,7 @@ def test_what_is_known_is_not_asked_for_again(pacs: Pacs, theirs: dict[str, byte
     for share in (2, 5):  # most of a series wanted; few of it
         known = {uid for uid, body in theirs.items() if int(of(body).InstanceNumber or 0) % share}
         sink = sink_of(tmp_path / str(share), known.__contains__)
-        done = WadoRetriever(web_of(pacs, tmp_path), sink).run(Query())
+        done = WadoRetriever(web_of(pacs, tmp_path), sink).run(ArchiveQuery())
         assert bodies(sink.room) == sorted(body for uid, body in theirs.items() if uid not in known)
         assert (done.brought, done.known) == (62 - len(known), len(known))
 
@@ -164,7 +164,7 @@ def test_it_goes_on_after_kill_9_of_the_agent(pacs: Pacs, theirs: dict[str, byte
     sink.room.sweep()
     before = len(sink.room.names())
     assert 15 <= before < 62
-    done = WadoRetriever(web_of(pacs, tmp_path), sink).run(Query())
+    done = WadoRetriever(web_of(pacs, tmp_path), sink).run(ArchiveQuery())
     assert (done.brought, done.known, done.complete) == (62 - before, before, True)
     assert bodies(sink.room) == sorted(theirs.values())
 
@@ -181,7 +181,7 @@ def test_it_goes_on_after_kill_9_of_the_archive(pacs: Pacs, theirs: dict[str, by
     found: list[Any] = []
     web = web_of(pacs, tmp_path, retries=8)
     puller = WadoRetriever(web, sink, progress=progress)
-    thread = threading.Thread(target=lambda: found.append(puller.run(Query())))
+    thread = threading.Thread(target=lambda: found.append(puller.run(ArchiveQuery())))
     thread.start()
     assert begun.wait(60)
     pacs.kill()
@@ -196,7 +196,7 @@ def test_an_archive_that_stays_away_is_an_error_and_keeps_what_came(tmp_path: Pa
     waits: list[float] = []
     web = DicomWebArchive("ward", "http://127.0.0.1:9/dicom-web", retries=3, least_free_bytes=0)
     with pytest.raises(DicomWebError, match="ward cannot be reached"):
-        WadoRetriever(web, sink_of(tmp_path), clocks=Time(sleep=waits.append)).run(Query())
+        WadoRetriever(web, sink_of(tmp_path), clocks=Time(sleep=waits.append)).run(ArchiveQuery())
     assert waits == sorted(waits)
     assert len(waits) == 3
 
@@ -229,12 +229,12 @@ def test_what_goes_wrong_is_said_without_patients(
     given["password_file"] = secret(tmp_path, pacs.password)
     puller = WadoRetriever(DicomWebArchive(**{**given, **changed}), sink_of(tmp_path))
     if said is None:
-        done = puller.run(Query())
+        done = puller.run(ArchiveQuery())
         assert (done.brought, done.left, done.complete) == (0, {"too_large": 62}, False)
         told = repr(done)
     else:
         with pytest.raises(DicomWebError, match=said) as caught:
-            puller.run(Query())
+            puller.run(ArchiveQuery())
         told = str(caught.value) + repr(caught.value.__cause__)
     for secret_text in [pacs.password, "PAT-", "studies/", *theirs]:
         assert secret_text not in told
@@ -262,18 +262,18 @@ def test_nothing_is_asked_outside_its_hours_or_after_a_stop(tmp_path: Path) -> N
         web = DicomWebArchive("ward", server.url, hours="22:00-06:00", least_free_bytes=0)
         for hour, paused in ((23, False), (0, False), (5, False), (6, True), (12, True), (21, True)):
             clocks = Time(now=lambda hour=hour: dt.datetime(2026, 1, 5, hour))
-            done = WadoRetriever(web, sink_of(tmp_path), clocks=clocks).run(Query())
+            done = WadoRetriever(web, sink_of(tmp_path), clocks=clocks).run(ArchiveQuery())
             assert (done.paused, done.asked) == (paused, not paused)
         asked = len(server.asked)
         assert asked == 3
-        assert WadoRetriever(web, sink_of(tmp_path), stop=lambda: True).run(Query()).paused
+        assert WadoRetriever(web, sink_of(tmp_path), stop=lambda: True).run(ArchiveQuery()).paused
         assert len(server.asked) == asked
 
 
 def test_a_stop_comes_between_two_instances(pacs: Pacs, tmp_path: Path) -> None:
     sink = sink_of(tmp_path)
     done = WadoRetriever(web_of(pacs, tmp_path, connections=1), sink, stop=lambda: len(sink.room.names()) >= 7).run(
-        Query()
+        ArchiveQuery()
     )
     assert 7 <= done.brought <= 12  # some were being written when it was said
     assert (done.paused, done.complete, len(sink.room.names())) == (True, False, done.brought)
@@ -288,7 +288,7 @@ def test_the_rate_is_kept(pacs: Pacs, tmp_path: Path) -> None:
 
     web = web_of(pacs, tmp_path, per_minute=30, connections=1, whole_s=1e6)
     done = WadoRetriever(web, sink_of(tmp_path), clocks=Time(monotonic=lambda: now[0], sleep=sleep)).run(
-        Query(patients=("PAT-w1",))
+        ArchiveQuery(patients=("PAT-w1",))
     )
     assert done.brought == 10
     assert sum(waits) == pytest.approx(9 * 2.0)
@@ -389,10 +389,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     return [path.read_bytes() for path in made]
 
 
-def pull(server: Misbehaving, folder: Path, query: Query | None = None, **changed: Any) -> tuple[Any, list[bytes]]:
+def pull(
+    server: Misbehaving, folder: Path, query: ArchiveQuery | None = None, **changed: Any
+) -> tuple[Any, list[bytes]]:
     web = DicomWebArchive("ward", server.url, **{"retries": 2, "least_free_bytes": 0, "connections": 1, **changed})
     sink = sink_of(folder)
-    done = WadoRetriever(web, sink, clocks=Time(sleep=lambda _seconds: None)).run(query or Query())
+    done = WadoRetriever(web, sink, clocks=Time(sleep=lambda _seconds: None)).run(query or ArchiveQuery())
     return done, bodies(sink.room)
 
 
@@ -429,7 +431,7 @@ def test_an_archive_that_lost_two_files_sends_all_others(tmp_path: Path) -> None
         pacs.lose(lost)
         for brought, known in ((38, 0), (0, 38)):
             done = WadoRetriever(web_of(pacs, tmp_path, retries=6), sink, clocks=Time(sleep=waits.append)).run(
-                Query()
+                ArchiveQuery()
             )
             assert (done.instances, done.brought, done.known, done.left) == (40, brought, known, {"failed": 2})
             assert sum(waits) < 30
@@ -467,7 +469,7 @@ def test_series_that_the_archive_has_a_fault_with_cost_no_other(files: list[byte
         for brought in (1, 0):  # again and again: the run ends by itself
             sink = sink_of(tmp_path)
             web = DicomWebArchive("ward", server.url, least_free_bytes=0, connections=1)
-            done = WadoRetriever(web, sink, clocks=Time(sleep=waits.append)).run(Query())
+            done = WadoRetriever(web, sink, clocks=Time(sleep=waits.append)).run(ArchiveQuery())
             assert (done.brought, done.left) == (brought, {"failed": 15})
         assert sum(waits) < 2 * 90
 
@@ -514,7 +516,7 @@ def test_an_archive_that_ignores_the_filters_brings_nobody_else(files: list[byte
     answers = archive(files, multipart(*files))
     answers["/studies"] = (200, {}, json.dumps(everybody).encode())
     with misbehaving(answers) as server:
-        done, got = pull(server, tmp_path, Query(patients=("PAT-m0",)))
+        done, got = pull(server, tmp_path, ArchiveQuery(patients=("PAT-m0",)))
         assert not any("1.9" in path or "1.8" in path for path in server.asked)
     assert (done.series, got) == (1, sorted(files))
 

@@ -15,10 +15,10 @@ from pydicom import dcmread
 from pydicom.data import get_testdata_file
 from pydicom.dataset import Dataset
 
-from agent.pacs.archive import ArchiveConfig, ArchiveError, Query
+from agent.pacs.archive import ArchiveConfig, ArchiveError, ArchiveQuery
 from agent.pacs.dimse.config import Caller, ListenerSettings
 from agent.pacs.dimse.listener_process import Listener
-from agent.pacs.dimse.retrieve import Progress, Retriever
+from agent.pacs.dimse.retrieve import RetrievalProgress, Retriever
 from agent.pacs.schedule import Hours
 from agent.pacs.tls import Tls
 from agent.storage.spool import ReceivedFile
@@ -67,26 +67,26 @@ def pushed(files: Sequence[Path]) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("query", "wanted"),
     [
-        (Query(), lambda ds: True),
-        (Query(modalities=("MR",)), lambda ds: ds.Modality == "MR"),
-        (Query(modalities=("MR", "CT")), lambda ds: True),
-        (Query(modalities=("US",)), lambda ds: False),
-        (Query(patients=("PAT-1", "PAT-3")), lambda ds: ds.PatientID in ("PAT-1", "PAT-3")),
-        (Query(patients=("PAT",)), lambda ds: False),
+        (ArchiveQuery(), lambda ds: True),
+        (ArchiveQuery(modalities=("MR",)), lambda ds: ds.Modality == "MR"),
+        (ArchiveQuery(modalities=("MR", "CT")), lambda ds: True),
+        (ArchiveQuery(modalities=("US",)), lambda ds: False),
+        (ArchiveQuery(patients=("PAT-1", "PAT-3")), lambda ds: ds.PatientID in ("PAT-1", "PAT-3")),
+        (ArchiveQuery(patients=("PAT",)), lambda ds: False),
         (
-            Query(accessions=("ACC-2",), modalities=("CT",)),
+            ArchiveQuery(accessions=("ACC-2",), modalities=("CT",)),
             lambda ds: ds.AccessionNumber == "ACC-2" and ds.Modality == "CT",
         ),
-        (Query(patients=("PAT-0",), accessions=("ACC-4",)), lambda ds: ds.PatientID in ("PAT-0", "PAT-4")),
-        (Query(until=dt.date(2024, 1, 14)), lambda ds: ds.StudyDate <= "20240114"),
-        (Query(since=dt.date(2024, 1, 15)), lambda ds: ds.StudyDate >= "20240115"),
-        (Query(since=dt.date(2025, 1, 1)), lambda ds: False),
-        (Query(body_part="HEAD"), lambda ds: True),
-        (Query(body_part="KNEE"), lambda ds: False),
+        (ArchiveQuery(patients=("PAT-0",), accessions=("ACC-4",)), lambda ds: ds.PatientID in ("PAT-0", "PAT-4")),
+        (ArchiveQuery(until=dt.date(2024, 1, 14)), lambda ds: ds.StudyDate <= "20240114"),
+        (ArchiveQuery(since=dt.date(2024, 1, 15)), lambda ds: ds.StudyDate >= "20240115"),
+        (ArchiveQuery(since=dt.date(2025, 1, 1)), lambda ds: False),
+        (ArchiveQuery(body_part="HEAD"), lambda ds: True),
+        (ArchiveQuery(body_part="KNEE"), lambda ds: False),
     ],
 )
 def test_exactly_what_the_query_says_is_fetched(
-    pacs: Pacs, files: list[Path], tmp_path: Path, query: Query, wanted: Callable[[Dataset], bool]
+    pacs: Pacs, files: list[Path], tmp_path: Path, query: ArchiveQuery, wanted: Callable[[Dataset], bool]
 ) -> None:
     report = pulled(replace(remote_of(pacs), query=query), site := Site(tmp_path))
     expected = {str(ds.SOPInstanceUID) for ds in map(dcmread, files) if wanted(ds)}
@@ -104,13 +104,13 @@ def test_more_matches_than_allowed_are_an_error_and_not_a_part_of_them(pacs: Pac
 
 
 def test_what_comes_by_c_get_is_what_was_pushed_byte_for_byte(pacs: Pacs, files: list[Path], tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[RetrievalProgress] = []
     site = Site(tmp_path)
     report = Retriever(remote_of(pacs), site.ports(seen.append)).run()
     assert {uid: data_set(body) for uid, body in site.bodies().items()} == pushed(files)
     assert (report.studies, report.fetched, report.missing, report.unasked) == (5, COUNT, 0, 0)
     assert report.complete
-    assert seen[-1] == Progress(5, 5, COUNT, COUNT)
+    assert seen[-1] == RetrievalProgress(5, 5, COUNT, COUNT)
     told = [(arrival.road, arrival.source) for arrival in map(site.room.open, site.room.names())]
     assert set(told) == {("pull", "pacs")}
 
@@ -159,7 +159,9 @@ def test_what_comes_by_c_move_is_what_was_pushed_byte_for_byte(
 
 
 def test_a_move_nobody_receives_is_counted_as_missing(pacs: Pacs, tmp_path: Path) -> None:
-    remote = replace(remote_of(pacs), mode="move", retries=1, query=Query(patients=("PAT-1",), modalities=("CT",)))
+    remote = replace(
+        remote_of(pacs), mode="move", retries=1, query=ArchiveQuery(patients=("PAT-1",), modalities=("CT",))
+    )
     report = pulled(remote, Site(tmp_path))
     assert (report.fetched, report.missing, report.incomplete, report.complete) == (0, 6, 1, False)
     assert "could not deliver to our listener LAZARET" in report.trouble
@@ -206,7 +208,7 @@ def test_a_complete_study_is_asked_for_again_only_when_it_has_grown(tmp_path: Pa
 
 def test_another_query_does_not_take_over_what_was_complete_for_the_first(pacs: Pacs, tmp_path: Path) -> None:
     site = Site(tmp_path)
-    pulled(replace(remote_of(pacs), query=Query(modalities=("MR",))), site)
+    pulled(replace(remote_of(pacs), query=ArchiveQuery(modalities=("MR",))), site)
     assert pulled(remote_of(pacs), site).fetched == COUNT // 2
 
 
@@ -309,7 +311,7 @@ def test_an_archive_killed_midway_and_restarted_is_pulled_to_the_end(files: list
         site = Site(tmp_path / "site")
         kills: list[int] = []
 
-        def kill(progress: Progress) -> None:
+        def kill(progress: RetrievalProgress) -> None:
             if progress.instances_done in (5, 30) and progress.instances_done not in kills:
                 kills.append(progress.instances_done)
                 pacs.kill()
@@ -332,7 +334,7 @@ def test_an_archive_that_stays_away_ends_the_run_and_the_next_fetches_the_rest(
         pacs.store(files)
         site = Site(tmp_path / "site")
 
-        def kill(progress: Progress) -> None:
+        def kill(progress: RetrievalProgress) -> None:
             if progress.instances_done == 20:
                 pacs.kill()
 

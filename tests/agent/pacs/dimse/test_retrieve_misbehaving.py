@@ -21,7 +21,7 @@ from pynetdicom.dsutils import encode
 from pynetdicom.sop_class import MRImageStorage, StudyRootQueryRetrieveInformationModelFind
 
 from agent.deidentify.prescan import IMPLICIT_LE
-from agent.pacs.archive import ArchiveConfig, ArchiveError, Query
+from agent.pacs.archive import ArchiveConfig, ArchiveError, ArchiveQuery
 from agent.pacs.dimse.identifiers import identifier, read_match
 from agent.pacs.dimse.messages import read_fields
 from agent.pacs.dimse.pdu import AssociationEnded
@@ -143,7 +143,7 @@ def test_an_instance_larger_than_allowed_is_counted_and_the_others_come(tmp_path
 
 def test_an_archive_that_ignores_the_patient_asked_for_is_not_believed(tmp_path: Path) -> None:
     with rogue() as port:
-        report, site = ask(port, tmp_path, query=Query(patients=("PAT-1",)))
+        report, site = ask(port, tmp_path, query=ArchiveQuery(patients=("PAT-1",)))
     assert (report.studies, report.unfit, site.room.names()) == (0, 1, [])
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from agent.errors import OtherRunError
-from agent.models.training_loop import Progress, seeded
+from agent.models.training_loop import TrainingProgress, seeded
 from agent.models.weights import Origin, WeightsError, pack
 from deploy.reproduction.measures.brain_age_network import (
     PRESETS,
@@ -117,7 +117,7 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
     class Killed(Exception):
         pass
 
-    def kill(progress: Progress) -> None:
+    def kill(progress: TrainingProgress) -> None:
         raise Killed
 
     whole = train_brain_age(toys(8), CONFIG, tmp_path / "whole")
