@@ -202,6 +202,23 @@ def test_what_does_not_learn_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("module", "never"),
+    [
+        ("agent.cli.ledger", HEAVY - {"cryptography"}),
+        ("agent.cli.made_release", HEAVY - {"cryptography"}),
+        ("agent.runtime", {"torch", "scipy", "fastapi"}),
+        ("agent.cli.serve", {"torch", "scipy", "fastapi"}),
+        ("agent.cli.ingest", {"torch", "scipy", "fastapi", "grpc"}),
+        ("agent.console.app", {"torch", "scipy"}),
+    ],
+)
+def test_what_starts_often_imports_nothing_that_it_rarely_needs(module: str, never: set[str]) -> None:
+    code = f"import sys, {module}; print(*sorted({set(never)!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == []
+
+
 def test_a_release_that_does_not_learn_imports_no_torch_from_its_price_to_its_verdict(tmp_path: Path) -> None:
     code = LOADED.format(main="agent.cli.main", heavy=set(LEARNING))
     with Federation(tmp_path) as federation:

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from agent.cli.output import OUT, print_progress, say
-from agent.service.site import site_acts
+from agent.service.commands import site_acts
 from agent.storage import site_directory
 from policies.governance import cli
 from policies.ledger.backends.sqlite import export_file, read_lines

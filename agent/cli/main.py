@@ -40,7 +40,7 @@ def _run(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR0915 
         case ["release", "remodel"] | ["train", "remodeller"]:
             from agent.cli.release_heads import run
         case ["release", "send" | "inspect" | "withdraw"] | ["ledger", "amend"]:
-            from agent.cli.release import run
+            from agent.cli.made_release import run
         case ["tune"]:
             from agent.cli.tune import run
         case ["evaluate"]:

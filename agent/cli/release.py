@@ -1,6 +1,6 @@
 """What the releases of every mechanism share: prices, dry runs, how they are written, and how they end.
 
-And the commands about releases that are made already. None of it imports torch.
+None of it imports torch.
 """
 
 from __future__ import annotations
@@ -10,27 +10,19 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.cli.output import OUT, print_progress, print_verdict
 from agent.domain import Selection
 from agent.errors import CommandError, ReviewRejectedError
-from agent.release.approval import waiting
 from agent.release.history import rule_of
 from agent.release.packaging import ReleaseFormat
 from agent.release.pipeline import made_as
 from agent.release.ports import ApprovalPending, SignedRelease
 from agent.release.preflight import ReleaseForecast, ReleaseRequest, preflight_review, quote
 from agent.release.resumable import abandon
-from agent.reports.approval import show
 from agent.runtime import AgentRuntime, recover_at_startup, require_current_coordinator
-from agent.service.ledger_access import BorrowedLedger
-from agent.service.site import read_verdict, site_acts
-from agent.storage import projects, site_directory
-from agent.storage.site_ledger import site_policy
 from policies.accounting.accountant import NANO, epsilon_nano, tight_epsilon
 from policies.accounting.claims import Claim, Gaussian, KAnonymous
 from policies.accounting.rounding import epsilon_text
@@ -190,29 +182,6 @@ def run_release(
     return (0 if verdict.admitted else 1), signed
 
 
-def inspect(arguments: argparse.Namespace) -> int:
-    """Show approvers what they are asked to approve: files to look at, and the statement to sign."""
-    home = site_directory.SiteDirectory(arguments.home)
-    store = BorrowedLedger(home).read()
-    with closing(projects.open_vault(home)) as vault:
-        draft, artifact = waiting(vault, arguments.release)
-    files = show(draft, artifact, arguments.out)
-    given = store.state.approvals(draft.release, "release", draft.release, draft.artifact_sha256)
-    missing = sorted(site_policy(home, store).approvals - set(given))
-    OUT.print(f"wrote {arguments.out.name}: {', '.join(files)}; not released yet: keep it at this site")
-    OUT.print(f"{draft.mechanism}, {draft.modality}, {draft.artifact_type} of {draft.artifact_bytes} bytes")
-    if draft.menu:
-        OUT.print(f"k was chosen from {draft.menu.replace(',', ', ')}, which were all tried on the patients")
-    if draft.reid_rate is not None:
-        OUT.print(f"at most {draft.reid_rate} of it were re-identified as a patient by an independent verifier")
-    if draft.vetting_power is not None:
-        OUT.print(f"of planted copies, the vetting found {draft.vetting_power} or more")
-    OUT.print(f"approved by: {', '.join(sorted(given)) or 'nobody yet'}; missing: {', '.join(missing) or 'nobody'}")
-    line = f"ledger sign release {draft.release} {draft.artifact_sha256} --serial {draft.release}"
-    OUT.print(f"to approve: {line} --person NAME --key FILE --out FILE", soft_wrap=True)
-    return 0
-
-
 def print_waiting(runtime: AgentRuntime, waiting: ApprovalPending, as_lines: bool) -> int:
     """What persons must do for a release that waits; the exit status, 1."""
     r = waiting.signed.release
@@ -228,40 +197,3 @@ def print_waiting(runtime: AgentRuntime, waiting: ApprovalPending, as_lines: boo
         )
         OUT.print(f"then: ledger approve FILES, and release send {r.release}")
     return 1
-
-
-def send(arguments: argparse.Namespace) -> int:
-    """Hand over a release that persons have approved; exit 1 when an approval is missing or a review refuses."""
-    with site_acts(arguments.home, partial(print_progress, silent=arguments.json)) as do:
-        told = do("releases/send", release=arguments.release)
-    verdict = read_verdict(told["verdict"])
-    print_verdict(arguments.release, told["mechanism"], verdict, arguments.json)
-    return 0 if verdict.admitted else 1
-
-
-def withdraw_release(arguments: argparse.Namespace) -> int:
-    """Give up a release that persons did not approve; its grant is spent."""
-    with site_acts(arguments.home, partial(print_progress, silent=False)) as do:
-        do("releases/withdraw", release=arguments.release)
-    OUT.print(f"{arguments.release} is withdrawn, and its grant is spent")
-    return 0
-
-
-def amend(arguments: argparse.Namespace) -> int:
-    """Sign the site's policy of today: in its own ledger, and then at the coordinator."""
-    with site_acts(arguments.home, partial(print_progress, silent=False)) as do:
-        verdict = read_verdict(do("ledger/amend")["verdict"])
-    print_verdict("", "amendment", verdict, False)
-    return 0 if verdict.admitted else 1
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Carry out a command about a release that is made already, or ``ledger amend``."""
-    match arguments.command:
-        case "release send":
-            return send(arguments)
-        case "release inspect":
-            return inspect(arguments)
-        case "release withdraw":
-            return withdraw_release(arguments)
-    return amend(arguments)

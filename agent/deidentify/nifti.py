@@ -7,13 +7,15 @@ from __future__ import annotations
 import io
 import math
 import struct
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import nibabel
 import numpy as np
 
 from agent.deidentify import prescan
 from agent.deidentify.errors import FileRejectedError
+
+if TYPE_CHECKING:
+    import nibabel
 
 GZIP_MAGIC: Final = b"\x1f\x8b"
 _NIFTI1: Final = (348, 344, b"n+1\0")  # header size, offset and text of the magic
@@ -23,15 +25,16 @@ _GZIP: Final = 31  # zlib's name for the container
 
 def looks_like_nifti(data: bytes) -> bool:
     """True for a single-file NIfTI-1 or NIfTI-2, plain, or for anything gzipped."""
-    return data.startswith(GZIP_MAGIC) or _version(data) is not None
+    return data.startswith(GZIP_MAGIC) or _version(data) > 0
 
 
-def _version(data: bytes) -> type[nibabel.Nifti1Image] | None:
-    for (size, offset, magic), kind in ((_NIFTI1, nibabel.Nifti1Image), (_NIFTI2, nibabel.Nifti2Image)):
+def _version(data: bytes) -> int:
+    """1 or 2; 0 for another format."""
+    for number, (size, offset, magic) in enumerate((_NIFTI1, _NIFTI2), 1):
         sizes = (struct.pack("<i", size), struct.pack(">i", size))
         if data[:4] in sizes and data[offset : offset + len(magic)] == magic:
-            return kind
-    return None
+            return number
+    return 0
 
 
 def inflate(data: bytes, max_bytes: int) -> bytes:
@@ -54,9 +57,12 @@ def clean(data: bytes, max_pixels: int) -> bytes:
     Raises:
         FileRejectedError: ``not_dicom`` (neither format), ``truncated``, ``too_large``, ``undecodable``.
     """
-    kind = _version(data)
-    if kind is None:
+    import nibabel  # noqa: PLC0415 - the agent only asks what a file looks like; its reader has imported it
+
+    version = _version(data)
+    if not version:
         raise FileRejectedError("not_dicom")
+    kind = nibabel.Nifti1Image if version == 1 else nibabel.Nifti2Image
     header = kind.header_class.from_fileobj(io.BytesIO(data[: kind.header_class.sizeof_hdr]), check=True)
     shape, dtype = header.get_data_shape(), header.get_data_dtype()
     while len(shape) > 3 and shape[-1] == 1:

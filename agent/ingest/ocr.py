@@ -21,7 +21,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from scipy import ndimage
 
 from agent.deidentify.record import Record
 from protos.common.errors import WorkerError
@@ -158,6 +157,8 @@ def suspicious(words: Collection[str], needles: Collection[str] = (), least_lett
 
 def _variants(picture: Picture) -> Iterator[Picture]:
     """Dark on light, as tesseract wants it: the image, its thin bright structures, its thin dark ones."""
+    from scipy import ndimage  # noqa: PLC0415 - without [ocr] nothing waits for scipy
+
     scale = min(_MOST_SCALE, max(_LEAST_SCALE, _SIDE / max(picture.shape)))
     opened = ndimage.grey_opening(picture, size=(_STROKE, _STROKE))
     closed = ndimage.grey_closing(picture, size=(_STROKE, _STROKE))

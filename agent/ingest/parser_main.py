@@ -12,6 +12,7 @@ from functools import partial
 from typing import IO, Any, Final
 
 import imagecodecs
+import nibabel  # noqa: F401 - for agent.deidentify.nifti: once it is confined, no library can start threads
 import numpy as np
 import pydicom
 from pydicom import Dataset

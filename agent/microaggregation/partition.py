@@ -22,8 +22,6 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.cluster.hierarchy import linkage
-from scipy.spatial.distance import squareform
 
 from agent.domain import Clusters, Latents
 from agent.errors import CohortTooSmallError
@@ -213,6 +211,9 @@ def _bisect(codes: Codes, cut: int) -> NDArray[np.bool_]:
 
 def _harvest(codes: Codes, m: int, size: int) -> Assignment:
     """Cut m clusters of ``size`` from Ward's tree, bottom-up; leftovers join the nearest, one each."""
+    from scipy.cluster.hierarchy import linkage  # noqa: PLC0415 - what only asks for sizes does not wait for scipy
+    from scipy.spatial.distance import squareform  # noqa: PLC0415 - as above
+
     n = len(codes)
     assignment = np.full(n, -1, np.int64)
     pending: dict[int, NDArray[np.int64]] = {i: np.array([i]) for i in range(n)}

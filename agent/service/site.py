@@ -1,14 +1,12 @@
-"""Short work on a site, as acts with named fields: done here, or by the service that runs on this machine.
+"""Short work on a site, as acts with named fields; the running service and a command alone do the same.
 
-One process writes a site's ledger. Where ``serve`` holds it, a command asks it over the control socket
-(:mod:`protos.service`); where nothing runs, the command opens the ledger for as long as its act takes. Both run the
-same functions of this module.
+See :mod:`agent.service.commands` for which of the two does it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,9 +21,7 @@ from agent.storage import projects
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.site_ledger import initialise_ledger
 from policies.governance import acts
-from policies.ledger.store import LedgerBusyError
-from policies.review.rules import Finding, Verdict
-from protos.service.control_client import ask_or_do
+from policies.review.rules import Verdict
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -44,7 +40,8 @@ def send(site: Site, release: str) -> dict[str, Any]:
     """Hand over a release that is kept: approved, or not answered yet.
 
     Returns:
-        ``mechanism`` ("" where the site itself refuses) and ``verdict``, see :func:`read_verdict`.
+        ``mechanism`` ("" where the site itself refuses) and ``verdict``, as
+        :func:`agent.service.commands.read_verdict` reads it.
     Raises:
         CoordinatorUnreachableError: no verdict yet; it is kept.
     """
@@ -76,7 +73,7 @@ def amend(site: Site) -> dict[str, Any]:
     """Put ``policy.toml`` of the home directory in force: here, and at the coordinator.
 
     Returns:
-        ``verdict``, see :func:`read_verdict`.
+        ``verdict``, see :func:`agent.service.commands.read_verdict`.
     """
     from agent import runtime as runtimes  # noqa: PLC0415 - as in :func:`send`
 
@@ -93,27 +90,19 @@ ACTS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
 )
 
 
-@contextmanager
-def site_acts(root: Path, say: Callable[[str, str], None]) -> Iterator[acts.Acts]:
-    """The acts on a site: through the service that runs in its directory, or here where none runs.
-
-    ``say``: hears of the steps of what is done here: also of what an interrupted command left.
+def carry_out(root: Path, say: Callable[[str, str], None], act: str, fields: Mapping[str, Any]) -> Any:
+    """One act, in a process that opens the site's ledger for it.
 
     Raises:
-        ServiceRefusedError: the service runs under another user, or is of another version.
+        LedgerBusyError: another process has the ledger.
     """
     home = SiteDirectory(root)
-
-    def here(act: str, **fields: Any) -> Any:
-        ledger = BorrowedLedger(home, say)
-        if act in acts.ACTS:
-            with ledger.write() as store:
-                initialise_ledger(home, store)
-                return acts.carry_out(store, acts.ACTS[act], fields)
-        return ACTS[act](Site(home, ledger, open_log(root / "agent.log")), **fields)
-
-    with ask_or_do(root, here, LedgerBusyError) as one:
-        yield one
+    ledger = BorrowedLedger(home, say)
+    if act in acts.ACTS:
+        with ledger.write() as store:
+            initialise_ledger(home, store)
+            return acts.carry_out(store, acts.ACTS[act], fields)
+    return ACTS[act](Site(home, ledger, open_log(root / "agent.log")), **fields)
 
 
 def site_app(home: SiteDirectory, ledger: SharedLedger, log: Any) -> FastAPI:
@@ -130,11 +119,6 @@ def site_app(home: SiteDirectory, ledger: SharedLedger, log: Any) -> FastAPI:
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
     return {"level": verdict.level, "findings": [{"rule": f.rule, "detail": f.detail} for f in verdict.findings]}
-
-
-def read_verdict(told: Mapping[str, Any]) -> Verdict:
-    """A verdict as the acts tell it."""
-    return Verdict(tuple(Finding(f["rule"], f["detail"]) for f in told["findings"]), told["level"])
 
 
 def project_of(home: SiteDirectory, release: str) -> str:

@@ -19,8 +19,6 @@ from typing import Final
 
 from pydicom._dicom_dict import DicomDictionary
 from pydicom.datadict import tag_for_keyword
-from pydicom.sr._concepts_dict import concepts
-from pydicom.sr._snomed_dict import mapping
 
 from agent.deidentify.ps315 import table
 
@@ -165,6 +163,8 @@ def concept(scheme: str, value: str) -> str | None:
 
     SNOMED-RT codes count by their SNOMED-CT successor.
     """
+    from pydicom.sr._snomed_dict import mapping  # noqa: PLC0415 - as in `_concepts`
+
     if scheme in _OLD_SNOMED:
         scheme, value = "SCT", mapping["SRT"].get(value, "")
     return _concepts().get((scheme, value))
@@ -177,6 +177,8 @@ def meanings() -> Iterable[str]:
 
 @cache
 def _concepts() -> dict[tuple[str, str], str]:
+    from pydicom.sr._concepts_dict import concepts  # noqa: PLC0415 - the reader of files needs it, and the agent not
+
     found: dict[tuple[str, str], str] = {}
     listing: dict[str, dict[str, dict[str, tuple[str, list[int]]]]] = dict(concepts)  # type: ignore[arg-type]  # annotated as object
     for scheme, keywords in listing.items():

@@ -1,0 +1,44 @@
+"""How a command gets short work done: by the service that runs on this machine, or by itself.
+
+One process writes a site's ledger. Where ``serve`` holds it, a command asks it over the control socket
+(:mod:`protos.service`); where nothing runs, the command opens the ledger for as long as its act takes. Both run the
+functions of :mod:`agent.service.site`, which a command that only asks does not import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from policies.ledger.store import LedgerBusyError
+from policies.review.rules import Finding, Verdict
+from protos.service.control_client import ask_or_do
+
+if TYPE_CHECKING:
+    from policies.governance.acts import Acts
+
+
+@contextmanager
+def site_acts(root: Path, say: Callable[[str, str], None]) -> Iterator[Acts]:
+    """The acts on a site: through the service that runs in its directory, or here where none runs.
+
+    ``say``: hears of the steps of what is done here: also of what an interrupted command left.
+
+    Raises:
+        ServiceRefusedError: the service runs under another user, or is of another version.
+    """
+
+    def here(act: str, **fields: Any) -> Any:
+        from agent.service.site import carry_out  # noqa: PLC0415 - half a second that a question to the service saves
+
+        return carry_out(root, say, act, fields)
+
+    with ask_or_do(root, here, LedgerBusyError) as do:
+        yield do
+
+
+def read_verdict(told: Mapping[str, Any]) -> Verdict:
+    """A verdict as the acts tell it."""
+    return Verdict(tuple(Finding(f["rule"], f["detail"]) for f in told["findings"]), told["level"])
