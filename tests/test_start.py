@@ -205,8 +205,8 @@ def test_what_does_not_learn_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     ("module", "never"),
     [
-        ("agent.cli.ledger", HEAVY - {"cryptography"}),
-        ("agent.cli.made_release", HEAVY - {"cryptography"}),
+        ("agent.cli.ledger", HEAVY - {"cryptography", "rich", "apsw"}),
+        ("agent.cli.made_release", HEAVY - {"cryptography", "rich"}),
         ("agent.runtime", {"torch", "scipy", "fastapi"}),
         ("agent.cli.serve", {"torch", "scipy", "fastapi"}),
         ("agent.cli.ingest", {"torch", "scipy", "fastapi", "grpc"}),
