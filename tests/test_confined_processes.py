@@ -212,11 +212,11 @@ def ended(process: int) -> bool:
 
 PARENT = """
 import signal, sys, threading, time
-from agent.deidentify.admission_rules import Rules
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.deidentifier import Deidentifier
 from agent.ingest.parser_process import ParserProcess
 
-reader = ParserProcess(Rules(frozenset({"CT"})), Deidentifier(bytes(32)))
+reader = ParserProcess(AdmissionRules(frozenset({"CT"})), Deidentifier(bytes(32)))
 reader._start()
 print(reader.pid, flush=True)
 threading.Event().wait()

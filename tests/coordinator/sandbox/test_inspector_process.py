@@ -112,9 +112,9 @@ def test_what_is_not_expected_is_refused_with_the_reason(tmp_path: Path) -> None
 
 BUSY = """
 import os, sys, threading
-from coordinator.sandbox.inspector_process import Limits, run_confined
+from coordinator.sandbox.inspector_process import InspectionLimits, run_confined
 descriptor = os.open(os.devnull, os.O_RDONLY)
-limits = Limits(cpu_seconds=900, wall_seconds=900.0)
+limits = InspectionLimits(cpu_seconds=900, wall_seconds=900.0)
 threading.Thread(target=run_confined, args=("busy", {}, descriptor, limits, sys.argv[1:])).start()
 """
 

@@ -24,18 +24,19 @@ from agent.federation import supernode, supernode_main
 from agent.federation.tasks import Reply, RoundTask
 
 FAULT: dict[str, str | None] = {"now": None}
+READ, WRITE = supernode.read_task, supernode.records_of  # they are replaced below
 
 
 def _read_task(kind: str, content: RecordDict) -> RoundTask:
     """Note what to do wrong."""
-    task = supernode.read_task(kind, content)
+    task = READ(kind, content)
     FAULT["now"] = json.loads(task.config).get("rogue", {}).get(SITE) if task.kind == "train" else None
     return task
 
 
 def _records_of(reply: Reply) -> RecordDict:
     """What a site would send that does not run our code."""
-    made, fault = supernode.records_of(reply), FAULT["now"]
+    made, fault = WRITE(reply), FAULT["now"]
     if fault == "extra":
         made["metrics"] = MetricRecord({"num-examples": 10**9})
     elif fault is not None:

@@ -142,12 +142,12 @@ def test_what_is_known_is_not_asked_for_again(pacs: Pacs, theirs: dict[str, byte
 def test_it_goes_on_after_kill_9_of_the_agent(pacs: Pacs, theirs: dict[str, bytes], tmp_path: Path) -> None:
     program = (
         "import sys\nfrom pathlib import Path\nfrom agent.pacs.dicomweb.config import DicomWebArchive\n"
-        "from agent.pacs.archive import Query\nfrom agent.storage.spool import Spool\n"
-        "from agent.pacs.dicomweb.wado import WadoRetriever, Sink\n"
+        "from agent.pacs.archive import ArchiveQuery\nfrom agent.storage.spool import Spool\n"
+        "from agent.pacs.dicomweb.wado import WadoRetriever, InstanceSink\n"
         "web = DicomWebArchive('ward', sys.argv[1], user=sys.argv[2], password_file=Path(sys.argv[3]),\n"
         "                      least_free_bytes=0, per_minute=1200)\n"
-        "sink = Sink(Spool(Path(sys.argv[4]), bytes(range(32))), lambda uid: False)\n"
-        "WadoRetriever(web, sink, progress=lambda brought, known: print(brought, flush=True)).run(Query())\n"
+        "sink = InstanceSink(Spool(Path(sys.argv[4]), bytes(range(32))), lambda uid: False)\n"
+        "WadoRetriever(web, sink, progress=lambda brought, known: print(brought, flush=True)).run(ArchiveQuery())\n"
     )
     arguments = [pacs.dicomweb_url, pacs.user, str(secret(tmp_path, pacs.password)), str(tmp_path / "inbox")]
     with subprocess.Popen(
