@@ -41,7 +41,8 @@ import numpy as np, torch
 from agent.models.stylegan.network import StyleGanShape
 from agent.models.stylegan.training import GanConfig, train_generator
 images = np.load(sys.argv[1])
-config = GanConfig(StyleGanShape(8, 1, 8, 8, 1, 64, 8), 10**6, 3, batch=4, r1_every=2, checkpoint_every=3, say_every=1)
+shape = StyleGanShape(8, 1, 8, 8, 1, 64, 8)
+config = GanConfig(shape, 10**6, 3, batch=4, r1_every=2, checkpoint_every=3, say_every=1)
 train_generator(images, config, Path(sys.argv[2]), lambda p: print(p.step, flush=True))
 """
 

@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
-from agent.event_log import open_log
-from agent.runtime import open_runtime, recover_at_startup
+from agent.runtime import open_runtime
 from agent.service.ledger_access import SharedLedger
 from agent.service.site import ACTS, site_app
 from policies.governance import acts
-from policies.ledger.backends.sqlite import open_sqlite, read_lines
-from policies.ledger.store import LedgerBusyError
+from policies.ledger.backends.sqlite import read_lines
 from protos.identity.key_files import pem, write_private
 from protos.service.control_client import SOCKET
-from protos.service.control_socket import control_socket
 from tests.support.command_line import CommandResult, Typed, at, typed
 from tests.support.federation_world import Federation, Site
 from tests.support.ledger_world import Person
 from tests.support.release_site import filled, held, kept, killed, site
+from tests.support.site_serving import serving
 
 __all__ = ["site", "typed"]  # fixtures
 
 PERSONS = {"dpo-1": "compliance", "physician-1": "hospital"}
-
-
-@contextmanager
-def serving(site: Site) -> Iterator[None]:
-    """The part of ``serve`` that holds the ledger."""
-    with open_runtime(site.home.root, lambda *_: None) as runtime:
-        recover_at_startup(runtime)
-        log = open_log(site.home.root / "agent.log")
-        with control_socket(site.home.root, site_app(site.home, SharedLedger(runtime), log), log):
-            with pytest.raises(LedgerBusyError, match=r"process \d+ is writing the ledger: wait until it has ended"):
-                open_sqlite(site.home.root / "ledger.db")
-            yield
 
 
 def governed(typed: Typed, site: Site, folder: Path) -> list[CommandResult]:
