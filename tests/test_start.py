@@ -105,8 +105,8 @@ print(json.dumps(found))
 """
 LIGHT: Final = frozenset(
     {
-        *("administration", "backup", "cohort", "console", "doctor", "ingest", "ledger", "quarantine", "release"),
-        *("release_kanonymous", "serve", "setup"),
+        *("administration", "backup", "cohort", "console", "doctor", "ingest", "ledger", "quarantine"),
+        *("made_release", "release_kanonymous", "serve", "setup"),
     }
 )
 WITH_TORCH: Final = frozenset(  # every other command does without, but for vetting, rounds and heads that come in

@@ -145,7 +145,8 @@ def _propose(arguments: argparse.Namespace, tools: CliContext) -> None:
         meant = do("ledger/propose", account=arguments.account, budget=arguments.budget)
     roles = sorted(APPROVING)
     needed = f"{' and '.join(roles)}, one of each" if meant["more"] else f"one of {', '.join(roles)}"
-    tools.say(f"sign: limit {arguments.account} {meant['epsilon'] or meant['limit']}  (needed: {needed})")
+    epsilon, limit = meant["epsilon"], meant["limit"]
+    tools.say(f"sign: limit {arguments.account} {epsilon or limit}  (needed: {needed})")
 
 
 def _limit(arguments: argparse.Namespace, tools: CliContext) -> None:

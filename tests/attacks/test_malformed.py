@@ -22,10 +22,10 @@ from flwr.proto.fleet_pb2 import PushMessagesRequest
 
 from coordinator.gateway import guard, service
 from coordinator.gateway import server as port
-from coordinator.gateway.calls import AGENT, JOINING, OPERATING
+from coordinator.gateway.calls import AGENT, JOINING, OPERATING, RETURNING
 from coordinator.gateway.guard import ROLES
 from protos.federation.messages import FLEET_CALLS
-from protos.identity.certificates import agent_name, certify, joining_name
+from protos.identity.certificates import agent_name, certify, joining_name, returning_name
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.attacks.ground import SERVICE, Code, Ground, Pass, call, now, refusal
@@ -75,8 +75,14 @@ def channels(ground: Ground, site: Site) -> Iterator[Mapping[str, grpc.Channel]]
     """One for each role."""
     ground.with_fleet()
     joining = drawn(joining_name("site-n"), ground.federation)
-    with ground.as_site(site) as own, ground.channel(*joining.pair) as waiting, ground.as_operator() as operator:
-        yield {AGENT: own, JOINING: waiting, OPERATING: operator}
+    away = drawn(returning_name("site-a"), ground.federation)
+    with (
+        ground.as_site(site) as own,
+        ground.channel(*joining.pair) as waiting,
+        ground.channel(*away.pair) as returning,
+        ground.as_operator() as operator,
+    ):
+        yield {AGENT: own, JOINING: waiting, RETURNING: returning, OPERATING: operator}
 
 
 def of_agents() -> int:

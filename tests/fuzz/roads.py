@@ -121,9 +121,8 @@ def volume(data: bytes) -> bool:
     record = _answered(data, "PX84629173")
     if record is None:
         return False
-    head = nibabel.Nifti1Image.header_class
-    if nifti._version(record.payload) is nibabel.Nifti2Image:
-        head = nibabel.Nifti2Image.header_class
+    kind = nibabel.Nifti2Image if nifti._version(record.payload) == 2 else nibabel.Nifti1Image
+    head = kind.header_class
     clean = head.from_fileobj(io.BytesIO(record.payload))
     _promise(clean["descrip"].item() == b"" and clean["aux_file"].item() == b"", "words in a header")
     _promise(len(clean.extensions) == 0, "an extension came out")

@@ -330,7 +330,7 @@ def test_alignment_is_of_the_condition_that_was_asked_for(work: DistillWork) -> 
     ("change", "told"),
     [
         ({"seeds": ()}, "seeds"),
-        ({"pictures": 0}, "pictures"),
+        ({"pictures": 0}, "images"),
         ({"shares": (0.5, 0.1, 1.0)}, "rise"),
         ({"shares": (0.1, 0.5)}, "rise"),
         ({"shares": (0.0, 1.0)}, "rise"),
