@@ -38,6 +38,7 @@ from policies.review.policy import strictest
 from policies.review.rules import Verdict
 from policies.statements import PAYLOAD_TYPE, Amendment, Release, Statement, StatementError, encode, parse
 from protos.common.dsse import open_sealed, seal
+from protos.identity.key_files import KeyFileError
 from protos.protocol_version import COMPRESSED
 
 ERR = Console(stderr=True, highlight=False)
@@ -140,13 +141,11 @@ def _read(envelope: bytes, key: Ed25519PrivateKey) -> Release:
     return statement
 
 
-def sync_with_coordinator(runtime: AgentRuntime) -> bool:
+def sync_with_coordinator(runtime: AgentRuntime) -> None:
     """Meet the coordinator: its ledger must extend what was seen; after a restore, show every receipt first.
 
     Then the certificate is renewed, if two thirds of its life are over. One that has ended is replaced first.
 
-    Returns:
-        Whether there is a new certificate.
     Raises:
         CoordinatorUnreachableError: it does not answer; or its ledger forked, and nothing goes to it; or this site's
         own ledger is
@@ -154,13 +153,7 @@ def sync_with_coordinator(runtime: AgentRuntime) -> bool:
         Refused: it does not take the receipts.
     """
     watch, key, now = runtime.watch, runtime.home.sign_key(), dt.datetime.now(dt.UTC)
-    try:
-        returned = come_back(runtime.home, return_over_grpc(runtime.settings.proxy), now)
-    except agent_errors.SiteConfigError as error:  # the coordinator's refusal, or an answer of no use
-        raise agent_errors.CoordinatorUnreachableError(str(error)) from None
-    if returned:  # the certificate had ended
-        runtime.gateway.take_up(Credentials(runtime.home.keys))
-        runtime.log.info("certificate_renewed")
+    _take_up_certificate(runtime, now)
     runtime.gateway.hello()  # first look, then cosign: what was seen before a restore is not in the ledger
     if watch.must_present and runtime.settings.site in runtime.site.ledger.store.state.sites_awaited:
         # what it would show is not all there was; its certificate is renewed all the same
@@ -174,10 +167,24 @@ def sync_with_coordinator(runtime: AgentRuntime) -> bool:
         watch.presented()
         ERR.print(f"the coordinator's ledger was restored: {lost} grant(s) it had lost were shown to it")
     runtime.gateway.hello(watch.cosigned(runtime.settings.site, key, int(time.time())))
-    renewed = runtime.gateway.renew(now, random.SystemRandom().uniform(-0.05, 0.05))
-    if renewed:
+    if runtime.gateway.renew(now, random.SystemRandom().uniform(-0.05, 0.05)):
         runtime.log.info("certificate_renewed")
-    return renewed or returned
+
+
+def _take_up_certificate(runtime: AgentRuntime, now: dt.datetime) -> None:
+    """Replace a certificate that has ended; and go on with one that another process has got meanwhile.
+
+    Raises:
+        CoordinatorUnreachableError: the coordinator gives none, or the files of the certificate cannot be used.
+    """
+    try:
+        if come_back(runtime.home, return_over_grpc(runtime.settings.proxy), now):
+            runtime.log.info("certificate_renewed")
+        credentials = Credentials(runtime.home.keys)
+    except (agent_errors.SiteConfigError, KeyFileError) as error:
+        raise agent_errors.CoordinatorUnreachableError(str(error)) from None
+    if credentials.number != runtime.gateway.certificate:
+        runtime.gateway.take_up(credentials)
 
 
 def require_current_coordinator(runtime: AgentRuntime) -> None:

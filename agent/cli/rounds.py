@@ -86,5 +86,9 @@ def _listen(
 
 def _keep_in_touch(runtime: AgentRuntime, link: SuperNodeLink) -> None:
     """Greet the coordinator; the link opens its channel anew when the certificate is another one."""
-    if sync_with_coordinator(runtime):
-        link.renew()
+    before = runtime.gateway.certificate
+    try:
+        sync_with_coordinator(runtime)
+    finally:  # also where the coordinator ended the greeting: the link's channel has the old one
+        if runtime.gateway.certificate != before:
+            link.renew()

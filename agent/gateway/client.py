@@ -249,6 +249,11 @@ class GatewayClient:
             self._open_anew()
         return True
 
+    @property
+    def certificate(self) -> str:
+        """The number of the certificate in use, hexadecimal."""
+        return self._credentials.number
+
     def take_up(self, credentials: Credentials) -> None:
         """Go on with another certificate."""
         with self._turn:

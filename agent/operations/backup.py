@@ -17,6 +17,7 @@ from typing import Final
 
 from agent.errors import SiteConfigError
 from agent.gateway.credentials import FILE as TLS
+from agent.gateway.credentials import RETURNING
 from agent.gateway.enrolment import WAITING
 from agent.storage.site_directory import SiteDirectory, origin
 from policies.ledger.backends.snapshots import SnapshotError, consistent_snapshot
@@ -28,7 +29,9 @@ from protos.operations.backup import BOX, BackupManifest, BackupWriter, tells_pa
 TREES: Final = ("watch", "inbox", "quarantine", "logins")
 FEDERATION: Final = "federation.toml"  # in the key directory: there since the site is enrolled
 PUBLIC: Final = frozenset({"coordinator.pub", FEDERATION, "root.crt", "node.pub", "console.crt"})
-PASSING: Final = frozenset({TLS, WAITING, "console.key"})  # made anew where they are missing; they change by the day
+PASSING: Final = frozenset(
+    {TLS, RETURNING, WAITING, "console.key"}
+)  # made anew where they are missing; they change by the day
 _SETTINGS: Final = frozenset({".toml", ".json"})
 _ENDED: Final = re.compile(r"projects/[a-z0-9-]+/ended")
 PROJECT_KEY: Final = re.compile(r"projects/([a-z0-9-]+)/key")

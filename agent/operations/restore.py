@@ -331,10 +331,11 @@ def _assembled(
 
 def _compared(manifest: BackupManifest, secrets: Mapping[str, bytes]) -> tuple[set[str], set[str]]:
     """Are these the keys that the backup names? The projects whose key is not there, and those that have ended."""
-    wrong = [name for name, known in manifest.keys.items() if name in secrets and key_mark(secrets[name]) != known]
+    lasting = {name: known for name, known in manifest.keys.items() if name not in PASSING}
+    wrong = [name for name, known in lasting.items() if name in secrets and key_mark(secrets[name]) != known]
     if wrong:
         raise BackupError(f"these keys differ from those of the backup: {', '.join(sorted(wrong))}")
-    missing = {name for name in manifest.keys if name not in secrets}
+    missing = {name for name in lasting if name not in secrets}
     gone = {found.group(1) for name in missing if (found := PROJECT_KEY.fullmatch(name))}
     needed = sorted(name for name in missing if not PROJECT_KEY.fullmatch(name))
     if needed:

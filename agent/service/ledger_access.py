@@ -101,8 +101,9 @@ class SharedLedger:
     @contextlib.contextmanager
     def work(self, project: str = site_directory.MAIN, *, greeted: bool = True) -> Iterator[Opened]:
         """The same runtime with a vault of its own: one connection serves one thread, and SQLite separates two."""
-        del greeted  # `serve` keeps in touch
         with self._one:
+            if greeted:  # `serve` keeps in touch, and the last time may be a while ago
+                self._runtime.gateway.hello()
             vault = projects.open_vault(self._runtime.home, project)
             try:
                 # the policy of now, which an amendment may have changed since `serve` began

@@ -109,7 +109,7 @@ def site_app(home: SiteDirectory, ledger: SharedLedger, log: Any) -> FastAPI:
     """What answers at the control socket of a service that holds the ledger."""
     from protos.service.control_app import add_act, control_app  # noqa: PLC0415 - a web framework: commands need none
 
-    app, site = control_app("agent", version("lazaret")), Site(home, ledger, log)
+    app, site = control_app("agent", version("lazaret"), log), Site(home, ledger, log)
     for name, act in acts.ACTS.items():
         add_act(app, name, act, lambda act, fields: acts.carry_out(ledger.read(), act, fields))
     for name, act in ACTS.items():

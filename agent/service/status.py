@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
@@ -100,22 +101,23 @@ def _roads(home: SiteDirectory) -> Iterator[Step]:
 
 
 def _images(home: SiteDirectory) -> Iterator[Step]:
-    waiting = rejected = 0
+    waiting, rejected = Counter[str](), Counter[str]()
     for name in projects.names(home):
         inbox, quarantine = projects.project_folders(home, name)
-        waiting += sum(not file.startswith(".") for file in _files(inbox))
-        rejected += sum(file.count(".") == 2 for file in _files(quarantine))
-    more = f"{waiting} received files wait to be read" if waiting else ""
-    patients = read_only_access.records(home).most
-    if patients:
-        yield Step(IMAGES, "images", said="; ".join(filter(None, (f"of {patients} patients", more))))
+        waiting[name] = sum(not file.startswith(".") for file in _files(inbox))
+        rejected[name] = sum(file.count(".") == 2 for file in _files(quarantine))
+    more = f"{waiting.total()} received files wait to be read" if waiting.total() else ""
+    if read_only_access.records(home).most:  # how many patients is not said
+        yield Step(IMAGES, "images", said="; ".join(filter(None, ("there are some", more))))
     else:
-        words = (
-            "lazaret-agent ingest" if waiting else "send images to the receiver of `serve`, or: lazaret-agent ingest"
-        )
+        words = "send images to `serve`, or: lazaret-agent ingest"
+        if waiting.total():
+            words = f"lazaret-agent ingest --project {waiting.most_common(1)[0][0]}"
         yield Step(IMAGES, "images", "; ".join(filter(None, ("there are none yet", more))), words)
-    if rejected:
-        yield Step(IMAGES, "rejected files", f"{rejected} files were rejected", "lazaret-agent quarantine list")
+    for name, count in sorted(rejected.items()):
+        if count:
+            words = f"lazaret-agent quarantine list --project {name}"
+            yield Step(IMAGES, f"rejected files of {name}", f"{count} files were rejected", words)
 
 
 def _files(folder: os.PathLike[str]) -> list[str]:
@@ -140,6 +142,9 @@ def _people(home: SiteDirectory) -> Iterator[Step]:
 
 def _ready(home: SiteDirectory, store: Store) -> Iterator[Step]:
     policy, state = site_policy(home, store), store.state
+    if state.frozen(home.settings().site):
+        told = "this site was restored from a backup, and is granted nothing before it has shown what it lost"
+        yield Step(RELEASE, "recovery", told, "lazaret-agent recover --shared EXPORT, see deploy/docs/restore.md")
     for role in sorted(policy.approvals - state.office()):
         words = f"lazaret-agent ledger person KEY-FILE, then: lazaret-agent ledger appoint NAME {role} PUBLIC-KEY"
         yield Step(RELEASE, f"a person of {role}", "the policy wants one to approve, and nobody is appointed", words)
@@ -148,7 +153,7 @@ def _ready(home: SiteDirectory, store: Store) -> Iterator[Step]:
         yield Step(RELEASE, "people", said=f"a release is approved by {wanted}")
     patients = read_only_access.records(home).most
     if patients < policy.k_min:
-        told = f"a k-anonymous release needs {policy.k_min} patients, and there are {patients}"
+        told = f"a k-anonymous release needs {policy.k_min} patients, and no project has so many"
         yield Step(RELEASE, "cohort", told, "ingest more images; `lazaret-agent cohort` counts them")
     for name, account in sorted(state.accounts.items()):
         if account.left > 0:

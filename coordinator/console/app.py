@@ -58,7 +58,7 @@ def beside(parts: CoordinatorRuntime) -> Iterator[tuple[str, ...]]:
         parts.home, parts.store, parts.sessions, parts.runs.root, parts.shelf.staging, lambda: dt.datetime.now(dt.UTC)
     )
     with ExitStack() as stack:
-        stack.enter_context(control_socket(parts.home.root, coordinator_app(parts.store), parts.log))
+        stack.enter_context(control_socket(parts.home.root, coordinator_app(parts.store, parts.log), parts.log))
         told = (stack.enter_context(_console(parts, settings)),) if settings is not None else ()
         page, live, ready = metrics.metrics(watched), metrics.live(watched), metrics.ready(watched)
         port = stack.enter_context(watched_over(settings, page, live, ready))

@@ -372,8 +372,12 @@ class Authority:
                 raise JoinError("this site takes no part any more: ask for a new invitation")
             if self._spoiled(site, key):
                 raise JoinError(_SPOILED)
-            if key not in known.values():  # after a restore of the coordinator: whether it was revoked is unknown
+            numbers = [number for number, issued in state.issued.items() if issued.site == site]
+            own = [at for at, number in enumerate(numbers) if known.get(number) == key]
+            if not own:  # after a restore of the coordinator: whether it was revoked is unknown
                 raise JoinError("the coordinator does not know this certificate's key: ask for a new invitation")
+            if any(number in state.revoked for number in numbers[own[0] :]):  # who took that one may have older ones
+                raise JoinError("a later certificate of this site was revoked: ask for a new invitation")
             statement = parse(open_sealed(envelope, PAYLOAD_TYPE, {site: enrolled.sign_key}).payload)
             if not isinstance(statement, Return) or statement.site != site:
                 raise JoinError("this is not the site's request for a certificate")

@@ -44,11 +44,11 @@ def ledger_acts(arguments: argparse.Namespace) -> Iterator[acts.Acts]:
         yield do
 
 
-def coordinator_app(store: Store) -> FastAPI:
+def coordinator_app(store: Store, log: Any) -> FastAPI:
     """What answers at the control socket of a coordinator that serves."""
     from protos.service.control_app import add_act, control_app  # noqa: PLC0415 - a web framework: commands need none
 
-    app = control_app("coordinator", version("lazaret"))
+    app = control_app("coordinator", version("lazaret"), log)
     for name, act in ACTS.items():
         add_act(app, name, act, lambda act, fields: acts.carry_out(store, act, fields))
     return app

@@ -16,7 +16,7 @@ from policies.ledger.read_only import read_store
 from policies.ledger.state import State
 from policies.ledger.store import LedgerUnsoundError
 from policies.review.policy import PolicyError
-from protos.common.errors import ConfigError
+from protos.common.errors import ConfigError, RefusedError, UnreachableError
 from protos.identity.certificates import fingerprint
 from protos.identity.key_files import KeyFileError
 from protos.operations.next_steps import Step, answered, collect, disk
@@ -32,7 +32,7 @@ PARTS: Final = {
     "logs": ("coordinator.log*",),
     "search index": ("search.db*",),
 }
-_EXPECTED: Final = (ConfigError, KeyFileError, LedgerUnsoundError, PolicyError)
+_EXPECTED: Final = (ConfigError, KeyFileError, LedgerUnsoundError, PolicyError, RefusedError, UnreachableError)
 
 
 def steps(home: CoordinatorDirectory, now: dt.datetime) -> list[Step]:

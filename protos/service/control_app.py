@@ -23,12 +23,13 @@ from protos.service.control_client import API, PROBLEM
 Act = Callable[..., Any]  # the first argument is what the service works with, the others are fields
 
 
-def control_app(side: str, version: str) -> FastAPI:
+def control_app(side: str, version: str, log: Any) -> FastAPI:
     """An application that knows ``/v1``: what is running here. A side adds its acts.
 
     Args:
         side: "agent" or "coordinator".
         version: of the program.
+        log: hears of each act by its name.
     """
     app = FastAPI(
         title=f"Lazaret {side}: control socket",
@@ -37,6 +38,8 @@ def control_app(side: str, version: str) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
+
+    app.state.log = log
 
     @app.get(f"/v{API}")
     def about() -> dict[str, Any]:
@@ -66,6 +69,7 @@ def add_act(app: FastAPI, name: str, act: Act, run: Callable[[Act, Mapping[str, 
     )
 
     def carry_out(asked: Any) -> Any:
+        app.state.log.info("control_act", action=name)
         return run(act, asked.model_dump())
 
     carry_out.__annotations__.update({"asked": form, "return": hints.get("return", Any)})
@@ -89,8 +93,12 @@ def as_problem(error: Exception, status: int) -> Response:
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, RequestValidationError):
+        if any(one["type"] == "json_invalid" for one in error.errors()):
+            return "the request is not JSON"
         wrong = sorted({".".join(str(part) for part in one["loc"][1:]) or "the request" for one in error.errors()})
         return f"the service does not take these fields: {', '.join(wrong)[:200]}; see /v{API}/openapi.json"
+    if isinstance(error, HTTPException) and error.status_code not in (404, 405):
+        return "the request cannot be read"
     if isinstance(error, HTTPException):
         return f"the running service has no such path: it may be older than this command; see /v{API}/openapi.json"
     if isinstance(error, OSError):

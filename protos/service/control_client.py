@@ -20,7 +20,7 @@ from protos.common.errors import InvariantError, LedgerIntegrityError, RefusedEr
 SOCKET: Final = "control.sock"  # in the home directory
 API: Final = 1  # the version in every path
 PROBLEM: Final = "application/problem+json"
-_ANSWER_S: Final = 600.0  # an answer may wait for the coordinator
+_ABOUT_S: Final = 10.0  # for the first answer; later ones may wait for an upload of hours
 _BUSY_S: Final = 10.0  # another command, or a service that starts or ends
 
 
@@ -93,11 +93,11 @@ class ControlClient:
             return _ask(self._connection, path, fields)
         except (OSError, http.client.HTTPException):
             raise ServiceAnswerError(
-                "the running service ended before it answered: whether this was done, `ledger show` tells"
+                "the running service ended before it answered: whether this was done, `status` and `ledger show` tell"
             ) from None
 
 
-def connect(home: Path, patience_s: float = _ANSWER_S) -> ControlClient | None:
+def connect(home: Path, patience_s: float = _ABOUT_S) -> ControlClient | None:
     """The service that runs in a home directory; None where none does.
 
     A socket that a killed service left behind refuses connections, and counts as none.
@@ -119,10 +119,13 @@ def connect(home: Path, patience_s: float = _ANSWER_S) -> ControlClient | None:
         about = _ask(connection, "", None)
     except (OSError, http.client.HTTPException):
         connection.close()
-        raise ServiceAnswerError(f"the service in {home.name} does not answer: restart it") from None
+        raise ServiceAnswerError(
+            f"the service in {home.name} does not answer: it is busy; try again, and restart it if that goes on"
+        ) from None
     if not isinstance(about, dict) or about.get("api") != API:
         connection.close()
         raise ServiceRefusedError("the running service is of another version than this command: restart the service")
+    connection.sock.settimeout(None)  # an act takes as long as it takes; if the service ends, the connection does
     return ControlClient(connection, about)
 
 

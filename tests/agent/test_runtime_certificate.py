@@ -31,8 +31,11 @@ def test_it_comes_back_before_its_first_word_and_goes_on(tmp_path: Path) -> None
     with Federation(tmp_path) as federation:
         site = away(federation)
         with open_runtime(site.home.root, lambda *_: None) as runtime:
-            assert sync_with_coordinator(runtime), "there is a new certificate"
-            assert not sync_with_coordinator(runtime), "and no other is needed"
+            before = runtime.gateway.certificate
+            sync_with_coordinator(runtime)
+            assert (now := runtime.gateway.certificate) != before, "there is a new certificate"
+            sync_with_coordinator(runtime)
+            assert runtime.gateway.certificate == now, "and no other is needed"
         assert dt.datetime.now(dt.UTC) + dt.timedelta(hours=23) < Credentials(site.home.keys).not_after
 
 
@@ -56,3 +59,22 @@ def test_enrol_without_an_invitation_brings_a_site_back(tmp_path: Path, typed: T
         assert (said.status, "there is a new one" in said.out) == (0, True), said.err
         said = typed(*at(site), "enrol")
         assert (said.status, "no request of this site is pending" in said.err) == (1, True), said.err
+
+
+def test_what_another_process_brought_is_taken_up(tmp_path: Path, typed: Typed) -> None:
+    """`enrol` beside a service that still has the certificate that ended."""
+    with Federation(tmp_path) as federation:
+        site = away(federation)
+        with open_runtime(site.home.root, lambda *_: None) as runtime:
+            assert typed(*at(site), "enrol").status == 0
+            sync_with_coordinator(runtime)
+            assert runtime.gateway.certificate == Credentials(site.home.keys).number
+
+
+def test_a_key_file_that_others_can_read_ends_no_service(tmp_path: Path) -> None:
+    with Federation(tmp_path) as federation:
+        site = federation.join("site-a")
+        with open_runtime(site.home.root, lambda *_: None) as runtime:
+            (site.home.keys / "tls.pem").chmod(0o644)
+            with pytest.raises(CoordinatorUnreachableError, match="chmod"):
+                sync_with_coordinator(runtime)

@@ -29,7 +29,7 @@ class Log:
     def _told(self, event: str, **more: Any) -> None:
         self.lines.append((event, more))
 
-    warning = error = _told
+    info = warning = error = _told
 
 
 def limit(_store: None, account: str, budget: int = 1) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def limit(_store: None, account: str, budget: int = 1) -> dict[str, Any]:
 
 
 def app() -> Any:
-    made = control_app("agent", "1.2")
+    made = control_app("agent", "1.2", Log())
     add_act(made, "ledger/limit", limit, lambda act, fields: act(None, **fields))
     return made
 

@@ -283,7 +283,6 @@ def open_sqlite(path: Path) -> Sqlite:
             raise LedgerUnsoundError(f"{path.name} cannot be opened ({type(error).__name__})") from None
         flush_directory(path.parent)
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-            os.ftruncate(lock.fileno(), 0)
             os.pwrite(lock.fileno(), b"%d\n" % os.getpid(), 0)
         undo.pop_all()
     return Sqlite(connection, lock, mark_of(path))
@@ -330,10 +329,14 @@ def lock_file(path: Path) -> IO[str]:
     except OSError:
         found = handle.read(32).strip()
         handle.close()
-        who = f"process {found}" if found.isdigit() else "another process"
+        alive = found.isdigit() and os.path.exists(f"/proc/{found}")  # else it is of another container, or has ended
+        who = f"process {found}" if alive else "another process"
         raise LedgerBusyError(
             f"{who} is writing the {path.stem}: wait until it has ended, or stop it first"
         ) from None
+    if os.fstat(handle.fileno()).st_size:  # the number of who had it before
+        with contextlib.suppress(OSError):
+            os.ftruncate(handle.fileno(), 0)
     return handle
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import json
 import os
 import re
@@ -519,6 +520,21 @@ def test_a_backup_that_is_made_while_the_site_works_fits_together(ward: Ward, tm
         assert done.entries == one.entries
         public = SiteDirectory(root).sign_key().public_key().public_bytes_raw()
         assert open_checkpoint(one.manifest.checkpoint, public).size == done.entries
+
+
+@pytest.mark.parametrize("medium", ["of before a renewal", "of before there was a way back"])
+def test_a_copy_of_the_keys_from_before_the_last_renewal_restores_the_site(
+    ward: Ward, tmp_path: Path, medium: str
+) -> None:
+    keys = backup_commands.backups.private_of(files_of(ward.root / "keys"))
+    if medium == "of before there was a way back":
+        del keys["return.pem"]
+    with ward.runtime() as runtime:
+        assert runtime.gateway.renew(dt.datetime.now(dt.UTC) + dt.timedelta(hours=20), 0.0)
+    assert keys["tls.pem"] != (ward.root / "keys" / "tls.pem").read_bytes()
+    backup(ward.site.home, tmp_path / "backup")
+    ward.lose(tmp_path / "gone")
+    assert restore.restore(ward.root, tmp_path / "backup", keys, NONCE).epoch == 2
 
 
 def test_no_key_and_no_patient_is_in_a_backup(ward: Ward, tmp_path: Path) -> None:

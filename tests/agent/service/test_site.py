@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
+
+import pytest
 
 from agent.runtime import open_runtime
 from agent.service.ledger_access import SharedLedger
@@ -118,8 +121,21 @@ def test_a_coordinator_that_does_not_answer_is_one_sentence_there_too(
     with serving(site):
         site.federation.server.stop(0).wait()
         said = typed(*at(site), "release", "send", name)
-    assert (said.status, f"release send {name}" in said.err) == (1, True), said.err
+    assert (said.status, "no answer from the coordinator" in said.err) == (1, True), said.err
     assert kept(site) == [name]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_release_is_withdrawn_nowhere_while_the_coordinator_is_away(
+    typed: Typed, site: Site, tmp_path: Path, beside: bool
+) -> None:
+    killed(site, tmp_path, "before-submit")
+    (name,) = kept(site)
+    with serving(site) if beside else nullcontext():
+        site.federation.server.stop(0).wait()
+        said = typed(*at(site), "release", "withdraw", name)
+    assert said.status == 1, said.out
+    assert (kept(site), held(site)) == ([name], (1, 0)), "nothing is spent or forgotten"
 
 
 def test_the_socket_knows_the_acts_and_no_others(site: Site) -> None:

@@ -80,7 +80,7 @@ def test_files_that_were_rejected_and_files_that_wait_are_counted(typed: Typed, 
             (folder / name).write_bytes(b"x")
         said = typed(*at(site), "status")
         assert "1 received files wait to be read" in said.out
-        assert "lazaret-agent quarantine list" in told(typed, site.home.root)["rejected files"]
+        assert "lazaret-agent quarantine list" in told(typed, site.home.root)["rejected files of main"]
 
 
 def _approvals(site: Site, roles: str) -> None:

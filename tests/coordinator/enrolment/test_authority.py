@@ -639,6 +639,17 @@ def test_who_was_revoked_does_not_come_back(context: Desk) -> None:
     assert len(context.entries(Issued)) == 1
 
 
+def test_who_took_a_later_certificate_does_not_come_back_under_an_older_one(context: Desk) -> None:
+    site = context.site()
+    back = returning(context, site)
+    fresh, _ = context.authority.come_back("a", back, asking(site))
+    number = certificates.number_of(certificates.leaf_of(fresh))
+    context.authority.come_back("a", back, asking(site))
+    context.authority.revoke("a", number, "stolen")
+    with pytest.raises(JoinError, match="a later certificate of this site was revoked"):
+        context.authority.come_back("a", back, asking(site))
+
+
 def test_a_key_that_the_coordinator_forgot_brings_nobody_back(context: Desk) -> None:
     site = context.site()
     back = returning(context, site)

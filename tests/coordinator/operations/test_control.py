@@ -80,5 +80,5 @@ def test_every_decision_says_the_same_and_leaves_the_same_beside_a_service_and_w
 def test_the_socket_knows_the_acts_and_no_others(tmp_path: Path) -> None:
     assert main(["--home", str(tmp_path / "home"), "init", "--policy", "internal"]) == 0
     with open_ledger(CoordinatorDirectory(tmp_path / "home")) as store:
-        paths = coordinator_app(store).openapi()["paths"]
+        paths = coordinator_app(store, None).openapi()["paths"]
     assert {path.removeprefix("/v1").removeprefix("/") for path in paths} == {"", *ACTS}
