@@ -19,7 +19,7 @@ __all__ = ["typed"]  # a fixture
 
 def away(federation: Federation) -> Site:
     """A site whose certificate has ended."""
-    federation.authority._life = dt.timedelta(seconds=3)
+    federation.authority._life = dt.timedelta(seconds=6)
     site = federation.join("site-a")
     federation.authority._life = dt.timedelta(hours=24)
     while dt.datetime.now(dt.UTC) < Credentials(site.home.keys).not_after:

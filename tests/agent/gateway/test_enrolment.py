@@ -409,8 +409,8 @@ def test_it_is_time_to_renew_after_two_thirds_of_the_life(hub: Hub) -> None:
 
 @pytest.fixture
 def brief(tmp_path: Path) -> Iterator[Hub]:
-    """A coordinator whose certificates last for three seconds."""
-    with Hub(tmp_path, life=dt.timedelta(seconds=3)) as made:
+    """A coordinator whose certificates last for six seconds."""
+    with Hub(tmp_path, life=dt.timedelta(seconds=6)) as made:
         yield made
 
 
