@@ -165,6 +165,7 @@ class Visitor:
 
 def axe(page: Page) -> None:
     """Fail if axe-core finds a serious or critical violation in the page; each with the elements that it is about."""
+    page.wait_for_function("() => document.readyState === 'complete' && document.body !== null")
     found: Any = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
     grave = [
         f"{v['id']} ({v['impact']}): {v['help']}: {[node['html'][:160] for node in v['nodes'][:4]]}"

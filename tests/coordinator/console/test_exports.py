@@ -100,7 +100,8 @@ def test_a_person_chooses_a_release_and_takes_its_certificate(served: Served, re
         with chrome.visitor(served.base, crt, key) as visitor:
             visitor.log_in("/exports")
             visitor.page.get_by_label("Release or run").select_option(release)
-            visitor.page.get_by_role("button", name="Choose").click()
+            with visitor.page.expect_navigation():
+                visitor.page.get_by_role("button", name="Choose").click()
             visitor.axe()
             visitor.screenshot("exports")
             with visitor.page.expect_download() as taken:

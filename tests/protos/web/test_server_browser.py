@@ -43,14 +43,16 @@ def test_a_person_logs_in_looks_and_logs_out(served: Console, chrome: Chrome) ->
         visitor.go("/form?told=well")
         visitor.axe()
         visitor.screenshot("kit-login")
-        visitor.page.get_by_role("button", name="Log in as ada").click()
+        with visitor.page.expect_navigation():
+            visitor.page.get_by_role("button", name="Log in as ada").click()
         assert visitor.page.input_value("#f-reason") == "well"
         visitor.axe()
         visitor.go("/")
         visitor.axe()
         visitor.screenshot("kit-first")
         assert visitor.pdf("kit-first").read_bytes().startswith(b"%PDF")
-        visitor.page.get_by_role("button", name="Log out").click()
+        with visitor.page.expect_navigation():
+            visitor.page.get_by_role("button", name="Log out").click()
         visitor.axe()
         assert visitor.go("/").url.endswith("/login")
 
