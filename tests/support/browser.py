@@ -144,8 +144,8 @@ class Visitor:
     def log_in(self, to: str = "/") -> None:
         """As a person does it: open the page, be asked, press the button."""
         self.page.goto(to)
-        self.page.get_by_role("button", name=re.compile("^Log in as ")).click()
-        self.page.wait_for_load_state()
+        with self.page.expect_navigation():
+            self.page.get_by_role("button", name=re.compile("^Log in as ")).click()
 
     def axe(self) -> None:
         """Fail if axe-core finds a serious or critical violation in the page."""
