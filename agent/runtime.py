@@ -148,8 +148,7 @@ def sync_with_coordinator(runtime: AgentRuntime) -> None:
 
     Raises:
         CoordinatorUnreachableError: it does not answer; or its ledger forked, and nothing goes to it; or this site's
-        own ledger is
-            behind what it showed there before.
+            own ledger is behind what it showed there before.
         Refused: it does not take the receipts.
     """
     watch, key, now = runtime.watch, runtime.home.sign_key(), dt.datetime.now(dt.UTC)

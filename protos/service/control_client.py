@@ -83,7 +83,7 @@ class ControlClient:
             path: below ``/v1``.
             fields: of the request, as JSON has them.
         Returns:
-            The answer: what JSON holds, or bytes where the service gives a file.
+            The answer, as JSON has it.
         Raises:
             ServiceRefusedError: the service says no; the text is its sentence.
             ServiceStoppedError, ServiceFaultError: it cannot go on.
@@ -171,8 +171,6 @@ def _ask(connection: _Connection, path: str, fields: Mapping[str, Any] | None) -
     connection.request("GET" if body is None else "POST", f"/v{API}{path}", body, kind)
     answer = connection.getresponse()
     raw, media = answer.read(), answer.headers.get_content_type()
-    if media == "application/octet-stream" and answer.status == 200:
-        return raw
     try:
         told = json.loads(raw)
     except ValueError:
