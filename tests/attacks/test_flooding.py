@@ -349,7 +349,7 @@ def test_a_message_above_the_limit_is_not_even_read(tmp_path: Path) -> None:
 
 def test_a_compressed_message_is_not_inflated_beyond_the_limit(ground: Ground, site: Site) -> None:
     """100 MB of nothing in 100 kB; the server gives up as soon as it grows too large."""
-    with ground.as_site(site) as channel, ground.refused():
+    with ground.as_site(site) as channel, ground.refused(perhaps="bad_message"):
         bomb = gateway_pb2.SealedRequest(key="k", envelope=bytes(100 << 20))
         stub = GatewayStub(channel)
         error = refusal(lambda: stub.Reserve(bomb, compression=grpc.Compression.Gzip, timeout=120))
