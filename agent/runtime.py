@@ -21,7 +21,7 @@ from agent.gateway.client import GatewayClient
 from agent.gateway.credentials import Credentials
 from agent.gateway.enrolment import come_back, return_over_grpc
 from agent.gateway.witness import LedgerWitness
-from agent.release.ports import SiteContext
+from agent.release.ports import CoordinatorClient, SiteContext
 from agent.release.recovery import present, recover
 from agent.release.unsent import listed
 from agent.storage import projects, site_directory
@@ -33,8 +33,8 @@ from policies.ledger.backends.sqlite import open_sqlite
 from policies.ledger.merkle import open_checkpoint
 from policies.ledger.store import Store
 from policies.ledger_service import LedgerService
+from policies.review.policy import Policy, strictest
 from policies.review.policy import parse as parse_policy
-from policies.review.policy import strictest
 from policies.review.rules import Verdict
 from policies.statements import PAYLOAD_TYPE, Amendment, Release, Statement, StatementError, encode, parse
 from protos.common.dsse import open_sealed, seal
@@ -45,16 +45,22 @@ ERR = Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True, slots=True)
-class AgentRuntime:
-    """What a command works with, opened once."""
+class OpenSite:
+    """What a command works with that reads patients: opened once."""
 
     home: site_directory.SiteDirectory
     settings: site_directory.SiteSettings
     site: SiteContext
     vault: Vault
+    log: Any
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRuntime(OpenSite):
+    """The same in the process that writes the site's ledger, and that talks to the coordinator."""
+
     gateway: GatewayClient
     watch: LedgerWitness
-    log: Any
 
 
 @contextmanager
@@ -81,35 +87,59 @@ def open_runtime(
             )
         gateway = GatewayClient(settings.coordinator, Credentials(home.keys), watch, proxy=settings.proxy)
         gateway.own = store.prove
-        patients = vault.patients()
-        if not patients * policy.delta < 1:  # P1; said here, to the site's own operator, and nowhere else
-            raise agent_errors.SiteConfigError(
-                "policy.toml: delta must be below 1 / the number of this site's patients"
-            )
-
-        def step(name: str, detail: str) -> None:
-            log.info("step", step=name)
-            say(name, detail)
-
-        site = SiteContext(
-            name=settings.site,
-            ledger=register,
-            gateway=gateway,
-            vault=vault,
-            seal=lambda statement: _seal(statement, key),
-            read=lambda envelope: _read(envelope, key),
-            new_id=lambda prefix: f"{prefix}-{secrets.token_hex(8)}",
-            say=step,
-        )
+        require_small_delta(vault, policy)
+        site = site_context(home, settings.site, register, gateway, vault, with_log(say, log))
         record_ledger_head(vault, store)
         try:
-            yield AgentRuntime(home, settings, site, vault, gateway, watch, log)
+            yield AgentRuntime(home, settings, site, vault, log, gateway, watch)
         finally:
             gateway.close()
             if not store.stopped:  # else what is durable is unknown
                 record_ledger_head(vault, store)
             _note(vault, "head", [watch.memory.epoch, watch.memory.restored, watch.seen])
             vault.close()
+
+
+def require_small_delta(vault: Vault, policy: Policy) -> None:
+    """P1; said here, to the site's own operator, and nowhere else.
+
+    Raises:
+        SiteConfigError: the policy's delta is too large for so many patients.
+    """
+    if not vault.patients() * policy.delta < 1:
+        raise agent_errors.SiteConfigError("policy.toml: delta must be below 1 / the number of this site's patients")
+
+
+def with_log(say: Callable[[str, str], None], log: Any) -> Callable[[str, str], None]:
+    """Progress for people, of which the log has each step's name."""
+
+    def step(name: str, detail: str) -> None:
+        log.info("step", step=name)
+        say(name, detail)
+
+    return step
+
+
+def site_context(
+    home: site_directory.SiteDirectory,
+    name: str,
+    ledger: LedgerService,
+    gateway: CoordinatorClient,
+    vault: Vault,
+    say: Callable[[str, str], None],
+) -> SiteContext:
+    """The site's parts put together, with its signing key."""
+    key = home.sign_key()
+    return SiteContext(
+        name=name,
+        ledger=ledger,
+        gateway=gateway,
+        vault=vault,
+        seal=lambda statement: _seal(statement, key),
+        read=lambda envelope: _read(envelope, key),
+        new_id=lambda prefix: f"{prefix}-{secrets.token_hex(8)}",
+        say=say,
+    )
 
 
 def record_ledger_head(vault: Vault, store: Store) -> None:

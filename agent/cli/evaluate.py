@@ -23,7 +23,7 @@ from agent.mechanisms.registry import Centroids, PrivImage
 from agent.release.held_out_evaluation import held_out, look, subject_of
 from agent.reports.evaluation import WARNING, render
 from agent.reports.html_page import write
-from agent.runtime import open_runtime
+from agent.service.making import open_making
 from protos.artifacts.arrays import ArtifactFormatError
 from protos.artifacts.byte_source import FileSource
 from protos.artifacts.shards import read_images
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out.exists() or not arguments.out.parent.is_dir():  # a page is never written over
         raise CommandError(f"{arguments.out.name}: name a new file in an existing folder")
     say = lambda step, detail: print_progress(step, detail, arguments.json)  # noqa: E731 - one line of progress
-    with open_runtime(arguments.home, say, arguments.project) as runtime:
+    with open_making(arguments.home, say, arguments.project) as runtime:
         name = str(document(arguments.config, ()).raw.get("mechanism"))
         if name not in _READERS:
             raise CommandError(f"{arguments.config.name}: this command evaluates sets of {' and '.join(_READERS)}")

@@ -21,8 +21,7 @@ from agent.release.packaging import ReleaseFormat
 from agent.release.pipeline import made_as
 from agent.release.ports import ApprovalPending, SignedRelease
 from agent.release.preflight import ReleaseForecast, ReleaseRequest, preflight_review, quote
-from agent.release.resumable import abandon
-from agent.runtime import AgentRuntime, recover_at_startup, require_current_coordinator
+from agent.runtime import OpenSite
 from policies.accounting.accountant import NANO, epsilon_nano, tight_epsilon
 from policies.accounting.claims import Claim, Gaussian, KAnonymous
 from policies.accounting.rounding import epsilon_text
@@ -37,18 +36,6 @@ if TYPE_CHECKING:  # all mechanisms import torch, which not all releases need
     from agent.mechanisms.registry import Remodel, Resumable, Synthesis
 
 
-def start_making(runtime: AgentRuntime, anew: bool) -> None:
-    """Greet the coordinator, find out how the interrupted ended, and give up what was interrupted, if that is said.
-
-    Raises:
-        CoordinatorUnreachableError: see :func:`agent.runtime.require_current_coordinator`.
-    """
-    recover_at_startup(runtime)
-    require_current_coordinator(runtime)
-    if anew:
-        abandon(runtime.site)
-
-
 def asked_for(
     mechanism: Synthesis | Resumable | Remodel, rule: Selection | str, anew: bool, vetted: bool = False
 ) -> ReleaseRequest:
@@ -57,7 +44,7 @@ def asked_for(
     return ReleaseRequest(mechanism, rule, form, vetted, anew)
 
 
-def dry_run(runtime: AgentRuntime, foreseen: ReleaseForecast, asked: ReleaseRequest, as_lines: bool) -> int:
+def dry_run(runtime: OpenSite, foreseen: ReleaseForecast, asked: ReleaseRequest, as_lines: bool) -> int:
     """Print what a release would cost, count and weigh, and what speaks against it; exit 1 if something does.
 
     The coordinator is not contacted, no image is read, and nothing is spent or written. The number of a k-anonymous
@@ -148,7 +135,7 @@ def release_format(arguments: argparse.Namespace, folder: Path, colour: bool = F
 
 
 def run_release(
-    runtime: AgentRuntime,
+    runtime: OpenSite,
     arguments: argparse.Namespace,
     name: str,
     make: Callable[[], tuple[SignedRelease, Verdict]],
@@ -182,7 +169,7 @@ def run_release(
     return (0 if verdict.admitted else 1), signed
 
 
-def print_waiting(runtime: AgentRuntime, waiting: ApprovalPending, as_lines: bool) -> int:
+def print_waiting(runtime: OpenSite, waiting: ApprovalPending, as_lines: bool) -> int:
     """What persons must do for a release that waits; the exit status, 1."""
     r = waiting.signed.release
     runtime.log.info("release_waits", release=r.release)

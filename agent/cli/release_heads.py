@@ -26,7 +26,7 @@ from agent.mechanisms.remodel.mechanism import Remodelled
 from agent.models.training_loop import TrainingProgress
 from agent.release.pipeline import release_heads
 from agent.release.preflight import of_heads
-from agent.runtime import open_runtime
+from agent.service.making import begin_making, open_making
 from agent.volumes.errors import REASONS
 from protos.common.durable_files import replace_file
 
@@ -47,13 +47,13 @@ def release(arguments: argparse.Namespace) -> int:
     def say(step: str, detail: str) -> None:
         print_progress(step, detail, arguments.json)
 
-    with open_runtime(arguments.home, say, arguments.project) as runtime:
+    with open_making(arguments.home, say, arguments.project) as runtime:
         mechanism, modality = read_remodel(arguments.config, runtime.settings.public_components)
         say("price", "face removed; the brain itself remains linkable: there is no guarantee (level C)")
         if arguments.dry_run:
             asked = commands.asked_for(mechanism, modality, arguments.anew)
             return commands.dry_run(runtime, of_heads(runtime.site, mechanism, modality), asked, arguments.json)
-        commands.start_making(runtime, arguments.anew)
+        begin_making(runtime, arguments.anew)
         examine = partial(examined, atlas=template.atlas(), register=template.register)
         rng = np.random.default_rng(secrets.randbits(128))
         shown = partial(_shown, arguments)

@@ -17,7 +17,7 @@ from agent.mechanisms.kanonymous import parts_of
 from agent.release.history import known_after_start
 from agent.release.pipeline import release_synthetic
 from agent.release.preflight import of_clusters
-from agent.runtime import open_runtime
+from agent.service.making import begin_making, open_making
 
 if TYPE_CHECKING:  # a vetting imports torch
     from agent.release.cluster_vetting import VettingRequest
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     say = lambda step, detail: print_progress(step, detail, arguments.json)  # noqa: E731 - one line of progress
     commands.refuse_sheet(arguments.sheet)
     _, read_release = parts_of(arguments.mechanism)
-    with open_runtime(arguments.home, say, arguments.project) as runtime:
+    with open_making(arguments.home, say, arguments.project) as runtime:
         made = read_release(arguments, runtime.settings.public_components)
         mechanism, selection = made.mechanism, made.selection
         looked = _vetted(made, arguments, say)
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
             asked = commands.asked_for(mechanism, selection, arguments.anew, looked is not None)
             return commands.dry_run(runtime, foreseen, asked, arguments.json)
-        commands.start_making(runtime, arguments.anew)
+        begin_making(runtime, arguments.anew)
         rng = np.random.default_rng(secrets.randbits(256))
         make = lambda: release_synthetic(runtime.site, mechanism, selection, rng, wrapping, looked)  # noqa: E731
         status, _ = commands.run_release(runtime, arguments, mechanism.name, make)

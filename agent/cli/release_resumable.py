@@ -28,7 +28,8 @@ from agent.release.pipeline import release_resumable
 from agent.release.ports import SignedRelease
 from agent.release.preflight import of_configuration, refuse
 from agent.release.resumable import abandon
-from agent.runtime import AgentRuntime, open_runtime
+from agent.runtime import OpenSite
+from agent.service.making import begin_making, open_making
 from policies.accounting.accountant import NANO, tight_epsilon
 from policies.accounting.claims import Gaussian
 from policies.accounting.rounding import epsilon_text
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     def say(step: str, detail: str) -> None:
         print_progress(step, detail, arguments.json)
 
-    with open_runtime(arguments.home, say, arguments.project) as runtime:
+    with open_making(arguments.home, say, arguments.project) as runtime:
         mechanism, selection, told = _read(arguments, runtime, say)
         if arguments.blank is not None:
             return distillation_review.write_blank(arguments, mechanism)
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in (*told, commands.priced(runtime.site.ledger.account(runtime.site.name, claim), claim)):
             say("price", line)
         refuse(runtime.site, foreseen)  # before the audit, which takes its time
-        commands.start_making(runtime, anew=False)
+        begin_making(runtime, anew=False)
         _audit(mechanism, say)
         if arguments.anew:  # after the audit: on a machine that is not fit to draw noise, nothing is given up either
             abandon(runtime.site)
@@ -89,7 +90,7 @@ def _refuse_out(arguments: argparse.Namespace) -> None:
 
 
 def _read(
-    arguments: argparse.Namespace, runtime: AgentRuntime, say: Callable[[str, str], None]
+    arguments: argparse.Namespace, runtime: OpenSite, say: Callable[[str, str], None]
 ) -> tuple[Resumable, Selection, tuple[str, ...]]:
     made = _READERS[arguments.mechanism](arguments.config, runtime.settings.public_components, say)
     return made.mechanism, made.selection, made.told
@@ -125,7 +126,7 @@ def _shown(
     return told
 
 
-def _wrapping(arguments: argparse.Namespace, runtime: AgentRuntime, mechanism: Resumable) -> ReleaseFormat:
+def _wrapping(arguments: argparse.Namespace, runtime: OpenSite, mechanism: Resumable) -> ReleaseFormat:
     """How the set is written.
 
     Raises:

@@ -17,7 +17,7 @@ from agent.mechanisms.kanonymous_config import read_synthesis
 from agent.release.k_search import search
 from agent.reports.html_page import write
 from agent.reports.k_selection import render
-from agent.runtime import open_runtime
+from agent.service.making import open_making
 
 UNUSED: Final = "a search does not use [vetting]: its page does not count what the vetting of a release would drop"
 
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out.exists() or not arguments.out.parent.is_dir():  # a page is never written over
         raise CommandError(f"{arguments.out.name}: name a new file in an existing folder")
     say = lambda step, detail: print_progress(step, detail, arguments.json)  # noqa: E731 - one line of progress
-    with open_runtime(arguments.home, say, arguments.project) as runtime:
+    with open_making(arguments.home, say, arguments.project) as runtime:
         made = read_synthesis(arguments.config, "", runtime.settings.public_components)
         if made.vetting is not None:
             print_progress("vet", UNUSED, arguments.json)

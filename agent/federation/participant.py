@@ -17,7 +17,14 @@ from agent.domain import Update
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
-from agent.release.budget import best_effort, release_grant, reserve_locally, return_unused_grant, settle_grant
+from agent.release.budget import (
+    best_effort,
+    release_grant,
+    reservation_of,
+    reserve_locally,
+    return_unused_grant,
+    settle_grant,
+)
 from agent.release.packaging import draft_of
 from agent.release.pipeline import check_opt_outs, fetch_verdicts, record_submission, sign_release
 from agent.release.ports import SignedRelease, SiteContext
@@ -127,7 +134,9 @@ class Participant:
         if findings:
             raise ReviewRejectedError("site", Verdict(tuple(findings)))
         self.leave_run()
-        reservation, envelope = reserve_locally(self.site, mechanism, self.modality, run)
+        reservation = reservation_of(self.site, mechanism, self.modality, run)
+        self.site.say("price", f"{mechanism.name}: reserve in the site's ledger, then at the coordinator")
+        envelope = reserve_locally(self.site, reservation)
         self.run, self.grant, self.granted, self.resumed = run, reservation.grant, False, False
         self.mechanism, self.rounds_trained, self.begun, self.last = mechanism, 0, 0, None
         self._note()

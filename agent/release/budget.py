@@ -34,64 +34,63 @@ def best_effort() -> Iterator[None]:
         pass
 
 
-def reservation_of(site: SiteContext, mechanism: Mechanism, modality: str, run: str = "") -> Reservation:
-    """What a site asks for, under a new name."""
-    grant = site.new_id("grant")
+def reservation_of(
+    site: SiteContext, mechanism: Mechanism, modality: str, run: str = "", grant: str = ""
+) -> Reservation:
+    """What a site asks for; under a new name, unless ``grant`` is one."""
+    grant = grant or site.new_id("grant")
     return Reservation(grant, site.name, run, mechanism.name, mechanism.claim(), mechanism.components(), modality)
 
 
-def reserve_locally(
-    site: SiteContext, mechanism: Mechanism, modality: str, run: str = ""
-) -> tuple[Reservation, bytes]:
-    """Reserve the mechanism's claim in the site's own ledger. No image has been read.
+def reserve_locally(site: SiteContext, reservation: Reservation) -> bytes:
+    """Reserve a claim in the site's own ledger. No image has been read.
 
     Returns:
-        What was granted here, and the sealed reservation for the coordinator.
+        The sealed reservation for the coordinator.
     Raises:
         ReviewRejectedError: by the site; the coordinator is told, and holds nothing.
         LedgerForkError: it could not be told.
     """
-    reservation = reservation_of(site, mechanism, modality, run)
     envelope = site.seal(reservation)
-    if run and site.ledger.policy_of(site.name).approvals:
+    if reservation.run and site.ledger.policy_of(site.name).approvals:
         raise ReviewRejectedError(
             "site", Verdict((Finding("approval", "the policy has persons approve; rounds do not wait"),))
         )
-    site.say("price", f"{mechanism.name}: reserve in the site's ledger, then at the coordinator")
     verdict = site.ledger.reserve(f"reserve-{reservation.grant}", reservation, envelope)
     if not verdict.admitted:
         declined = settlement(reservation, "declined", verdict.findings[0].rule)
         with best_effort():  # the refusal stands, whether or not the coordinator hears of it
             site.gateway.settle(f"settle-{reservation.grant}", site.seal(declined))
         raise ReviewRejectedError("site", verdict)
-    return reservation, envelope
+    return envelope
 
 
-def reserve(site: SiteContext, mechanism: Mechanism, modality: str) -> Reservation:
-    """Reserve the mechanism's claim, in the site's ledger and then at the coordinator. No image has been read.
+def reserve(site: SiteContext, reservation: Reservation) -> None:
+    """Reserve a claim, in the site's ledger and then at the coordinator. No image has been read.
 
     This is a wall: two ledgers pay, and neither believes the other.
 
     Nothing is asked for where the vault does not know every release without an epsilon, and this is one more.
 
     A site's part in a run is reserved by the coordinator, for all sites at once
-    (:mod:`agent.federation.participant`).
+    (:mod:`agent.federation.participant`). Asked again, the same is granted.
 
-    Returns:
-        What was granted.
     Raises:
         ReviewRejectedError: by either ledger, and the other one holds nothing; or the vault is older than the site's
-        ledger. CoordinatorUnreachableError: the site's grant stays held, and is spent at the next start.
+        ledger. CoordinatorUnreachableError: the site's grant stays held.
     """
-    older = tuple(older_vault(site.vault.note(RECORD), site.ledger.store.state, mechanism.name))
+    site.say("price", f"{reservation.mechanism}: reserve in the site's ledger, then at the coordinator")
+    if site.owner is not None:
+        site.owner.reserve(reservation)
+        return
+    older = tuple(older_vault(site.vault.note(RECORD), site.ledger.store.state, reservation.mechanism))
     if older:
         raise ReviewRejectedError("site", Verdict(older))
-    reservation, envelope = reserve_locally(site, mechanism, modality)
+    envelope = reserve_locally(site, reservation)
     verdict = site.gateway.reserve(f"reserve-{reservation.grant}", envelope)
     if not verdict.admitted:
         release_grant(site, reservation)
         raise ReviewRejectedError("coordinator", verdict)
-    return reservation
 
 
 def release_grant(site: SiteContext, reservation: Reservation | Reserved) -> None:
@@ -116,6 +115,9 @@ def expire_grant(site: SiteContext, reservation: Reservation | Reserved, reason:
     Raises:
         CoordinatorUnreachableError: the site's own ledger is closed all the same; the coordinator's grant stays held.
     """
+    if site.owner is not None:
+        site.owner.expire(reservation.grant, reason)
+        return
     site.ledger.close(reservation.grant, "expired")
     site.gateway.settle(f"settle-{reservation.grant}", site.seal(settlement(reservation, "expired", reason)))
 

@@ -84,6 +84,5 @@ def looks_at(site: SiteContext, modality: str) -> int:
 
 def _counted(site: SiteContext, modality: str) -> int:
     """Count a look, in a note of the site: its patients are the same in every project, and nothing takes one away."""
-    count = looks_at(site, modality) + 1
-    site.vault.write_note(_LOOKS, {**(site.vault.note(_LOOKS) or {}), modality: count})
-    return count
+    site.vault.change_note(_LOOKS, lambda looks: {**(looks or {}), modality: (looks or {}).get(modality, 0) + 1})
+    return looks_at(site, modality)

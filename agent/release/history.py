@@ -180,13 +180,13 @@ def remember(
         "clusters": [list(cluster.members) for cluster in fresh],
         "again": [list(cluster.members) for cluster in again],
     }
-    site.vault.write_note(RECORD, [*(site.vault.note(RECORD) or []), one])
+    site.vault.change_note(RECORD, lambda record: [*(record or []), one])
 
 
 def remember_persons(site: SiteContext, release: str, persons: Iterable[str]) -> None:
     """Write down whose images a release without clusters and without an epsilon was made from, before it leaves."""
     one = {"release": release, "clusters": [], "again": [], "persons": sorted(persons)}
-    site.vault.write_note(RECORD, [*(site.vault.note(RECORD) or []), one])
+    site.vault.change_note(RECORD, lambda record: [*(record or []), one])
 
 
 def retire(site: SiteContext, release: str) -> None:
@@ -221,22 +221,21 @@ def shows_retired(site: SiteContext, release: str) -> bool:
 
 def known_after_start(site: SiteContext) -> frozenset[str]:
     """The releases that a start does not forget: those that set out, and those that are kept."""
+    kept = listed(site.vault)  # first: what leaves the list meanwhile is in the ledger by then
     state = site.ledger.store.state
-    return frozenset({*state.sent, *state.releases, *listed(site.vault)})
+    return frozenset({*state.sent, *state.releases, *kept})
 
 
-def forget_unsubmitted(site: SiteContext, known: Set[str]) -> None:
+def remembered_releases(site: SiteContext) -> frozenset[str]:
+    """The releases of which the site's record says who is in them."""
+    return frozenset(one["release"] for one in site.vault.note(RECORD) or [])
+
+
+def forget_releases(site: SiteContext, gone: Set[str]) -> None:
     """Forget releases that never set out, images and all: their patients may take part again."""
-    record = site.vault.note(RECORD) or []
-    for one in record:
-        if one["release"] not in known:
-            retire(site, one["release"])
-    site.vault.write_note(RECORD, [one for one in record if one["release"] in known])
-
-
-def forget_release(site: SiteContext, release: str) -> None:
-    """The same of one that was remembered and not kept: it is made again, of the same patients."""
-    forget_unsubmitted(site, {one["release"] for one in site.vault.note(RECORD) or []} - {release})
+    for release in gone:
+        retire(site, release)
+    site.vault.change_note(RECORD, lambda record: [one for one in record or [] if one["release"] not in gone])
 
 
 def patients_of(site: SiteContext, release: str) -> set[str]:
@@ -259,10 +258,13 @@ def note_search(site: SiteContext, modality: str, menu: Iterable[int]) -> None:
     Raises:
         TooManySearchesError: a statement could not say them all; nothing was written.
     """
-    before = site.vault.note(_SEARCHED) or {}
-    every = sorted({*before.get(modality, []), *menu})
-    try:
-        menu_of(",".join(map(str, every)))
-    except StatementError:
-        raise TooManySearchesError from None
-    site.vault.write_note(_SEARCHED, {**before, modality: every})
+
+    def with_these(before: dict[str, list[int]] | None) -> dict[str, list[int]]:
+        every = sorted({*(before or {}).get(modality, []), *menu})
+        try:
+            menu_of(",".join(map(str, every)))
+        except StatementError:
+            raise TooManySearchesError from None
+        return {**(before or {}), modality: every}
+
+    site.vault.change_note(_SEARCHED, with_these)

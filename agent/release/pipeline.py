@@ -26,10 +26,9 @@ from agent.errors import (
     SiteStorageError,
 )
 from agent.mechanisms.common.workspace import Workspace
-from agent.release.budget import best_effort, expire_grant, reserve
+from agent.release.budget import best_effort, expire_grant
 from agent.release.history import (
     combine_shuffled,
-    forget_release,
     freeze,
     kept_clusters,
     out_of_it,
@@ -51,14 +50,14 @@ from agent.release.preflight import (
     refuse,
 )
 from agent.release.release_record import RECORD, older_vault
-from agent.release.resumable import ReleaseInProgressError, begin, end, find_resumable, place_of, same_dice
+from agent.release.resumable import ReleaseInProgressError, begin, end, find_resumable, hold, place_of, same_dice
 from agent.release.unsent import NotSentError, forget, keep
 from agent.release.vetting_statement import VettingResult, compared, round_down_coarse, round_up, stated
 from policies.accounting.accountant import epsilon_nano
 from policies.accounting.claims import Gaussian
 from policies.ledger.entries import InvalidEntryError, Reserved
 from policies.review.rules import Finding, Verdict
-from policies.statements import Release, Reservation, claim_json, release_id
+from policies.statements import Release, Reservation, claim_json
 from protos.artifacts.shards import Nifti, pack_shard
 
 if TYPE_CHECKING:  # what learns imports torch: a release that learns nothing does without it
@@ -205,15 +204,13 @@ def release_synthetic(
     selection = Selection(modality, mechanism.shape) if isinstance(modality, str) else modality
     wrapping = wrapping or ReleaseFormat()
     begun = find_resumable(site, form := made_as(mechanism, rule_of(selection)))
-    if begun:  # what it had remembered of a set that was not kept
-        forget_release(site, release_id(site.name, begun[0].grant, 0))
     again, taken = kept_clusters(site, mechanism, selection)
     tried, wide = searched(site, selection.modality), compared(selection)
-    among = begun[1] if begun else None  # who came since it was begun is in the next one
+    among = begun.persons if begun else None  # who came since it was begun is in the next one
     for fault in of_patients(site, mechanism, selection, taken, among, inspection is not None):
         raise fault  # nothing is priced, and nobody outside hears of it
     refuse(site, of_clusters(site, mechanism, selection, wrapping, among))
-    grant = begun[0] if begun else reserve(site, mechanism, selection.modality)
+    grant = hold(site, mechanism, selection.modality, form, begun)
     with spent_unless_kept(site, grant):
         site.say("read", "the eligible patients, from the vault")
         everybody = site.vault.cohort(selection).patients
@@ -293,14 +290,14 @@ def release_resumable(
     wrapping = wrapping or ReleaseFormat()
     begun = find_resumable(site, form := made_as(mechanism, rule_of(selection)))
     refuse(site, of_configuration(site, mechanism, selection, wrapping))
-    grant = begun[0] if begun else reserve(site, mechanism, selection.modality)
+    grant, among = hold(site, mechanism, selection.modality, form, begun), begun.persons if begun else None
     places = [place_of(name, grant.grant) for name in mechanism.places]
     with spent_unless_kept(site, grant, places):
         site.say("read", "the eligible patients, from the vault")
         cohort = site.vault.cohort(selection)
-        if begun:  # who came meanwhile is in the next one
-            cohort = Cohort(tuple(patient for patient in cohort.patients if patient.pseudonym in begun[1]))
-        persons = begun[1] if begun else frozenset(patient.pseudonym for patient in cohort.patients)
+        if among is not None:  # who came meanwhile is in the next one
+            cohort = Cohort(tuple(patient for patient in cohort.patients if patient.pseudonym in among))
+        persons = among if among is not None else frozenset(patient.pseudonym for patient in cohort.patients)
         check_opt_outs(site, persons)  # who opts out of half a training is in the other half for ever
         begin(site, grant.grant, form, persons, places)
         site.say("make", f"{mechanism.name}: {'go on where it was interrupted' if begun else 'from the start'}")
@@ -353,10 +350,10 @@ def release_heads(
     refuse(site, foreseen := of_heads(site, mechanism, modality))
     if not begun and not foreseen.samples:
         raise CohortTooSmallError  # no head at all is known beforehand
-    grant = begun[0] if begun else reserve(site, mechanism, modality)
+    grant, among = hold(site, mechanism, modality, form, begun), begun.persons if begun else None
     with spent_unless_kept(site, grant):
         site.say("read", "the heads that wait with their faces on, from the vault")
-        scans = tuple(scan for scan in site.vault.scans(modality) if not begun or scan.pseudonym in begun[1])
+        scans = tuple(scan for scan in site.vault.scans(modality) if among is None or scan.pseudonym in among)
         rng = same_dice(site, rng) if begun else rng
         begin(site, grant.grant, form, (scan.pseudonym for scan in scans), dice=rng)
         refuse(site, of_heads(site, mechanism, modality, scans))
@@ -420,6 +417,8 @@ def submit_or_await_approval(site: SiteContext, signed: SignedRelease) -> Verdic
         raise ApprovalPending(signed, needed)
     still_enough(site, signed.release)
     site.say("leave", "the site's own review, then submit and wait for the verdict")
+    if site.owner is not None:
+        return site.owner.submit(signed.release.release)
     return submit(site, signed)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from agent.domain import CheckpointStore, Cohort, Scan, Selection
 from policies.ledger_service import LedgerService
 from policies.review.rules import Verdict
-from policies.statements import Release, Statement
+from policies.statements import Release, Reservation, Statement
 from protos.common.errors import Signal
 
 
@@ -88,6 +88,9 @@ class VaultPort(Protocol):
     def write_note(self, name: str, value: Any) -> None:
         """Store a private note."""
 
+    def change_note(self, name: str, change: Callable[[Any], Any]) -> None:
+        """Store what ``change`` makes of a private note; no other process writes it meanwhile."""
+
     def project_note(self, name: str) -> Any:
         """A private note that ends with the project."""
 
@@ -107,6 +110,19 @@ class VaultPort(Protocol):
         """What is free on the disk that the vault is on."""
 
 
+class LedgerOwner(Protocol):
+    """The process that writes the site's ledger, where it is not this one: it alone pays, spends and hands in."""
+
+    def reserve(self, reservation: Reservation) -> None:
+        """See :func:`agent.release.budget.reserve`."""
+
+    def expire(self, grant: str, reason: str) -> None:
+        """See :func:`agent.release.budget.expire_grant`."""
+
+    def submit(self, release: str) -> Verdict:
+        """Hand in a release that is kept in the vault; see :func:`agent.release.approval.submit_approved`."""
+
+
 @dataclass(frozen=True, slots=True)
 class SiteContext:
     """One hospital's agent, put together by ``__main__``."""
@@ -119,6 +135,7 @@ class SiteContext:
     read: Callable[[bytes], Release]  # back from an envelope that this site sealed
     new_id: Callable[[str], str]  # prefix -> fresh opaque id
     say: Callable[[str, str], None]  # step, detail: progress for people
+    owner: LedgerOwner | None = None  # None: this process writes the ledger
 
 
 @dataclass(frozen=True, slots=True)

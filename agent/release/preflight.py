@@ -185,7 +185,7 @@ def preflight_review(site: SiteContext, asked: ReleaseRequest, foreseen: Release
     yield from older_vault(site.vault.note(RECORD), site.ledger.store.state, asked.mechanism.name)
     if isinstance(asked.mechanism.claim(), KAnonymous) and isinstance(asked.rule, Selection):
         mechanism = cast("Synthesis", asked.mechanism)  # which alone claims it
-        among = begun[1] if begun else None
+        among = begun.persons if begun else None
         _, taken = frozen_clusters(site, mechanism, asked.rule, known_after_start(site))
         for fault in of_patients(site, mechanism, asked.rule, taken, among, asked.vetted):
             rule = "unfinished" if isinstance(fault, ReleaseInProgressError) else "cohort"

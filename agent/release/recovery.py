@@ -5,7 +5,7 @@ from __future__ import annotations
 from agent.errors import ReviewRejectedError
 from agent.release.approval import withdraw
 from agent.release.budget import expire_grant
-from agent.release.history import forget_unsubmitted, known_after_start, patients_of
+from agent.release.history import forget_releases, known_after_start, patients_of, remembered_releases
 from agent.release.pipeline import fetch_verdicts
 from agent.release.ports import SiteContext
 from agent.release.resumable import discard_orphans, held_for
@@ -19,8 +19,9 @@ def recover(site: SiteContext) -> list[str]:
     """At every start: ask for missing verdicts; every grant that is still without an end is spent.
 
     Exceptions: a release that is made and stored in the vault, pending approval or an answer; an interrupted release
-    that resumes; and an open participation in a run. A stored release with a patient who has opted out since can
-    never leave: it is withdrawn, and its grant spent. Remains of other interrupted releases are deleted.
+    that resumes, or goes on now in another process; and an open participation in a run. A stored release with a
+    patient who has opted out since can never leave: it is withdrawn, and its grant spent. Remains of other
+    interrupted releases are deleted.
 
     Patients of a release that never set out may take part again; those of one that did may not, whatever became
     of it, since its images may have been seen.
@@ -30,25 +31,33 @@ def recover(site: SiteContext) -> list[str]:
     Raises:
         CoordinatorUnreachableError: the coordinator could not be asked; nothing new is possible before it can.
     """
+    # beside it a release may be made: its grant is noted before it is held, and listed before that note is cleared
+    held = {reserved.grant for reserved in site.ledger.held()}
+    waiting = {held_for(site)}
     kept = listed(site.vault)
-    waiting = {one["grant"] for one in kept.values()}
+    waiting |= {one["grant"] for one in kept.values()}
     waiting |= {(site.vault.note("run") or {}).get("grant", "")}  # a part in a run goes on where it was
-    waiting |= {held_for(site)}
-    held = [reserved.grant for reserved in site.ledger.held()]
     fetch_verdicts(site)
     for reserved in site.ledger.held():
-        if reserved.grant not in waiting:
+        if reserved.grant in held - waiting:
             expire_grant(site, reserved, "restart")
     state = site.ledger.store.state
-    closed = [grant for grant in held if state.grants[grant].state != "held"]
+    closed = [grant for grant in sorted(held) if state.grants[grant].state != "held"]
     for name in [name for name, one in kept.items() if not _open(site, one["grant"])]:
         forget(site, name)  # it has its verdict
     closed += _withdraw_opted_out(site)
-    discard_orphans(site)
-    unfinished = held_for(site)
-    sweep_kept(site.vault, release_id(site.name, unfinished, 0) if unfinished else "")
-    forget_unsubmitted(site, known_after_start(site))
+    tidy(site)
     return closed
+
+
+def tidy(site: SiteContext) -> None:
+    """Delete what makings left that neither go on nor were finished; one that is at work meanwhile loses nothing."""
+    discard_orphans(site)
+    places, remembered = site.vault.site_places("kept/"), remembered_releases(site)  # first: then what they are of
+    unfinished = held_for(site)
+    goes_on = {release_id(site.name, unfinished, 0)} if _open(site, unfinished) else set()
+    sweep_kept(site.vault, places, goes_on)
+    forget_releases(site, remembered - goes_on - known_after_start(site))
 
 
 def _withdraw_opted_out(site: SiteContext) -> list[str]:

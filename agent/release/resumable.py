@@ -1,33 +1,79 @@
 """A release whose making was interrupted, and which goes on under the grant that it had.
 
 A kill or a full disk spends nothing more: the grant stays held, and the same command with the same configuration
-resumes. Nobody can repeat a release until they like the result. A release with k patients, or of refaced heads, is
-made again from the same random seed, of the same patients. A release with noise has no seed that could be stored
-(P10), so its draws are stored encrypted in the vault before they are used, and are not drawn again. If training is
-killed between two checkpoints the later steps are trained again, and nobody has seen their first results. One at a
-time: with another configuration, or in another project, no release starts before this one is finished or abandoned.
+resumes. The grant's name is written down before it is asked for, so there is no moment at which a kill would leave a
+price held for nobody. Nobody can repeat a release until they like the result. A release with k patients, or of
+refaced heads, is made again from the same random seed, of the same patients. A release with noise has no seed that
+could be stored (P10), so its draws are stored encrypted in the vault before they are used, and are not drawn again.
+If training is killed between two checkpoints the later steps are trained again, and nobody has seen their first
+results. One at a time: with another configuration, or in another project, no release starts before this one is
+finished or abandoned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agent.release.budget import best_effort, expire_grant
+from agent.errors import ReviewRejectedError
+from agent.release.budget import best_effort, expire_grant, reservation_of, reserve
+from agent.release.history import forget_releases
 from agent.release.ports import SiteContext
 from agent.release.unsent import forget, listed
 from policies.ledger.entries import Reserved
-from policies.statements import release_id
+from policies.ledger.state import KeyReusedError
+from policies.statements import Reservation, release_id
 from protos.common.errors import RefusedError
+
+if TYPE_CHECKING:  # all mechanisms import torch, which not all releases need
+    from agent.mechanisms.registry import Mechanism
 
 _NOTE = "unfinished"
 Dice = np.random.Generator
 
 
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """A making that goes on."""
+
+    grant: Reserved
+    persons: frozenset[str] | None  # of whom it is; None: no image had been read
+
+
 class ReleaseInProgressError(RefusedError, ValueError):
     """Another making was interrupted; the text says how to finish it, or to give it up."""
+
+
+def hold(
+    site: SiteContext, mechanism: Mechanism, modality: str, form: str, begun: Interrupted | None
+) -> Reserved | Reservation:
+    """The grant of a making: the one that it had; else one that is reserved now, under a name that is kept first.
+
+    Raises:
+        ReviewRejectedError, CoordinatorUnreachableError: see :func:`agent.release.budget.reserve`. Where nobody
+        answers, the same command goes on under the same grant.
+        ReleaseInProgressError: the interrupted reservation was another one.
+    """
+    if begun is not None and begun.persons is not None:
+        return begun.grant
+    reservation = reservation_of(site, mechanism, modality, grant=begun.grant.grant if begun else "")
+    if begun is None:
+        discard_orphans(site)
+        site.vault.write_note(_NOTE, {"grant": reservation.grant})
+        site.vault.write_project_note(_NOTE, {"grant": reservation.grant, "form": form})
+    try:
+        reserve(site, reservation)
+    except ReviewRejectedError:
+        end(site)
+        raise
+    except KeyReusedError:
+        raise ReleaseInProgressError(
+            f"{reservation.grant} was reserved for other components: discard it with --anew; its budget stays spent"
+        ) from None
+    return reservation
 
 
 def begin(
@@ -69,26 +115,28 @@ def held_for(site: SiteContext) -> str:
     return str((site.vault.note(_NOTE) or {}).get("grant", ""))
 
 
-def find_resumable(site: SiteContext, form: str) -> tuple[Reserved, frozenset[str]] | None:
-    """The grant under which a making of this form was interrupted, and of whom it was; None: begin anew.
+def find_resumable(site: SiteContext, form: str) -> Interrupted | None:
+    """The making of this form that was interrupted; None: begin anew.
 
     Raises:
         ReleaseInProgressError: what was interrupted was of another configuration or project; or it was made in full,
-        and waits or
-            has left: to begin anew is to spend anew, and must be said again.
+        and waits or has left: to begin anew is to spend anew, and must be said again.
     """
     name = held_for(site)
     grant = site.ledger.store.state.grants.get(name)
     lasts = grant is not None and grant.state == "held" and isinstance(grant.reserved, Reserved)
     over = bool(name) and (not lasts or _made(site, name))
     try:
-        return would_go_on(site, form)
+        begun = would_go_on(site, form)
     finally:
         if over:
             end(site)
+    if begun is not None:  # what it had remembered of a set that was not kept
+        forget_releases(site, {release_id(site.name, name, 0)})
+    return begun
 
 
-def would_go_on(site: SiteContext, form: str) -> tuple[Reserved, frozenset[str]] | None:
+def would_go_on(site: SiteContext, form: str) -> Interrupted | None:
     """The same, and nothing is written.
 
     Raises:
@@ -114,7 +162,7 @@ def would_go_on(site: SiteContext, form: str) -> tuple[Reserved, frozenset[str]]
             f"a training under {name} was interrupted, of another configuration, project or version: "
             "finish it with these, or discard it with --anew; its budget stays spent"
         )
-    return grant.reserved, frozenset(told["persons"])
+    return Interrupted(grant.reserved, frozenset(told["persons"]) if "persons" in told else None)
 
 
 def end(site: SiteContext, places: Iterable[str] = ()) -> None:
@@ -146,7 +194,9 @@ def abandon(site: SiteContext) -> None:
     end(site)
     if grant is None or grant.state != "held" or not isinstance(grant.reserved, Reserved) or _made(site, name):
         return
-    forget(site, release_id(site.name, name, 0))  # what a kill left of it before it was listed
+    left = release_id(site.name, name, 0)  # what a kill left of it before it was listed
+    forget(site, left)
+    forget_releases(site, {left})
     with best_effort():
         expire_grant(site, grant.reserved, "restart")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from agent.errors import CoordinatorUnreachableError, SiteStorageError
@@ -56,7 +56,7 @@ def keep(vault: VaultPort, release: Release, artifact: bytes, clear: bytes, pers
     else:  # nor does one of an earlier attempt stay beside it
         _place(vault, name, "clear").clear()
     told = {"grant": release.grant, "statement": encode(release).decode(), "persons": sorted(persons)}
-    vault.write_note(NOTE, {**listed(vault), name: told})
+    vault.change_note(NOTE, lambda kept: {**(kept or {}), name: told})
 
 
 def forget(site: SiteContext, release: str) -> None:
@@ -64,22 +64,24 @@ def forget(site: SiteContext, release: str) -> None:
 
     First it leaves the list: what a kill leaves of its bytes is nobody's then, and :func:`sweep_kept` finds it.
     """
-    kept = listed(site.vault)
-    if release in kept:
-        site.vault.write_note(NOTE, {name: one for name, one in kept.items() if name != release})
+    if release in listed(site.vault):
+        site.vault.change_note(
+            NOTE, lambda kept: {name: one for name, one in (kept or {}).items() if name != release}
+        )
     for part in ("artifact", "clear"):
         _place(site.vault, release, part).clear()
 
 
-def sweep_kept(vault: VaultPort, unfinished: str) -> None:
+def sweep_kept(vault: VaultPort, places: Iterable[str], goes_on: Set[str]) -> None:
     """Clear the bytes that a kill left beside the list: of a release that was not listed yet, or no longer (P15).
 
     Args:
         vault: of the site.
-        unfinished: the release of the making that goes on, whose bytes are written anew; "": there is none.
+        places: of kept bytes.
+        goes_on: the release of the making that goes on, whose bytes are written anew.
     """
-    known = {*listed(vault), unfinished}
-    for name in vault.site_places("kept/"):
+    known = goes_on | listed(vault).keys()
+    for name in places:
         if name.split("/")[1] not in known:
             vault.site_place(name).clear()
 

@@ -21,10 +21,17 @@ from agent.storage import projects
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.site_ledger import initialise_ledger
 from policies.governance import acts
+from policies.ledger.entries import Reserved
 from policies.review.rules import Verdict
+from policies.statements import Reservation, parse
+from protos.common.errors import RefusedError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+
+class NotOurReservationError(RefusedError):
+    """What was asked of the ledger's owner is not of a release that is being made here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +88,61 @@ def amend(site: Site) -> dict[str, Any]:
         return {"verdict": _verdict(runtimes.amend(runtime, runtime.home.policy_text()))}
 
 
+def begin_making(site: Site, project: str) -> dict[str, Any]:
+    """Before a release is made by another process: the coordinator answers, and what was left unfinished is gone."""
+    from agent.release.recovery import tidy  # noqa: PLC0415 - as in :func:`send`
+    from agent.runtime import require_current_coordinator  # noqa: PLC0415 - as in :func:`send`
+
+    with site.ledger.work(project) as runtime:
+        require_current_coordinator(runtime)
+        tidy(runtime.site)
+    return {}
+
+
+def reserve(site: Site, statement: str) -> dict[str, Any]:
+    """Hold the price of a release that another process makes. It has noted the grant's name before (P10).
+
+    Returns:
+        ``refused_by`` ("" where it is held, "site" or "coordinator") and ``verdict``, as for :func:`send`.
+    """
+    from agent.release import budget  # noqa: PLC0415 - as in :func:`send`
+    from agent.release.resumable import held_for  # noqa: PLC0415 - as in :func:`send`
+
+    asked = parse(statement.encode())
+    with site.ledger.work() as runtime:
+        if not isinstance(asked, Reservation) or asked.run or asked.site != runtime.site.name:
+            raise NotOurReservationError("this is no reservation of a release of this site")
+        if asked.grant != held_for(runtime.site):
+            raise NotOurReservationError("the grant's name must be noted in the vault before it is reserved")
+        try:
+            budget.reserve(runtime.site, asked)
+        except ReviewRejectedError as refusal:
+            return {"refused_by": refusal.where, "verdict": _verdict(refusal.verdict)}
+    return {"refused_by": "", "verdict": _verdict(Verdict(()))}
+
+
+def expire(site: Site, grant: str, reason: str) -> dict[str, Any]:
+    """Spend the grant of a release that another process failed to make, or gave up."""
+    from agent.release.budget import best_effort, expire_grant  # noqa: PLC0415 - as in :func:`send`
+
+    with site.ledger.work(greeted=False) as runtime:
+        known = runtime.site.ledger.store.state.grants.get(grant)
+        if known is not None and known.state == "held" and isinstance(known.reserved, Reserved):
+            if known.reserved.run:
+                raise NotOurReservationError("this grant is of a part in a run")
+            with best_effort():
+                expire_grant(runtime.site, known.reserved, reason)
+    return {}
+
+
 ACTS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         "releases/send": send,
         "releases/withdraw": withdraw,
         "ledger/amend": amend,
+        "makings/begin": begin_making,
+        "makings/reserve": reserve,
+        "makings/expire": expire,
     }
 )
 

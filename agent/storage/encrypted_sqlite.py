@@ -11,7 +11,7 @@ import contextlib
 import hmac
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -229,6 +229,11 @@ class EncryptedDatabase:
         """Store a private note, durable when this returns."""
         sealed = self.seal(f"note:{name}", json.dumps(value).encode())
         self.rows("INSERT OR REPLACE INTO note VALUES(?, ?)", (name, sealed))
+
+    def change_note(self, name: str, change: Callable[[Any], Any]) -> None:
+        """Store what ``change`` makes of a private note; no other process writes it meanwhile."""
+        with self.transaction():
+            self.write_note(name, change(self.note(name)))
 
     def blob(self, name: str) -> bytes | None:
         """Long private bytes, or None."""

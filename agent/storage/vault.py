@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -81,6 +81,10 @@ class Vault(Withheld):
     def write_note(self, name: str, value: Any) -> None:
         """Store a private note of the site, durable when this returns."""
         self._notes.write_note(name, value)
+
+    def change_note(self, name: str, change: Callable[[Any], Any]) -> None:
+        """Store what ``change`` makes of a private note of the site; no other process writes it meanwhile."""
+        self._notes.change_note(name, change)
 
     def project_note(self, name: str) -> Any:
         """A private note of the project, which ends with it (JSON value), or None."""

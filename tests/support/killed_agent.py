@@ -19,7 +19,7 @@ from protos.artifacts.chunks import manifest, piece
 from protos.v1 import gateway_pb2
 
 
-def die(*_: Any) -> NoReturn:
+def die(*_: Any, **__: Any) -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
@@ -45,6 +45,7 @@ def after_verdict(gateway: Any, key: str, envelope: bytes, artifact: bytes) -> N
 
 SUBMIT = GatewayClient.submit
 MOMENTS: dict[str, tuple[Any, str, Any]] = {
+    "reserved": (unsent, "begin", die),  # nothing has been read
     "making": (KSame, "run", die),
     "keeping": (unsent, "keep", die),
     "before-sent": (LedgerService, "send", die),

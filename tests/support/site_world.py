@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,9 @@ class MemoryVault:
 
     def note(self, name: str) -> Any:
         return json.loads(self.notes[name]) if name in self.notes else None
+
+    def change_note(self, name: str, change: Callable[[Any], Any]) -> None:
+        self.write_note(name, change(self.note(name)))
 
     def write_note(self, name: str, value: Any) -> None:
         if name == self.crash_at and value is not None:

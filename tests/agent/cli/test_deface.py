@@ -130,7 +130,7 @@ def test_a_run_that_was_killed_in_the_middle_of_a_study_makes_it_anew(
         pass
 
     source, out = folder / "study", tmp_path / "out"
-    write = defaced_files.Source.write
+    write = defaced_files.VolumeSource.write
 
     def torn(self: Any, values: Any, where: Path, *rest: Any) -> Any:
         paths = write(self, values, where, *rest)
@@ -139,7 +139,7 @@ def test_a_run_that_was_killed_in_the_middle_of_a_study_makes_it_anew(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(defaced_files.Source, "write", torn)
+        patch.setattr(defaced_files.VolumeSource, "write", torn)
         with pytest.raises(Killed):
             main(["deface", str(source), str(out), "--method", "deface", "--json"])
     assert len(list(out.rglob("*.dcm"))) == 1

@@ -87,7 +87,9 @@ def test_no_image_is_read_when_the_coordinator_refuses_and_the_sites_grant_is_fr
     assert s.spent("k")[0] == (0, 0)
 
 
-def test_no_image_is_read_when_the_coordinator_is_silent_and_the_grant_stays_held(tmp_path: Path) -> None:
+def test_a_silent_coordinator_costs_nothing_the_grant_stays_held_and_the_same_release_goes_on_under_it(
+    tmp_path: Path,
+) -> None:
     s = site_world(tmp_path)
     s.gateway.shut = True
     with pytest.raises(CoordinatorUnreachableError):
@@ -95,8 +97,11 @@ def test_no_image_is_read_when_the_coordinator_is_silent_and_the_grant_stays_hel
     assert s.vault.reads == 0
     assert s.spent("k")[0] == (1, 0)
     s.gateway.shut = False
-    assert recover(s.site) == ["grant-site-a-0"]
-    assert s.spent("k")[0] == (0, 1)
+    assert recover(s.site) == []
+    assert s.spent("k")[0] == (1, 0)
+    signed, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
+    assert (verdict.admitted, signed.release.grant) == (True, "grant-site-a-0")
+    assert s.spent("k") == ((0, 1), (0, 1))
 
 
 def test_a_private_component_is_not_even_priced(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent.cli.release import start_making
 from agent.errors import CoordinatorUnreachableError
 from agent.gateway import channel
 from agent.gateway import client as gateway
 from agent.runtime import open_runtime
+from agent.service.making import begin_making
 from coordinator.gateway import guard
 from protos.artifacts.png import pack_earlier_png, pack_png
 from protos.protocol_version import NEWEST, OURS, VersionRange, agree
@@ -168,6 +168,6 @@ def test_a_site_makes_no_set_for_a_coordinator_that_knows_no_compressed_pictures
             open_runtime(site.home.root, lambda *_: None) as runtime,
             pytest.raises(CoordinatorUnreachableError, match="too old for compr"),
         ):
-            start_making(runtime, anew=False)
+            begin_making(runtime, anew=False)
         assert made.store.state.size == before
     capsys.readouterr()

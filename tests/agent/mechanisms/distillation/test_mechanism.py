@@ -24,8 +24,8 @@ from agent.models.diffusion.prompts import Conditions
 from agent.models.recognition.recogniser import RecogniserError
 from agent.release import vetting_statement
 from agent.release.history import patients_of
-from agent.release.pipeline import ReleaseFormat, draft_of, package_images, release_resumable, reserve, submit
-from agent.release.resumable import ReleaseInProgressError
+from agent.release.pipeline import ReleaseFormat, draft_of, package_images, release_resumable, submit
+from agent.release.resumable import ReleaseInProgressError, hold
 from agent.vetting.filter import FilterResult, power, vet
 from agent.vetting.reference import Vetting, reference_of
 from policies.accounting.accountant import NANO, epsilon
@@ -367,7 +367,7 @@ def test_the_budgeted_form_vetted_against_patients_is_refused(tmp_path: Path) ->
     """P7: broken on purpose."""
     s = stage(tmp_path)
     mechanism = distill_dp()
-    grant = reserve(s.site, mechanism, "OT")
+    grant = hold(s.site, mechanism, "OT", "form", None)
     made = mechanism.run(cohort(), SystemEntropy()).made
     assert isinstance(made, SyntheticSet)
     draft = replace(draft_of(s.site, mechanism, grant.grant, "OT", mechanism.claim()), vetted_against="private")

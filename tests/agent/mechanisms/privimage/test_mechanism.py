@@ -20,11 +20,10 @@ from agent.mechanisms.privimage import mechanism as privimage
 from agent.mechanisms.privimage.mechanism import PrivImage, Synthetic
 from agent.mechanisms.privimage.semantic_query import DrownedHistogramError, SemanticQuery, SharedImageError, _total
 from agent.release.approval import submit_approved
-from agent.release.budget import reserve
 from agent.release.pipeline import ReleaseFormat, draft_of, package_images, release_resumable, submit
 from agent.release.ports import ApprovalPending
 from agent.release.recovery import recover
-from agent.release.resumable import ReleaseInProgressError, abandon, find_resumable, place_of
+from agent.release.resumable import ReleaseInProgressError, abandon, find_resumable, hold, place_of
 from agent.storage.encrypted_sqlite import VaultError
 from policies.accounting.accountant import NANO, epsilon, tight_epsilon
 from policies.accounting.claims import Composed, GaussianQuery, SubsampledGaussian
@@ -426,7 +425,7 @@ def test_a_release_that_was_compared_with_patients_is_never_level_a(tmp_path: Pa
     """P7: broken on purpose."""
     s = site_world(tmp_path, PATIENTS)
     mechanism = tiny()
-    grant = reserve(s.site, mechanism, "OT")
+    grant = hold(s.site, mechanism, "OT", "form", None)
     made = mechanism.run(s.vault.cohort(WHERE), SystemEntropy())
     draft = replace(draft_of(s.site, mechanism, grant.grant, "OT", mechanism.claim()), vetted_against="private")
     with pytest.raises(ReviewRejectedError, match="level"):
@@ -437,7 +436,7 @@ def test_half_of_a_composed_claim_is_not_what_was_granted(tmp_path: Path) -> Non
     """P11: a statement that leaves the histogram out is refused."""
     s = site_world(tmp_path, PATIENTS)
     mechanism = tiny()
-    grant = reserve(s.site, mechanism, "OT")
+    grant = hold(s.site, mechanism, "OT", "form", None)
     made = mechanism.run(s.vault.cohort(WHERE), SystemEntropy())
     less = Composed((GaussianQuery(50.0, 1, 1), mechanism.claim().parts[1]))
     with pytest.raises(ReviewRejectedError, match="claim_not_granted"):
