@@ -13,6 +13,7 @@ from agent.cli.output import print_stderr, say
 from agent.errors import SiteConfigError
 from agent.operations import backup as backups
 from agent.operations import restore, upgrade
+from agent.service.making import making_lock
 from agent.storage.encrypted_sqlite import FORMAT
 from agent.storage.site_directory import SiteDirectory
 from policies.audit.restore_losses import as_json, describe_losses, format_time, warning
@@ -65,10 +66,11 @@ def _restore(arguments: argparse.Namespace) -> int:
 
 def _recover(arguments: argparse.Namespace, tell: Callable[[str], None] = say) -> int:
     home = SiteDirectory(arguments.home)
-    if arguments.spend_everything:
-        done = restore.spend_all_grants(home)
-    else:
-        done = restore.recover(home, arguments.shared.read_bytes())
+    with making_lock(home.root):
+        if arguments.spend_everything:
+            done = restore.spend_all_grants(home)
+        else:
+            done = restore.recover(home, arguments.shared.read_bytes())
     tell(f"{done.lost} grant(s) that the backup lacked are spent; this ledger grants the remaining budget again")
     for account in done.full:
         tell(f"{account}: everything is spent")
@@ -88,7 +90,8 @@ def _upgrade(arguments: argparse.Namespace) -> int:
             said = "nothing to do" if found.newest else "an upgrade is needed: run `upgrade`"
             say(f"{found.words}; {said}")
         return 0 if found.newest else 1
-    done = upgrade.upgrade(home, dt.datetime.now(dt.UTC), print_stderr)
+    with making_lock(home.root):
+        done = upgrade.upgrade(home, dt.datetime.now(dt.UTC), print_stderr)
     if done.backup is None or not done.after.newest:
         raise SiteConfigError("the upgrade is not complete: run it again")
     if arguments.json:

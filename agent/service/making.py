@@ -119,8 +119,7 @@ def open_making(
         SiteConfigError, VaultError: as :func:`agent.runtime.open_runtime`.
         ServiceRefusedError: the service runs under another user, or is of another version.
     """
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, _lock(root))
+    with making_lock(root), contextlib.ExitStack() as stack:
         until = time.monotonic() + _PATIENCE_S
         while True:
             service = connect(root)
@@ -138,20 +137,24 @@ def open_making(
         yield opened
 
 
-def _lock(root: Path) -> int:
-    """A descriptor of the home directory itself: nothing is left of the lock, whatever ends this process."""
+@contextlib.contextmanager
+def making_lock(root: Path) -> Iterator[None]:
+    """Nothing else reads patients for a release meanwhile. The home directory itself is locked: no file is left.
+
+    Raises:
+        MakingBusyError: something does.
+    """
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise MakingBusyError(
+                "another release, search or evaluation is at work: run this again when it has ended"
+            ) from None
+        yield
+    finally:
         os.close(folder)
-        raise MakingBusyError(
-            "another release, search or evaluation is at work: run this again when it has ended"
-        ) from None
-    except OSError:
-        os.close(folder)
-        raise
-    return folder
 
 
 @contextlib.contextmanager
