@@ -301,7 +301,9 @@ class LedgerService:
         """What was sent under a grant that is still held, and has no verdict here; with its envelope."""
         state = self.store.state
         found = [
-            s for s in state.sent.values() if s.release not in state.releases and s.envelope not in state.envelopes
+            s
+            for s in list(state.sent.values())
+            if s.release not in state.releases and s.envelope not in state.envelopes
         ]
         return [(s, self.store.envelope(s.envelope) or b"") for s in found if state.grants[s.grant].state == "held"]
 
@@ -404,9 +406,9 @@ class LedgerService:
 
     def held(self) -> list[Reserved]:
         """Grants without an end, oldest first."""
-        held = [grant.reserved for grant in self.store.state.grants.values() if grant.state == "held"]
+        held = [grant.reserved for grant in list(self.store.state.grants.values()) if grant.state == "held"]
         return [reserved for reserved in held if isinstance(reserved, Reserved)]
 
     def runs(self) -> set[str]:
         """Every federated run that was ever reserved for here."""
-        return {grant.reserved.run for grant in self.store.state.grants.values()}
+        return {grant.reserved.run for grant in list(self.store.state.grants.values())}

@@ -17,10 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, cast
 
-from agent.errors import ReviewRejectedError
+from agent.errors import CoordinatorUnreachableError, ReviewRejectedError, SiteConfigError
 from agent.event_log import open_log
 from agent.release.ports import CoordinatorClient
 from agent.release.resumable import abandon
+from agent.release.unsent import NotSentError
 from agent.runtime import (
     AgentRuntime,
     OpenSite,
@@ -31,18 +32,19 @@ from agent.runtime import (
     site_context,
     with_log,
 )
-from agent.service.commands import read_verdict
+from agent.service.commands import KEY_REUSED, read_verdict
 from agent.service.ledger_access import BorrowedLedger
 from agent.storage import projects, site_directory
 from agent.storage.read_only_access import check_history
 from agent.storage.site_ledger import policy_in_force
+from policies.ledger.state import KeyReusedError
 from policies.ledger.store import LedgerBusyError, Store
 from policies.ledger_service import LedgerService
 from policies.review.policy import Policy
 from policies.review.rules import Verdict
 from policies.statements import Reservation, encode
 from protos.common.errors import InvariantError, RefusedError
-from protos.service.control_client import ControlClient, connect
+from protos.service.control_client import ServiceAnswerError, connect
 
 _PATIENCE_S: Final = 10.0  # for a service that starts or ends, or another command that ends
 
@@ -72,27 +74,44 @@ class _NoGateway:
 class OwnerOverSocket:
     """The :class:`agent.release.ports.LedgerOwner` that a running service is."""
 
-    def __init__(self, service: ControlClient, project: str) -> None:
-        """``project``: whose vault the making reads."""
-        self._service, self._project = service, project
+    def __init__(self, root: Path, project: str) -> None:
+        """``root``: the home directory. ``project``: whose vault the making reads."""
+        self._root, self._project = root, project
+
+    def _ask(self, act: str, fields: dict[str, Any]) -> Any:
+        """Over a connection of its own: hours lie between two acts, and the service may be started again meanwhile.
+
+        Raises:
+            CoordinatorUnreachableError: no service answers.
+        """
+        service = connect(self._root)
+        if service is None:
+            raise CoordinatorUnreachableError("the service that holds the ledger has ended: start it again")
+        with service:
+            return service.ask(act, fields)
 
     def begin(self) -> None:
         """Before a making: the coordinator answers, and nothing of an earlier making is in the way."""
-        self._service.ask("/makings/begin", {"project": self._project})
+        self._ask("/makings/begin", {"project": self._project})
 
     def reserve(self, reservation: Reservation) -> None:
         """The price, in the site's ledger and at the coordinator."""
-        told = self._service.ask("/makings/reserve", {"statement": encode(reservation).decode()})
+        told = self._ask("/makings/reserve", {"statement": encode(reservation).decode()})
+        if told["refused_by"] == KEY_REUSED:
+            raise KeyReusedError("the grant was reserved otherwise")
         if told["refused_by"]:
             raise ReviewRejectedError(told["refused_by"], read_verdict(told["verdict"]))
 
     def expire(self, grant: str, reason: str) -> None:
         """Spend what will see no release."""
-        self._service.ask("/makings/expire", {"grant": grant, "reason": reason})
+        self._ask("/makings/expire", {"grant": grant, "reason": reason})
 
     def submit(self, release: str) -> Verdict:
         """What is made and kept leaves."""
-        told = self._service.ask("/releases/send", {"release": release})
+        try:
+            told = self._ask("/releases/send", {"release": release})
+        except (CoordinatorUnreachableError, ServiceAnswerError) as error:
+            raise NotSentError(release, str(error)) from None
         verdict = read_verdict(told["verdict"])
         if not told["mechanism"]:
             raise ReviewRejectedError("site", verdict)
@@ -124,8 +143,8 @@ def open_making(
         while True:
             service = connect(root)
             if service is not None:
-                stack.enter_context(service)
-                opened: OpenSite = stack.enter_context(_beside(root, say, project, service))
+                service.__exit__()
+                opened: OpenSite = stack.enter_context(_beside(root, say, project))
                 break
             try:
                 opened = stack.enter_context(open_runtime(root, say, project))
@@ -158,17 +177,20 @@ def making_lock(root: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _beside(root: Path, say: Callable[[str, str], None], project: str, service: ControlClient) -> Iterator[OpenSite]:
+def _beside(root: Path, say: Callable[[str, str], None], project: str) -> Iterator[OpenSite]:
     """The site beside the service that holds its ledger."""
     home = site_directory.SiteDirectory(root)
     settings, log, ledger = home.settings(), open_log(root / "agent.log"), BorrowedLedger(home)
     with contextlib.closing(projects.open_vault(home, project)) as vault:
-        check_history(vault, ledger.read())
+        try:
+            check_history(vault, ledger.read())
+        except SiteConfigError:  # the service may have written while the ledger was read
+            check_history(vault, ledger.read())
         followed = _FollowedLedger(ledger, policy_in_force(home, ledger.read()))
         require_small_delta(vault, followed.policy_of(settings.site))
         no_gateway = cast("CoordinatorClient", _NoGateway())
         site = site_context(home, settings.site, followed, no_gateway, vault, with_log(say, log))
-        owner = OwnerOverSocket(service, project)
+        owner = OwnerOverSocket(root, project)
         yield OpenSite(home, settings, replace(site, owner=owner), vault, log)
 
 

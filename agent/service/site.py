@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 from agent.errors import ReviewRejectedError
 from agent.event_log import open_log
 from agent.microaggregation.released_clusters import place_of
+from agent.service.commands import KEY_REUSED
 from agent.service.ledger_access import BorrowedLedger, SharedLedger, SiteLedger
 from agent.storage import projects
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.site_ledger import initialise_ledger
 from policies.governance import acts
 from policies.ledger.entries import Reserved
+from policies.ledger.state import KeyReusedError
 from policies.review.rules import Verdict
 from policies.statements import Reservation, parse
 from protos.common.errors import RefusedError
@@ -103,7 +105,8 @@ def reserve(site: Site, statement: str) -> dict[str, Any]:
     """Hold the price of a release that another process makes. It has noted the grant's name before (P10).
 
     Returns:
-        ``refused_by`` ("" where it is held, "site" or "coordinator") and ``verdict``, as for :func:`send`.
+        ``refused_by`` ("" where it is held, "site", "coordinator" or ``KEY_REUSED``), and ``verdict`` as
+        :func:`send` has it.
     """
     from agent.release import budget  # noqa: PLC0415 - as in :func:`send`
     from agent.release.resumable import held_for  # noqa: PLC0415 - as in :func:`send`
@@ -118,6 +121,8 @@ def reserve(site: Site, statement: str) -> dict[str, Any]:
             budget.reserve(runtime.site, asked)
         except ReviewRejectedError as refusal:
             return {"refused_by": refusal.where, "verdict": _verdict(refusal.verdict)}
+        except KeyReusedError:
+            return {"refused_by": KEY_REUSED, "verdict": _verdict(Verdict(()))}
     return {"refused_by": "", "verdict": _verdict(Verdict(()))}
 
 

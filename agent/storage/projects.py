@@ -322,9 +322,9 @@ def _give_up(vault: Vault, persons: Set[str]) -> None:
     ``agent.release.resumable``.
     """
     told = vault.project_note("unfinished")
-    if told is None or persons.isdisjoint(told["persons"]):
+    if told is None or persons.isdisjoint(told.get("persons", ())):
         return
-    for place in told["places"]:
+    for place in told.get("places", ()):
         vault.place(place).clear()
     vault.write_project_note("unfinished", None)
     if (vault.note("unfinished") or {}).get("grant") == told["grant"]:

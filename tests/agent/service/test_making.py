@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
+import time
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from agent.errors import ReviewRejectedError
 from agent.mechanisms.ksame.mechanism import KSame
 from agent.release import budget
 from agent.service.making import MakingBusyError, begin_making, open_making
+from agent.storage import projects
 from policies.ledger.backends.sqlite import read_lines
 from policies.ledger.store import LedgerStoppedError
 from policies.statements import Reservation, encode
 from protos.common.errors import InvariantError, LazaretError
 from protos.service.control_client import ServiceRefusedError, connect
+from protos.web import server
 from tests.support.command_line import Typed, at, typed
 from tests.support.federation_world import Federation, Site
 from tests.support.release_site import filled, held, kept, killed, ksame_words, site
@@ -152,3 +155,23 @@ def test_what_fails_beside_the_service_is_spent_there(
             assert typed(*at(site), *ksame_words(tmp_path)).status == 70
         assert held(site) == (0, 1)
     assert entries(site).count("Expired") == 1
+
+
+def test_the_service_may_be_silent_for_hours_or_be_started_again_between_two_acts(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_IDLE_S", 1)
+    with serving(site), open_making(site.home.root, quiet) as opened:
+        begin_making(opened, anew=False)
+        time.sleep(2.5)
+        assert opened.site.owner is not None
+        opened.site.owner.expire("grant-none", "failed")
+
+
+def test_who_opts_out_while_a_price_is_asked_for_is_deleted_all_the_same(site: Site) -> None:
+    """No person is noted yet: the note of the grant has none."""
+    with closing(projects.open_vault(site.home)) as vault:
+        vault.write_note("unfinished", {"grant": "grant-1"})
+        vault.write_project_note("unfinished", {"grant": "grant-1", "form": "0" * 64})
+        projects._give_up(vault, {"0" * 32})
+        assert vault.note("unfinished") == {"grant": "grant-1"}
