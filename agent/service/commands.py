@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from policies.ledger.store import LedgerBusyError
 from policies.review.rules import Finding, Verdict
@@ -18,9 +18,6 @@ from protos.service.control_client import ask_or_do
 
 if TYPE_CHECKING:
     from policies.governance.acts import Acts
-
-
-KEY_REUSED: Final = "key"  # who refuses a reservation: nobody, it was another one under this name
 
 
 @contextmanager

@@ -32,8 +32,9 @@ from agent.runtime import (
     site_context,
     with_log,
 )
-from agent.service.commands import KEY_REUSED, read_verdict
+from agent.service.commands import read_verdict
 from agent.service.ledger_access import BorrowedLedger
+from agent.service.site import KEY_REUSED
 from agent.storage import projects, site_directory
 from agent.storage.read_only_access import check_history
 from agent.storage.site_ledger import policy_in_force

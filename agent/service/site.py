@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 from agent.errors import ReviewRejectedError
 from agent.event_log import open_log
 from agent.microaggregation.released_clusters import place_of
-from agent.service.commands import KEY_REUSED
 from agent.service.ledger_access import BorrowedLedger, SharedLedger, SiteLedger
 from agent.storage import projects
 from agent.storage.site_directory import MAIN, SiteDirectory
@@ -30,6 +29,9 @@ from protos.common.errors import RefusedError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+
+KEY_REUSED: Final = "key"  # who refuses a reservation: nobody, it was another one under this name
 
 
 class NotOurReservationError(RefusedError):

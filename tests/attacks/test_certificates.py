@@ -195,7 +195,8 @@ def test_a_revocation_ends_open_streams_at_once_and_the_next_call_of_the_same_co
             time.sleep(0.01)
         call(operator, "Revoke", gateway_pb2.RevokeRequest(site="site-a", reason="stolen"))
         assert refusal(lambda: list(session)).code() == Code.CANCELLED
-        assert refusal(lambda: upload.result(timeout=200)).code() == Code.CANCELLED
+        ended = refusal(lambda: upload.result(timeout=200)).code()
+        assert ended in (Code.CANCELLED, Code.PERMISSION_DENIED)  # the latter where a part of it came just then
         assert not silence.is_set()
         silence.set()
         before = len(ground.federation.findings())
