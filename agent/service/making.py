@@ -83,13 +83,16 @@ class OwnerOverSocket:
         """Over a connection of its own: hours lie between two acts, and the service may be started again meanwhile.
 
         Raises:
-            CoordinatorUnreachableError: no service answers.
+            CoordinatorUnreachableError: no service answers, or it ended before it did.
         """
         service = connect(self._root)
         if service is None:
             raise CoordinatorUnreachableError("the service that holds the ledger has ended: start it again")
         with service:
-            return service.ask(act, fields)
+            try:
+                return service.ask(act, fields)
+            except ServiceAnswerError as error:
+                raise CoordinatorUnreachableError(str(error)) from None
 
     def begin(self) -> None:
         """Before a making: the coordinator answers, and nothing of an earlier making is in the way."""
@@ -111,7 +114,7 @@ class OwnerOverSocket:
         """What is made and kept leaves."""
         try:
             told = self._ask("/releases/send", {"release": release})
-        except (CoordinatorUnreachableError, ServiceAnswerError) as error:
+        except CoordinatorUnreachableError as error:
             raise NotSentError(release, str(error)) from None
         verdict = read_verdict(told["verdict"])
         if not told["mechanism"]:
@@ -144,8 +147,8 @@ def open_making(
         while True:
             service = connect(root)
             if service is not None:
-                service.__exit__()
-                opened: OpenSite = stack.enter_context(_beside(root, say, project))
+                with service:  # each act has a connection of its own
+                    opened: OpenSite = stack.enter_context(_beside(root, say, project))
                 break
             try:
                 opened = stack.enter_context(open_runtime(root, say, project))

@@ -20,6 +20,7 @@ from agent import runtime
 from agent.deidentify.record import Record
 from agent.mechanisms.common.linear_codec import fit_basis, save_basis
 from agent.storage import projects
+from policies.ledger.backends.sqlite import read_lines
 from tests.support.command_line import at
 from tests.support.federation_world import Federation, Site
 from tests.support.vault_records import record
@@ -77,6 +78,11 @@ def held(site: Site) -> tuple[int, int]:
     """(held, spent) of the account of k, at the coordinator."""
     account = site.federation.store.state.accounts["site-a/k"]
     return account.held, account.spent
+
+
+def entries(site: Site) -> list[str]:
+    """The kinds of all entries of the site's ledger."""
+    return [type(line.record.entry).__name__ for line in read_lines(site.home.root / "ledger.db")]
 
 
 def kept(site: Site) -> list[str]:

@@ -14,7 +14,6 @@ from agent.mechanisms.ksame.mechanism import KSame
 from agent.release import budget
 from agent.service.making import MakingBusyError, begin_making, open_making
 from agent.storage import projects
-from policies.ledger.backends.sqlite import read_lines
 from policies.ledger.store import LedgerStoppedError
 from policies.statements import Reservation, encode
 from protos.common.errors import InvariantError, LazaretError
@@ -22,7 +21,7 @@ from protos.service.control_client import ServiceRefusedError, connect
 from protos.web import server
 from tests.support.command_line import Typed, at, typed
 from tests.support.federation_world import Federation, Site
-from tests.support.release_site import filled, held, kept, killed, ksame_words, site
+from tests.support.release_site import entries, filled, held, kept, killed, ksame_words, site
 from tests.support.site_serving import serving
 from tests.support.small_mechanisms import KSAME
 
@@ -31,11 +30,6 @@ __all__ = ["site", "typed"]  # fixtures
 
 def quiet(_step: str, _detail: str) -> None:
     """Nobody reads along."""
-
-
-def entries(site: Site) -> list[str]:
-    """The kinds of all entries of the site's ledger."""
-    return [type(line.record.entry).__name__ for line in read_lines(site.home.root / "ledger.db")]
 
 
 def test_a_release_says_the_same_and_leaves_the_same_beside_a_service_and_without_one(

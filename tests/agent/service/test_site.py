@@ -12,13 +12,12 @@ from agent.runtime import open_runtime
 from agent.service.ledger_access import SharedLedger
 from agent.service.site import ACTS, site_app
 from policies.governance import acts
-from policies.ledger.backends.sqlite import read_lines
 from protos.identity.key_files import pem, write_private
 from protos.service.control_client import SOCKET
 from tests.support.command_line import CommandResult, Typed, at, typed
 from tests.support.federation_world import Federation, Site
 from tests.support.ledger_world import Person
-from tests.support.release_site import filled, held, kept, killed, site
+from tests.support.release_site import entries, filled, held, kept, killed, site
 from tests.support.site_serving import serving
 
 __all__ = ["site", "typed"]  # fixtures
@@ -60,11 +59,6 @@ def governed(typed: Typed, site: Site, folder: Path) -> list[CommandResult]:
         types("release", word, "r-none")
     types("release", "inspect", "r-none", "--out", folder / "none")
     return said
-
-
-def entries(site: Site) -> list[str]:
-    """The kinds of all entries of the site's ledger."""
-    return [type(line.record.entry).__name__ for line in read_lines(site.home.root / "ledger.db")]
 
 
 def test_every_decision_says_the_same_and_leaves_the_same_beside_a_service_and_without_one(
