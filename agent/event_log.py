@@ -13,7 +13,7 @@ KEYS: Final = frozenset(
     {
         "event", "level", "timestamp", "site", "step", "mechanism", "grant", "release", "run", "round", "epoch",
         "rule", "rules", "where", "count", "kept", "duplicates", "quarantined", "reason", "state", "seconds",
-        "person", "role", "action", "page", "incident", "fault", "seq",
+        "person", "role", "action", "page", "incident", "fault", "seq", "job",
     }
 )  # fmt: skip
 

@@ -100,13 +100,13 @@ for package in (f"{side}.cli", f"{side}.operations", "protos.web"):
             sys.modules[f"{package}.{path.stem}"] = one = Module(f"{package}.{path.stem}")
             setattr(room, path.stem, one)
 for command in commands:
-    found[command] = main._run(type("Arguments", (), {"command": command}))
+    found[command] = main.carry_out(type("Arguments", (), {"command": command}))
 print(json.dumps(found))
 """
 LIGHT: Final = frozenset(
     {
         *("administration", "backup", "cohort", "console", "doctor", "ingest", "ledger", "quarantine"),
-        *("made_release", "release_kanonymous", "serve", "setup"),
+        *("jobs", "made_release", "release_kanonymous", "serve", "setup"),
     }
 )
 WITH_TORCH: Final = frozenset(  # every other command does without, but for vetting, rounds and heads that come in

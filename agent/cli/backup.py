@@ -13,7 +13,7 @@ from agent.cli.output import print_stderr, say
 from agent.errors import SiteConfigError
 from agent.operations import backup as backups
 from agent.operations import restore, upgrade
-from agent.service.making import making_lock
+from agent.service.making_lock import making_lock
 from agent.storage.encrypted_sqlite import FORMAT
 from agent.storage.site_directory import SiteDirectory
 from policies.audit.restore_losses import as_json, describe_losses, format_time, warning

@@ -13,10 +13,19 @@ from protos.operations.command_line import run_main
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit 0 done, 1 refused or failed, 2 usage, 70 internal."""
-    return run_main(options.build_parser(), _run, argv)
+    words = sys.argv[1:] if argv is None else argv
+
+    def run(arguments: argparse.Namespace) -> int:
+        if not getattr(arguments, "detach", False):
+            return carry_out(arguments)
+        from agent.cli import detach
+
+        return detach.queue(arguments, words, carry_out)
+
+    return run_main(options.build_parser(), run, words)
 
 
-def _run(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR0915 - a case a file of commands
+def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR0915 - a case a file of commands
     """Import what carries out the command, and nothing else: help and errors of usage wait for no library."""
     match arguments.command.split():
         case ["init" | "enrol"]:
@@ -41,6 +50,8 @@ def _run(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR0915 
             from agent.cli.release_heads import run
         case ["release", "send" | "inspect" | "withdraw"] | ["ledger", "amend"]:
             from agent.cli.made_release import run
+        case ["jobs", _]:
+            from agent.cli.jobs import run
         case ["tune"]:
             from agent.cli.tune import run
         case ["evaluate"]:

@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve = add(commands, "serve", "receive images, and take part in federated rounds")
     serve.add_argument("--modality", help="DICOM modality of the cohort; without it, serve only receives")
     _project(serve)
+    _add_jobs(commands)
     _add_backup(commands)
     add(commands, "console", "run only the site console (console.toml); `serve` runs it too")
     add_login_commands(commands)
@@ -98,7 +99,13 @@ def _making(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dry-run", action="store_true", help=dry)
     anew = "discard an interrupted release; its budget stays spent"
     command.add_argument("--anew", action="store_true", help=anew)
+    command.set_defaults(grant="")  # a job's record names it
+    _detach(command)
     _project_json(command)
+
+
+def _detach(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--detach", action="store_true", help="queue it as a job of the running service; see `jobs`")
 
 
 def _form(command: argparse.ArgumentParser) -> None:
@@ -151,6 +158,7 @@ def _add_ingest(commands: Any) -> None:
     into.add_argument("--patients", type=Path, help="a file with a patient id on each line")
     into.add_argument("--accessions", type=Path, help="a file with an accession number on each line")
     into.set_defaults(usage_check=_of_archives(into))
+    _detach(into)
     would = add(commands, "what-if", "show what would be done to files, and why")
     would.add_argument("files", type=Path, nargs="+")
     would.add_argument("--patient-list", type=Path, help="CSV with file,patient_id of the NIfTI files")
@@ -238,6 +246,7 @@ def _add_deface(commands: Any) -> None:
     bare.add_argument("--report", type=Path, help="a page with each head before and after, for this site only")
     bare.add_argument("--vault", action="store_true", help="process the vault, as ingest.toml's [faces] says")
     bare.add_argument("--once-more", action="store_true", help="with --vault: also studies that were rejected before")
+    _detach(bare)
     _project_json(bare)
 
 
@@ -296,7 +305,33 @@ def _add_search(commands: Any) -> None:
     judge.add_argument("--part", required=True, help="a part of the split whose patients are in no release of it")
     for command in (tune, judge):
         _page(command)
+        _detach(command)
         _project_json(command)
+
+
+# -- jobs
+
+
+def _add_jobs(commands: Any) -> None:
+    group = commands.add_parser("jobs", help="work that the running service does").add_subparsers(
+        required=True, metavar="WHAT"
+    )
+    _json(add(group, "list", "list jobs: state, reason, step, time left"))
+    for name, text in (
+        ("show", "show one job: history, price, progress"),
+        ("follow", "print what a job says until it ends, and end as it does"),
+        ("fetch", "write the files that a job made into a folder"),
+        ("cancel", "end a job"),
+        ("retry", "go on with an interrupted job now, or begin a failed one anew"),
+    ):
+        command = add(group, name, text)
+        command.add_argument("number", type=count, help="as `jobs list` shows it")
+        if name in ("show", "cancel", "retry"):
+            _json(command)
+        if name == "fetch":
+            command.add_argument("--out", type=Path, required=True, help="a folder; no file in it is overwritten")
+        if name == "cancel":
+            command.add_argument("--spend", action="store_true", help="also where its price has been paid")
 
 
 # -- networks, and what needs no site
@@ -317,6 +352,7 @@ def _add_training(commands: Any) -> None:
     centroids.add_codebook_options(codebook)
     for command in (remodeller, codebook):
         _seed_device(command)
+        _detach(command)
     draw = add(commands, "draw", distillation.DRAW_HELP)
     distillation.add_draw_options(draw)
     _seed_device(draw, "the same seed gives the same images")
@@ -329,6 +365,7 @@ def _add_network(command: argparse.ArgumentParser, network: str) -> None:
     command.add_argument("--out", type=Path, required=True, help="folder for checkpoint, network and progress images")
     command.add_argument("--steps", type=count, help="number of steps (default: the preset's)")
     _seed_device(command)
+    _detach(command)
     if network == "encoder":
         command.add_argument("--generator", required=True, help="a file of `train generator`, or stylegan2-ada:FILE")
         command.add_argument("--sha256", default="", help="SHA-256 of a published generator, as its authors give it")

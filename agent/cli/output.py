@@ -11,7 +11,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
 
 from agent.errors import CommandError
@@ -22,6 +30,8 @@ if TYPE_CHECKING:
     from agent.ingest.pipeline import IngestReport
 
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+Listener = Callable[[str, str, int, int], None]  # step, detail, done, of how many (0: nobody knows)
+LISTENERS: Final[list[Listener]] = []  # hear of all progress, printed or not
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
 
@@ -33,6 +43,7 @@ def say(text: str) -> None:
 
 def print_progress(name: str, detail: str, silent: bool) -> None:
     """One line of progress."""
+    _tell(name, detail)
     if not silent:
         OUT.print(f"{name:>6}  {detail}", markup=False, soft_wrap=True)
 
@@ -49,6 +60,21 @@ def print_verdict(release: str, mechanism: str, verdict: Verdict, as_lines: bool
         OUT.print(f"  {finding.rule}: {finding.detail}", markup=False)
 
 
+def _tell(step: str, detail: str, done: int = 0, of: int = 0) -> None:
+    for listener in LISTENERS:
+        listener(step, detail, done, of)
+
+
+class _Bars(Progress):
+    """Bars of which listeners hear, too, also where none is drawn."""
+
+    def update(self, task_id: TaskID, **changed: Any) -> None:
+        """See :class:`rich.progress.Progress`."""
+        super().update(task_id, **changed)
+        task = self._tasks[task_id]
+        _tell(task.description, str(task.fields.get("told", "")), int(task.completed), int(task.total or 0))
+
+
 def progress_columns(silent: bool) -> Progress:
     """Name, bar, counts, clocks; the losses take the room that is left, and are cut where there is none."""
     fixed = Column(no_wrap=True)
@@ -60,7 +86,7 @@ def progress_columns(silent: bool) -> Progress:
         TimeRemainingColumn(table_column=fixed),
         TextColumn("{task.fields[told]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
     )
-    return Progress(*columns, console=ERR, disable=silent, expand=True)
+    return _Bars(*columns, console=ERR, disable=silent, expand=True)
 
 
 def require_device(device: str, instead: str) -> None:
@@ -111,7 +137,7 @@ def print_stderr(text: str) -> None:
 def file_progress(title: str, silent: bool) -> Iterator[Callable[[int, int | None], None]]:
     """A bar for files: it is told how many are done, and of how many if that is known."""
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=ERR, disable=silent) as progress:
+    with _Bars(*columns, console=ERR, disable=silent) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, whole: progress.update(task, completed=done, total=whole)
 

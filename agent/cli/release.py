@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from agent.release.pipeline import made_as
 from agent.release.ports import ApprovalPending, SignedRelease
 from agent.release.preflight import ReleaseForecast, ReleaseRequest, preflight_review, quote
 from agent.runtime import OpenSite
+from agent.service.making import open_making
 from policies.accounting.accountant import NANO, epsilon_nano, tight_epsilon
 from policies.accounting.claims import Claim, Gaussian, KAnonymous
 from policies.accounting.rounding import epsilon_text
@@ -34,6 +36,12 @@ from protos.encryption import hpke
 
 if TYPE_CHECKING:  # all mechanisms import torch, which not all releases need
     from agent.mechanisms.registry import Remodel, Resumable, Synthesis
+
+
+def open_release(arguments: argparse.Namespace, say: Callable[[str, str], None]) -> AbstractContextManager[OpenSite]:
+    """The site, for a release or its dry run; see :func:`agent.service.making.open_making`."""
+    home, project = arguments.home, arguments.project
+    return open_making(home, say, project, grant=arguments.grant, looks=arguments.dry_run)
 
 
 def asked_for(

@@ -26,7 +26,7 @@ from agent.mechanisms.remodel.mechanism import Remodelled
 from agent.models.training_loop import TrainingProgress
 from agent.release.pipeline import release_heads
 from agent.release.preflight import of_heads
-from agent.service.making import begin_making, open_making
+from agent.service.making import begin_making
 from agent.volumes.errors import REASONS
 from protos.common.durable_files import replace_file
 
@@ -47,7 +47,7 @@ def release(arguments: argparse.Namespace) -> int:
     def say(step: str, detail: str) -> None:
         print_progress(step, detail, arguments.json)
 
-    with open_making(arguments.home, say, arguments.project) as runtime:
+    with commands.open_release(arguments, say) as runtime:
         mechanism, modality = read_remodel(arguments.config, runtime.settings.public_components)
         say("price", "face removed; the brain itself remains linkable: there is no guarantee (level C)")
         if arguments.dry_run:

@@ -17,7 +17,7 @@ from agent.mechanisms.kanonymous import parts_of
 from agent.release.history import known_after_start
 from agent.release.pipeline import release_synthetic
 from agent.release.preflight import of_clusters
-from agent.service.making import begin_making, open_making
+from agent.service.making import begin_making
 
 if TYPE_CHECKING:  # a vetting imports torch
     from agent.release.cluster_vetting import VettingRequest
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     say = lambda step, detail: print_progress(step, detail, arguments.json)  # noqa: E731 - one line of progress
     commands.refuse_sheet(arguments.sheet)
     _, read_release = parts_of(arguments.mechanism)
-    with open_making(arguments.home, say, arguments.project) as runtime:
+    with commands.open_release(arguments, say) as runtime:
         made = read_release(arguments, runtime.settings.public_components)
         mechanism, selection = made.mechanism, made.selection
         looked = _vetted(made, arguments, say)

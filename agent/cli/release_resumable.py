@@ -27,9 +27,9 @@ from agent.release.packaging import ReleaseFormat
 from agent.release.pipeline import release_resumable
 from agent.release.ports import SignedRelease
 from agent.release.preflight import of_configuration, refuse
-from agent.release.resumable import abandon
+from agent.release.resumable import give_up_earlier
 from agent.runtime import OpenSite
-from agent.service.making import begin_making, open_making
+from agent.service.making import begin_making
 from policies.accounting.accountant import NANO, tight_epsilon
 from policies.accounting.claims import Gaussian
 from policies.accounting.rounding import epsilon_text
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     def say(step: str, detail: str) -> None:
         print_progress(step, detail, arguments.json)
 
-    with open_making(arguments.home, say, arguments.project) as runtime:
+    with commands.open_release(arguments, say) as runtime:
         mechanism, selection, told = _read(arguments, runtime, say)
         if arguments.blank is not None:
             return distillation_review.write_blank(arguments, mechanism)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         begin_making(runtime, anew=False)
         _audit(mechanism, say)
         if arguments.anew:  # after the audit: on a machine that is not fit to draw noise, nothing is given up either
-            abandon(runtime.site)
+            give_up_earlier(runtime.site)
         shown, entropy = _shown(arguments, mechanism, say), SystemEntropy()
         make = lambda: release_resumable(runtime.site, mechanism, selection, entropy, wrapping, shown)  # noqa: E731
         status, signed = commands.run_release(runtime, arguments, name, make, partial(_print, arguments, name))

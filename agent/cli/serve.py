@@ -73,6 +73,7 @@ def _beside(
     """The console and metrics while this serves, as ``console.toml`` says; and systemd is told."""
     from agent.console.app import console_server  # noqa: PLC0415 - a web framework, which releases never need
     from agent.operations import metrics  # noqa: PLC0415 - as above
+    from agent.service.job_runner import JobRunner  # noqa: PLC0415 - as above
     from agent.service.site import site_app  # noqa: PLC0415 - as above
     from protos.service.control_socket import control_socket  # noqa: PLC0415 - as above
     from protos.web.health import watched_over  # noqa: PLC0415 - as above
@@ -82,8 +83,8 @@ def _beside(
     with ExitStack() as stack:
         ledger = SharedLedger(runtime) if runtime else BorrowedLedger(home)
         console = stack.enter_context(console_server(home, ledger, log, reception))
-        if isinstance(ledger, SharedLedger):  # else a command opens the ledger by itself
-            stack.enter_context(control_socket(home.root, site_app(home, ledger, log), log))
+        stack.enter_context(JobRunner(home, ledger, log))
+        stack.enter_context(control_socket(home.root, site_app(home, ledger, log), log))
         page, live, ready = metrics.metrics(watched), metrics.live(watched), metrics.ready(watched)
         port = stack.enter_context(watched_over(console_settings.read(home.root), page, live, ready))
         yield (*([console] if console else []), *([f"metrics and health: port {port}"] if port else []))

@@ -59,6 +59,7 @@ from policies.ledger.entries import InvalidEntryError, Reserved
 from policies.review.rules import Finding, Verdict
 from policies.statements import Release, Reservation, claim_json
 from protos.artifacts.shards import Nifti, pack_shard
+from protos.common.errors import TrainingError
 
 if TYPE_CHECKING:  # what learns imports torch: a release that learns nothing does without it
     from agent.defacing.deface import Examine
@@ -244,11 +245,28 @@ def release_synthetic(
     return signed, submit_or_await_approval(site, signed)
 
 
+class MemoryExhaustedError(TrainingError):
+    """There is too little memory for the making; its grant stays held."""
+
+    def __init__(self) -> None:
+        """Say how it goes on."""
+        super().__init__(
+            "memory ran out: free some or take smaller batches; the same command goes on under its grant"
+        )
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, of this machine or of its accelerator. On a processor, torch has no class for it."""
+    of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch)
+
+
 @contextlib.contextmanager
 def spent_unless_kept(site: SiteContext, grant: Reserved | Reservation, places: Iterable[str] = ()) -> Iterator[None]:
     """Wraps the making of a release until it is stored: on any failure its grant is spent, and the error is raised.
 
-    But for a fault of the site's store or disk, which is none of the making's: its grant stays held, and it goes on.
+    But for a fault of the site's store, disk or memory, which is none of the making's: its grant stays held, and it
+    goes on.
     """
     try:
         yield
@@ -258,7 +276,9 @@ def spent_unless_kept(site: SiteContext, grant: Reserved | Reservation, places: 
         raise ReleaseInProgressError(
             "the patients' images have changed since it began: discard it with --anew; its budget stays spent"
         ) from None
-    except Exception:  # and nothing of what was drawn stays
+    except Exception as error:  # and nothing of what was drawn stays
+        if _out_of_memory(error):  # nor is a machine that is too small
+            raise MemoryExhaustedError from None
         end(site, places)
         with best_effort():  # what went wrong is what the operator must hear
             expire_grant(site, grant, "failed")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from agent.domain import CheckpointStore, Cohort, Scan, Selection
 from policies.ledger_service import LedgerService
 from policies.review.rules import Verdict
 from policies.statements import Release, Reservation, Statement
 from protos.common.errors import Signal
+
+KEY_REUSED: Final = "key"  # who refuses a reservation: nobody, it was another one under this name
 
 
 class ApprovalPending(Signal):
@@ -136,6 +138,7 @@ class SiteContext:
     new_id: Callable[[str], str]  # prefix -> fresh opaque id
     say: Callable[[str, str], None]  # step, detail: progress for people
     owner: LedgerOwner | None = None  # None: this process writes the ledger
+    grant: str = ""  # the name under which the next price is reserved; "": a new one
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,9 +57,15 @@ def hold(
         answers, the same command goes on under the same grant.
         ReleaseInProgressError: the interrupted reservation was another one.
     """
+    if begun is not None and site.grant not in ("", begun.grant.grant):
+        raise ReleaseInProgressError(
+            f"the same release was begun under {begun.grant.grant} and interrupted: finish it, or begin --anew"
+        )
     if begun is not None and begun.persons is not None:
         return begun.grant
-    reservation = reservation_of(site, mechanism, modality, grant=begun.grant.grant if begun else "")
+    if begun is None and site.grant in site.ledger.store.state.grants:
+        raise ReleaseInProgressError(f"{site.grant} has had its release, or was discarded: begin anew")
+    reservation = reservation_of(site, mechanism, modality, grant=begun.grant.grant if begun else site.grant)
     if begun is None:
         discard_orphans(site)
         site.vault.write_note(_NOTE, {"grant": reservation.grant})
@@ -181,6 +187,12 @@ def discard_orphans(site: SiteContext) -> None:
     told = site.vault.project_note(_NOTE)
     if told is not None and told["grant"] != held_for(site):
         _clear(site)
+
+
+def give_up_earlier(site: SiteContext) -> None:
+    """:func:`abandon` what was interrupted, unless it is what goes on now under the name that a job chose."""
+    if not site.grant or held_for(site) != site.grant:
+        abandon(site)
 
 
 def abandon(site: SiteContext) -> None:

@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -68,6 +68,16 @@ class SiteLedger(Protocol):
             project: whose vault.
             greeted: the coordinator must have answered before; not for what ends at this site's own ledger.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What an act works with."""
+
+    home: site_directory.SiteDirectory
+    ledger: SiteLedger
+    log: Any
+    runs_jobs: bool = False  # this process does: see agent.service.job_runner
 
 
 class SharedLedger:

@@ -9,8 +9,6 @@ lock on the home directory): two makings would choose among the same patients.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,8 +17,8 @@ from typing import Any, Final, cast
 
 from agent.errors import CoordinatorUnreachableError, ReviewRejectedError, SiteConfigError
 from agent.event_log import open_log
-from agent.release.ports import CoordinatorClient
-from agent.release.resumable import abandon
+from agent.release.ports import KEY_REUSED, CoordinatorClient
+from agent.release.resumable import give_up_earlier
 from agent.release.unsent import NotSentError
 from agent.runtime import (
     AgentRuntime,
@@ -34,7 +32,7 @@ from agent.runtime import (
 )
 from agent.service.commands import read_verdict
 from agent.service.ledger_access import BorrowedLedger
-from agent.service.site import KEY_REUSED
+from agent.service.making_lock import making_lock
 from agent.storage import projects, site_directory
 from agent.storage.read_only_access import check_history
 from agent.storage.site_ledger import policy_in_force
@@ -44,7 +42,7 @@ from policies.ledger_service import LedgerService
 from policies.review.policy import Policy
 from policies.review.rules import Verdict
 from policies.statements import Reservation, encode
-from protos.common.errors import InvariantError, RefusedError
+from protos.common.errors import InvariantError
 from protos.service.control_client import ServiceAnswerError, connect
 
 _PATIENCE_S: Final = 10.0  # for a service that starts or ends, or another command that ends
@@ -122,13 +120,14 @@ class OwnerOverSocket:
         return verdict
 
 
-class MakingBusyError(RefusedError):
-    """One making at a time."""
-
-
 @contextlib.contextmanager
 def open_making(
-    root: Path, say: Callable[[str, str], None], project: str = site_directory.MAIN
+    root: Path,
+    say: Callable[[str, str], None],
+    project: str = site_directory.MAIN,
+    *,
+    grant: str = "",
+    looks: bool = False,
 ) -> Iterator[OpenSite]:
     """Open the site for one making, search or evaluation.
 
@@ -136,13 +135,15 @@ def open_making(
         root: the home directory.
         say: hears of each step and its detail.
         project: whose vault.
+        grant: the name of the price that a release is to be reserved under, where a job's record chose it.
+        looks: it only says what would be: another one may be at work.
     Raises:
         MakingBusyError: another one is at work.
         LedgerBusyError: another command writes the ledger, and does not end.
         SiteConfigError, VaultError: as :func:`agent.runtime.open_runtime`.
         ServiceRefusedError: the service runs under another user, or is of another version.
     """
-    with making_lock(root), contextlib.ExitStack() as stack:
+    with contextlib.nullcontext() if looks else making_lock(root), contextlib.ExitStack() as stack:
         until = time.monotonic() + _PATIENCE_S
         while True:
             service = connect(root)
@@ -157,27 +158,7 @@ def open_making(
                 if time.monotonic() > until:
                     raise
             time.sleep(0.1)
-        yield opened
-
-
-@contextlib.contextmanager
-def making_lock(root: Path) -> Iterator[None]:
-    """Nothing else reads patients for a release meanwhile. The home directory itself is locked: no file is left.
-
-    Raises:
-        MakingBusyError: something does.
-    """
-    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise MakingBusyError(
-                "another release, search or evaluation is at work: run this again when it has ended"
-            ) from None
-        yield
-    finally:
-        os.close(folder)
+        yield replace(opened, site=replace(opened.site, grant=grant)) if grant else opened
 
 
 @contextlib.contextmanager
@@ -210,4 +191,4 @@ def begin_making(opened: OpenSite, anew: bool) -> None:
     elif isinstance(opened.site.owner, OwnerOverSocket):
         opened.site.owner.begin()
     if anew:
-        abandon(opened.site)
+        give_up_earlier(opened.site)

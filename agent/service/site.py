@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 from agent.errors import ReviewRejectedError
 from agent.event_log import open_log
 from agent.microaggregation.released_clusters import place_of
-from agent.service.ledger_access import BorrowedLedger, SharedLedger, SiteLedger
+from agent.release.ports import KEY_REUSED
+from agent.service import job_acts
+from agent.service.ledger_access import BorrowedLedger, Site, SiteLedger
 from agent.storage import projects
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.site_ledger import initialise_ledger
@@ -31,20 +32,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 
-KEY_REUSED: Final = "key"  # who refuses a reservation: nobody, it was another one under this name
-
-
 class NotOurReservationError(RefusedError):
     """What was asked of the ledger's owner is not of a release that is being made here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """What an act works with."""
-
-    home: SiteDirectory
-    ledger: SiteLedger
-    log: Any
 
 
 def send(site: Site, release: str) -> dict[str, Any]:
@@ -150,6 +139,7 @@ ACTS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
         "makings/begin": begin_making,
         "makings/reserve": reserve,
         "makings/expire": expire,
+        **job_acts.ACTS,
     }
 )
 
@@ -162,20 +152,26 @@ def carry_out(root: Path, say: Callable[[str, str], None], act: str, fields: Map
     """
     home = SiteDirectory(root)
     ledger = BorrowedLedger(home, say)
+    site = Site(home, ledger, open_log(root / "agent.log"))
     if act in acts.ACTS:
-        with ledger.write() as store:
-            initialise_ledger(home, store)
-            return acts.carry_out(store, acts.ACTS[act], fields)
-    return ACTS[act](Site(home, ledger, open_log(root / "agent.log")), **fields)
+        return decide(site, acts.ACTS[act], fields)
+    return ACTS[act](site, **fields)
 
 
-def site_app(home: SiteDirectory, ledger: SharedLedger, log: Any) -> FastAPI:
-    """What answers at the control socket of a service that holds the ledger."""
+def decide(site: Site, act: acts.Act, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """An act of people on the ledger."""
+    with site.ledger.write() as store:
+        initialise_ledger(site.home, store)
+        return acts.carry_out(store, act, fields)
+
+
+def site_app(home: SiteDirectory, ledger: SiteLedger, log: Any) -> FastAPI:
+    """What answers at the control socket of a service, which holds the ledger or opens it for each act."""
     from protos.service.control_app import add_act, control_app  # noqa: PLC0415 - a web framework: commands need none
 
-    app, site = control_app("agent", version("lazaret"), log), Site(home, ledger, log)
+    app, site = control_app("agent", version("lazaret"), log), Site(home, ledger, log, runs_jobs=True)
     for name, act in acts.ACTS.items():
-        add_act(app, name, act, lambda act, fields: acts.carry_out(ledger.read(), act, fields))
+        add_act(app, name, act, lambda act, fields: decide(site, act, fields))
     for name, act in ACTS.items():
         add_act(app, name, act, lambda act, fields: act(site, **fields))
     return app

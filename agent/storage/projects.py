@@ -299,6 +299,7 @@ def _purge(home: SiteDirectory, notes: SiteDatabase) -> int:
         try:
             _retire(vault, persons)
             _give_up(vault, persons)
+            vault.clear_job_outputs()
             gone += vault.purge(persons)
         finally:
             vault.close()

@@ -47,6 +47,7 @@ CREATE TABLE IF NOT EXISTS sent(mark TEXT NOT NULL, id INTEGER NOT NULL, PRIMARY
 CREATE INDEX IF NOT EXISTS sent_of ON sent(id);
 """
 _MAX_LABEL: Final = 64
+JOB_OUTPUTS: Final = "job/"  # begins the names of places with pages that jobs made
 
 
 class Vault(Withheld):
@@ -97,6 +98,12 @@ class Vault(Withheld):
     def place(self, name: str) -> EncryptedCheckpointStore:
         """Where something long is kept until it is done, such as a training; it ends with the project."""
         return EncryptedCheckpointStore(self._file, f"project/{name}")
+
+    def clear_job_outputs(self) -> None:
+        """Delete the pages that jobs made of patients of the project."""
+        for name in self._file.blobs(f"project/{JOB_OUTPUTS}"):
+            self._file.write_blob(name, None)
+        self._file.truncate()
 
     def site_place(self, name: str) -> EncryptedCheckpointStore:
         """Where something long of the site is kept until it is done, such as a release; it outlives the project."""

@@ -12,10 +12,10 @@ from protos.operations.command_line import run_main
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit 0 done, 1 refused or failed, 2 usage, 70 internal."""
-    return run_main(options.build_parser(), _run, argv)
+    return run_main(options.build_parser(), carry_out, argv)
 
 
-def _run(arguments: argparse.Namespace) -> int:  # noqa: C901 - a case a file of commands
+def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901 - a case a file of commands
     """Import what carries out the command, and nothing else: help and errors of usage wait for no library."""
     match arguments.command.split():
         case ["init" | "renew-ca" | "serve"]:

@@ -151,7 +151,7 @@ def test_on_a_machine_whose_noise_is_not_the_claimed_one_nothing_is_priced_or_gi
         raise NoiseAuditError("the noise is not the claimed one: nothing was priced")
 
     monkeypatch.setattr(release_resumable, "gate", fails)
-    monkeypatch.setattr(release_resumable, "abandon", lambda *_: pytest.fail("given up"))
+    monkeypatch.setattr(release_resumable, "give_up_earlier", lambda *_: pytest.fail("given up"))
     monkeypatch.setattr(Vault, "cohort", lambda *_: pytest.fail("read"))
     before = sizes(ward)
     for more in ((), ("--anew",), ("--out", tmp_path / "set.tar")):

@@ -12,7 +12,8 @@ import pytest
 from agent.errors import ReviewRejectedError
 from agent.mechanisms.ksame.mechanism import KSame
 from agent.release import budget
-from agent.service.making import MakingBusyError, begin_making, open_making
+from agent.service.making import begin_making, open_making
+from agent.service.making_lock import MakingBusyError
 from agent.storage import projects
 from policies.ledger.store import LedgerStoppedError
 from policies.statements import Reservation, encode

@@ -1,0 +1,222 @@
+"""``--detach``: a command becomes a job of the running service, with copies of the files that it reads."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import getpass
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from agent.cli import options
+from agent.cli.output import OUT, print_progress
+from agent.errors import CommandError
+from agent.service.commands import site_acts
+from agent.service.jobs import JobStore
+
+_WRITTEN: Final = ("out", "sheet", "report")  # options that name what a command writes
+_SEEN_BY_NAME: Final = ("pictures",)  # folders too large to copy: the service must be able to read them
+_UNFINISHED: Final = "unfinished"  # a finding of a dry run that a queue is the remedy for
+
+
+class _Files:
+    """Copies of what a command reads, in the folder ``in`` of a job that has no number yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._known = folder, dict[Path, str]()
+        self.cuda = False
+
+    def take(self, path: Path) -> str:
+        """Copy a file; its name from the job's folder.
+
+        Raises:
+            CommandError: it is no file.
+        """
+        path = path.absolute()
+        if not path.is_file():
+            raise CommandError(f"{path.name}: no such file")
+        if path not in self._known:
+            name = f"in/{len(self._known)}-{path.name}"
+            self._known[path] = name
+            if path.suffix == ".toml":
+                (self.folder / name).write_text(self._configuration(path))
+            else:
+                shutil.copyfile(path, self.folder / name)
+        return self._known[path]
+
+    def _configuration(self, path: Path) -> str:
+        """The text of a configuration whose files are copied, too, and named as they lie beside it then."""
+        try:
+            text = path.read_text()
+            told = tomllib.loads(text)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+            raise CommandError(f"{path.name}: not TOML") from None
+        self.cuda |= any(value == "cuda" for key, value in _values(told) if key == "device")
+        named = {}
+        for _, value in _values(told):
+            if re.search(r"[./]", value) and (path.parent / value).is_file():
+                named[value] = self.take(path.parent / value).removeprefix("in/")
+        for value, copy in named.items():
+            for quote in ('"', "'"):
+                text = text.replace(f"{quote}{value}{quote}", json.dumps(copy))
+        if _renamed(told, named) != tomllib.loads(text):
+            raise CommandError(f"{path.name}: write the names of files as plain strings")
+        return text
+
+
+def _values(told: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a document, with the key that it stands under."""
+    if isinstance(told, str):
+        yield key, told
+    elif isinstance(told, Mapping):
+        for name, value in told.items():
+            yield from _values(value, str(name))
+    elif isinstance(told, Sequence):
+        for value in told:
+            yield from _values(value, key)
+
+
+def _renamed(told: Any, named: Mapping[str, str]) -> Any:
+    if isinstance(told, str):
+        return named.get(told, told)
+    if isinstance(told, Mapping):
+        return {key: _renamed(value, named) for key, value in told.items()}
+    return [_renamed(value, named) for value in told] if isinstance(told, list) else told
+
+
+def queue(arguments: argparse.Namespace, typed: Sequence[str], carry_out: Callable[[argparse.Namespace], int]) -> int:
+    """Queue a command.
+
+    Args:
+        arguments: as parsed.
+        typed: all words of the program.
+        carry_out: a command, for the dry run.
+    Returns:
+        The exit status: 1 where a release would be refused as far as is known now.
+    """
+    if arguments.home is None:
+        raise CommandError("--detach needs --home: a job belongs to a site")
+    _refuse(arguments)
+    name = os.urandom(8).hex()
+    store = JobStore(arguments.home)
+    fresh = store.fresh_folder(name)
+    try:
+        files = _Files(fresh)
+        words = _words(arguments, _of_command(typed), files)
+        price: dict[str, Any] = {}
+        if words[0] == "release":
+            status, price = _dry_run(arguments.home, [_placed(word, fresh) for word in words], carry_out)
+            if status:
+                return status
+        told = {"words": words, "project": getattr(arguments, "project", options.MAIN), "by": _who(), "price": price}
+        told |= {"cuda": files.cuda or getattr(arguments, "device", "") == "cuda", "key": name}
+        with site_acts(arguments.home, lambda step, detail: print_progress(step, detail, arguments.json)) as do:
+            number = do("jobs/add", job=told, files=name)["number"]
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)  # where it was queued, the folder has its number now
+    if arguments.json:
+        sys.stdout.write(json.dumps({"job": number, "price": price}) + "\n")
+    else:
+        OUT.print(f"job {number} is queued: `jobs follow {number}` shows it, `jobs cancel {number}` ends it")
+    return 0
+
+
+def _refuse(arguments: argparse.Namespace) -> None:
+    """What cannot be a job.
+
+    Raises:
+        CommandError: it reads patients' files that the service cannot see, or it only looks.
+    """
+    if arguments.command == "ingest" and arguments.folder is not None:
+        raise CommandError(
+            "a folder is read by whoever types `ingest --folder`, without --detach: it needs no service"
+        )
+    if arguments.command == "deface" and not arguments.vault:
+        raise CommandError("--detach is for `deface --vault`; files are de-faced by whoever types it")
+    if getattr(arguments, "dry_run", False):
+        raise CommandError("a dry run is done at once: leave out --detach")
+    if getattr(arguments, "blank", None) is not None:
+        raise CommandError("--blank writes an example at once: leave out --detach")
+
+
+def _words(arguments: argparse.Namespace, typed: Sequence[str], files: _Files) -> list[str]:
+    """The words with every file in the job's own folder: what is read under ``in``, what is written under ``out``."""
+    paths = {name: value for name, value in vars(arguments).items() if isinstance(value, Path) and name != "home"}
+    if isinstance(value := getattr(arguments, "generator", None), str):  # a file, or KIND:FILE
+        paths["generator"] = Path(value.rpartition(":")[2])
+    found: list[str] = []
+    for word in typed:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if option and not equals:
+            found.append(word)
+            continue
+        option = option or (found[-1] if found and found[-1].startswith("--") else "")
+        name = next((one for one in paths if option and f"--{one.replace('_', '-')}".startswith(option)), "")
+        before, _, file = value.rpartition(":") if name == "generator" else ("", "", value)
+        if name and Path(file) == paths[name]:
+            value = (f"{before}:" if before else "") + _copied(name, Path(file), files)
+        found.append(f"{option}={value}" if equals else value)
+    return found
+
+
+def _copied(name: str, path: Path, files: _Files) -> str:
+    if name in _WRITTEN:
+        if path.exists():
+            raise CommandError(f"{path.name}: name a new file; `jobs fetch` writes it")
+        return f"out/{path.name}"
+    return str(path.absolute()) if name in _SEEN_BY_NAME else files.take(path)
+
+
+def _placed(word: str, folder: Path) -> str:
+    """A word of a job as it is before the job has a number."""
+    option, equals, value = word.partition("=")
+    if equals and value.startswith(("in/", "out/")):
+        return f"{option}={folder / value}"
+    return str(folder / word) if word.startswith("in/") else word
+
+
+def _of_command(typed: Sequence[str]) -> list[str]:
+    """The words of the command alone: without the home directory and ``--detach``, which may be shortened."""
+    words = list(typed)
+    while words and words[0].startswith("--"):
+        del words[: 1 if "=" in words[0] else 2]
+    detach = [word for word in words if len(word) > 4 and "--detach".startswith(word)]
+    return [word for word in words if word not in detach]
+
+
+def _dry_run(
+    home: Path, words: Sequence[str], carry_out: Callable[[argparse.Namespace], int]
+) -> tuple[int, dict[str, Any]]:
+    """What the release would cost; where something known speaks against it, the exit status of the dry run."""
+    words = [word for word in words if word != "--json"]
+    for option in ("--out", "--sheet"):
+        if option in words:
+            del words[words.index(option) : words.index(option) + 2]
+    words = [word for word in words if not word.startswith(("--out=", "--sheet="))]
+    arguments = options.build_parser().parse_args(["--home", str(home), *words, "--dry-run", "--json"])
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        status = carry_out(arguments)
+    told = json.loads(said.getvalue().splitlines()[-1])
+    against = [one for one in told["findings"] if one["rule"] != _UNFINISHED]
+    if status and against:
+        OUT.print("the release would be refused, so it is not queued:")
+        for one in against:
+            OUT.print(f"  {one['rule']}: {one['detail']}", markup=False, soft_wrap=True)
+        return 1, {}
+    return 0, dict(told["price"])
+
+
+def _who() -> str:
+    """Who typed it, as the operating system has it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"

@@ -1,0 +1,149 @@
+"""The process of one job: bounds itself, then runs the command that the record names, as it was typed.
+
+``python -m agent.cli.job_process HOME NUMBER PARENT``. It imports nothing large before the bounds hold. Images
+come first at a hospital, so it takes what the receiver leaves: nice 10, batch scheduling, idle disk access, and all
+processors but one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from agent.service.jobs import BUSY, Job, JobStore
+from protos.common.durable_files import replace_file
+from protos.operations.confinement import end_with
+
+if TYPE_CHECKING:
+    import argparse
+
+_NICE: Final = 10
+_OOM_SCORE: Final = "900"  # of 1000: when memory runs out, the kernel ends a job before the service
+_IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
+_IDLE: Final = 3 << 13  # IOPRIO_CLASS_IDLE, ioprio_set(2)
+_EVERY_S: Final = 1.0
+
+
+def bound(memory: int) -> None:
+    """Take what the service leaves.
+
+    Args:
+        memory: most bytes of data (RLIMIT_DATA); 0: no bound. The address space is not bound: torch maps far more
+            than it uses.
+    """
+    os.nice(_NICE)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):  # a kernel may have no such classes
+        ctypes.CDLL(None, use_errno=True).syscall(_IOPRIO_SET.get(os.uname().machine, -1), 1, 0, _IDLE)
+    with contextlib.suppress(OSError):  # under a service manager that forbids it, the kernel chooses
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[1:] or cores)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # read when torch and numpy load
+        os.environ[name] = str(max(1, len(cores) - 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold patients' images
+    if memory:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[bool]:
+    """Whether no other process runs this job; nobody else does meanwhile."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(handle)
+
+
+class _Told:
+    """Writes progress down, once a second at most within a stage."""
+
+    def __init__(self, path: Path) -> None:
+        self._out = path.open("a", buffering=1)
+        self._last, self._at = "", 0.0
+
+    def __call__(self, step: str, detail: str, done: int, of: int) -> None:
+        now = time.time()
+        if step == self._last and now < self._at + _EVERY_S and (done < of or not of):
+            return
+        self._last, self._at = step, now
+        with contextlib.suppress(OSError):  # a full disk stops no training on account of its progress
+            self._out.write(
+                json.dumps({"at": round(now, 3), "step": step, "detail": detail, "done": done, "of": of}) + "\n"
+            )
+
+
+def run(store: JobStore, job: Job, send: Sequence[str]) -> int:
+    """Run the job's command; its exit status.
+
+    Args:
+        store: of the site's jobs.
+        job: as its record has it.
+        send: the command that takes its place where the release is made already; empty: none.
+    """
+    from agent.cli import main, options, output  # noqa: PLC0415 - rich, and what it brings: the bounds come first
+    from agent.service.job_outputs import seal_outputs  # noqa: PLC0415 - as above
+    from agent.service.making_lock import MakingBusyError  # noqa: PLC0415 - as above
+    from agent.storage.site_directory import SiteDirectory  # noqa: PLC0415 - as above
+    from policies.ledger.store import LedgerBusyError  # noqa: PLC0415 - as above
+    from protos.common.errors import UnreachableError  # noqa: PLC0415 - as above
+    from protos.operations.command_line import run_main  # noqa: PLC0415 - as above
+
+    folder, words = store.folder(job.number), list(send or job.words)
+    output.LISTENERS.append(_Told(folder / "said.jsonl"))
+
+    def carry_out(arguments: argparse.Namespace) -> int:
+        arguments.grant = job.grant
+        try:
+            return main.carry_out(arguments)
+        except (MakingBusyError, LedgerBusyError, UnreachableError) as error:
+            output.print_stderr(f"refused: {error}")
+            return BUSY
+        finally:
+            seal_outputs(SiteDirectory(store.root.parent), store, job)
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is in hand is put down
+    try:
+        return run_main(options.build_parser(), carry_out, ["--home", str(store.root.parent), *words])
+    except KeyboardInterrupt:
+        return -signal.SIGTERM
+
+
+def main(words: Sequence[str]) -> int:
+    """Bound this process, run the job, and write down how it ended."""
+    home, number, parent = Path(words[0]), int(words[1]), int(words[2])
+    end_with(parent)
+    store = JobStore(home)
+    with _alone(store.folder(number)) as alone:
+        if not alone:
+            return BUSY
+        job = store.read(number)
+        bound(int(os.environ.get("LAZARET_JOB_MEMORY", "0")))
+        status = run(store, job, words[3:])
+        sys.stdout.flush()
+        end: dict[str, Any] = {"status": status, "attempt": job.attempts}
+        with contextlib.suppress(OSError):  # then how it ended is asked of the ledger
+            replace_file(store.folder(number) / "end.json", json.dumps(end).encode(), 0o600)
+        if status < 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), -status)
+        return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,184 @@
+"""``jobs``: what the running service has to do, does and did."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import getpass
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from rich.table import Table
+
+from agent.cli.output import OUT, print_progress
+from agent.errors import CommandError
+from agent.service.commands import site_acts
+from agent.service.jobs import CANCELLED, DONE, ENDED, FAILED, INTERRUPTED, MADE, REFUSED, JobStore
+
+_EVERY_S: Final = 0.5
+_STATUS: Final = {DONE: 0, REFUSED: 1, MADE: 1, CANCELLED: 1, FAILED: 70}
+_UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out one of these commands."""
+    what = arguments.command.split()[1]
+    if what == "follow":
+        return follow(arguments)
+    if what == "fetch":
+        return fetch(arguments)
+    with site_acts(arguments.home, partial(print_progress, silent=getattr(arguments, "json", False))) as do:
+        if what == "list":
+            told = do("jobs/list")
+        elif what == "show":
+            told = do("jobs/show", number=arguments.number)
+        elif what == "cancel":
+            told = do("jobs/cancel", number=arguments.number, by=_who(), spend=arguments.spend)
+        else:
+            told = do("jobs/retry", number=arguments.number, by=_who())
+    if arguments.json:
+        sys.stdout.write(json.dumps(told) + "\n")
+    else:
+        _PRINT[what](arguments, told)
+    return 0
+
+
+def _print_list(_: argparse.Namespace, told: Mapping[str, Any]) -> None:
+    if not told["jobs"]:
+        OUT.print("no jobs: `release ... --detach` makes one")
+        return
+    table = Table("job", "command", "project", "state", "how it stands", "since")
+    for one in told["jobs"]:
+        table.add_row(
+            str(one["number"]), one["command"], one["project"], one["state"], standing(one), _when(one["since"])
+        )
+    OUT.print(table)
+
+
+def standing(one: Mapping[str, Any]) -> str:
+    """A sentence on how a job stands: its step and what is left of it, or why it waits or ended."""
+    at = one["progress"]
+    if not at["step"]:
+        return str(one["reason"])
+    part = f", {100 * at['done'] // at['of']} %" if at["of"] else ""
+    left = f", about {duration(at['left_s'])} left of this stage" if at["left_s"] is not None else ""
+    memory = f", {one['memory_bytes'] / 2**30:.1f} GiB" if one["memory_bytes"] else ""
+    return f"{at['step']}: {at['detail']}{part}{left}{memory}".replace(": ,", ",")
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the largest unit of which there are two or more."""
+    return next((f"{seconds // unit:.0f} {name}" for unit, name in _UNITS if seconds >= 2 * unit), f"{seconds:.0f} s")
+
+
+def _print_show(_: argparse.Namespace, told: Mapping[str, Any]) -> None:
+    one = told["job"]
+    OUT.print(
+        f"job {one['number']}: {one['command']}, project {one['project']}, by {one['proposed_by']}", markup=False
+    )
+    if one["price"]:
+        amount, left = one["price"]["amount"], one["price"]["left"]
+        OUT.print(f"price: {amount} of the {left} that were left when it was queued", markup=False)
+    for event in told["history"]:
+        who = f", by {event['by']}" if event["by"] else ""
+        why = f": {event['reason']}" if event["reason"] else ""
+        OUT.print(f"{_when(event['at'])}  {event['state']}{why}{who}", markup=False, soft_wrap=True)
+    if (now := standing(one)) and now != told["history"][-1]["reason"]:
+        OUT.print(f"now: {now}", markup=False, soft_wrap=True)
+    if one["release"]:
+        OUT.print(f"release: {one['release']}", markup=False)
+    if one["outputs"]:
+        names = ", ".join(one["outputs"])
+        OUT.print(f"files: {names}; `jobs fetch {one['number']} --out FOLDER` writes them", markup=False)
+
+
+def _print_cancel(arguments: argparse.Namespace, told: Mapping[str, Any]) -> None:
+    said = "is cancelled" if told["state"] == CANCELLED else "is told to end; `jobs show` says when it has"
+    OUT.print(f"job {arguments.number} {said}")
+
+
+def _print_retry(_: argparse.Namespace, told: Mapping[str, Any]) -> None:
+    OUT.print(f"job {told['number']} is queued")
+
+
+_PRINT: Final = {"list": _print_list, "show": _print_show, "cancel": _print_cancel, "retry": _print_retry}
+
+
+def follow(arguments: argparse.Namespace) -> int:
+    """Print what the job prints, as if its command had been typed here; its exit status."""
+    store = JobStore(arguments.home)
+    said, state, attempt, position = "", "", -1, 0
+    while True:
+        job = store.read(arguments.number)  # before its output, so that nothing of the end is missed
+        if job.attempts != attempt:
+            attempt, position = job.attempts, 0
+        for text in _grown(store.folder(job.number) / "stdout", position):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            position += len(text.encode())
+        if job.state in ENDED | {MADE} or (job.state == INTERRUPTED and job.not_before < 0):
+            break
+        with site_acts(arguments.home, lambda *_: None) as do:
+            one = do("jobs/show", number=job.number)["job"]
+        now = f"job {job.number}: {one['state']}" + (f", {one['reason']}" if one["reason"] else "")
+        if (one["state"], one["reason"]) != (state, said):
+            state, said = one["state"], one["reason"]
+            print(now, file=sys.stderr)  # noqa: T201 - beside what the command prints
+        time.sleep(_EVERY_S)
+    for text in _grown(store.folder(job.number) / "stderr", 0):
+        sys.stderr.write(text)
+    if job.state != DONE:
+        more = f"; go on with it: `jobs retry {job.number}`" if job.state == INTERRUPTED else ""
+        print(f"job {job.number}: {job.state}: {job.reason}{more}", file=sys.stderr)  # noqa: T201 - as above
+    return _STATUS.get(job.state, 1)
+
+
+def _grown(path: Path, position: int) -> Iterator[str]:
+    try:
+        with path.open("rb") as stream:
+            stream.seek(position)
+            raw = stream.read()
+    except FileNotFoundError:
+        return
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if whole:
+        yield whole.decode(errors="replace")
+
+
+def fetch(arguments: argparse.Namespace) -> int:
+    """Write a job's files, which the vault of its project holds, into a folder; they may show patients."""
+    from agent.service.job_outputs import output_names, read_output  # noqa: PLC0415 - the vault: looking needs none
+    from agent.storage import projects  # noqa: PLC0415 - as above
+    from agent.storage.site_directory import SiteDirectory  # noqa: PLC0415 - as above
+    from protos.common.durable_files import write_new  # noqa: PLC0415 - as above
+
+    home, job = SiteDirectory(arguments.home), JobStore(arguments.home).read(arguments.number)
+    if not output_names(job):
+        raise CommandError(f"job {job.number} was told to write no file")
+    arguments.out.mkdir(exist_ok=True)
+    with closing(projects.open_vault(home, job.project)) as vault:
+        for name in output_names(job):
+            data = read_output(vault, JobStore(arguments.home), job, name)
+            if data is None:
+                raise CommandError(f"job {job.number} is {job.state}: it has not written {name}")
+            write_new(arguments.out / name, data, 0o600)
+    OUT.print(f"wrote {', '.join(output_names(job))}; keep at this site what shows patients", markup=False)
+    return 0
+
+
+def _who() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"
+
+
+def _when(at: float) -> str:
+    return f"{dt.datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M:%S}"

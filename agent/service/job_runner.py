@@ -1,0 +1,361 @@
+"""Starts, watches and ends the jobs of a site: one thread of the running service.
+
+It keeps no state that a kill could lose: what it knows of a job is in the job's folder and in the ledger. When the
+service starts, every job that its predecessor left running has an end, or goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from agent.errors import SiteConfigError
+from agent.release.unsent import NOTE
+from agent.service import job_rules, jobs
+from agent.service.job_outputs import clear_outputs, output_names
+from agent.service.jobs import Fate, Job, JobProgress, JobStore
+from agent.service.ledger_access import LedgerMissingError, SiteLedger
+from agent.service.making_lock import MakingBusyError, making_lock
+from agent.storage import read_only_access
+from agent.storage.site_directory import SiteDirectory
+from agent.storage.site_ledger import site_policy
+from policies.ledger.entries import Reserved
+from policies.statements import release_id
+from protos.common.errors import LazaretError
+from protos.service.supervisor import Ended, Supervisor, SupervisorError
+
+_TICK_S: Final = 1.0
+_GRACE_S: Final = 20.0  # for a job that is told to end; then it is ended
+_SWEEP_S: Final = 3600.0
+_INHERITED: Final = (
+    "HOME", "LANG", "LANGUAGE", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV",
+    "SSL_CERT_FILE", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES",
+)  # fmt: skip
+
+
+def fate_of(home: SiteDirectory, ledger: SiteLedger, job: Job, status: int | None, said: str) -> Fate:
+    """What is known of a job whose process is gone: how it ended, and what the ledger and the vault say of it."""
+    fate = Fate(status, said)
+    if not job.grant:
+        return fate
+    try:
+        state = ledger.read().state
+    except LedgerMissingError:
+        return fate
+    grant, release = state.grants.get(job.grant), release_of(home, job)
+    with read_only_access.notes(home) as notes:
+        kept = release in ((notes.note(NOTE) if notes is not None else None) or {})
+        noted = notes is not None and (notes.note("unfinished") or {}).get("grant") == job.grant
+    waits = kept and bool(site_policy(home, ledger.read()).approvals)
+    return replace(
+        fate,
+        grant=grant.state if grant is not None else "",
+        kept=kept,
+        waits=waits,
+        noted=noted,
+        admitted=release in state.releases,
+    )
+
+
+def release_of(home: SiteDirectory, job: Job) -> str:
+    """The name of the release that a job makes, or would make."""
+    return release_id(home.settings().site, job.grant, 0)
+
+
+class JobRunner:
+    """Runs a site's jobs while a block runs."""
+
+    def __init__(self, home: SiteDirectory, ledger: SiteLedger, log: Any) -> None:
+        """Nothing is started yet.
+
+        Args:
+            home: the site's directory.
+            ledger: which the service holds, or borrows for each act.
+            log: hears of every change of a state.
+        Raises:
+            SiteConfigError: ``jobs.toml`` cannot be used.
+        """
+        self._home, self._ledger, self._log = home, ledger, log
+        self._store, self._settings = JobStore(home.root), job_rules.read_settings(home.root)
+        self._supervisor: Supervisor | None = None
+        self._told_to_end: dict[int, float] = {}  # when it was first told
+        self._over, self._swept = threading.Event(), 0.0
+        self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
+
+    def __enter__(self) -> JobRunner:
+        """What an earlier service left is settled first."""
+        for job in self._at_work():
+            self._settle(job, self._written_end(job))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the jobs; they go on when a service starts again."""
+        self._over.set()
+        self._thread.join()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                self._look()
+            except SupervisorError as error:
+                self._log.warning("jobs_supervisor_ended", fault=type(error).__name__)
+                self._lose_supervisor()
+            except Exception as error:  # noqa: BLE001 - a fault of one look; texts may quote anything (P14)
+                self._log.error("jobs_fault", fault=type(error).__name__)
+                self._over.wait(_TICK_S)
+        self._end_all()
+
+    def _look(self) -> None:
+        """One round: who has ended, who is to end, who starts."""
+        for ended in self._wait():
+            self._settle(self._store.read(int(ended.name)), ended.status)
+        found = self._store.all()
+        for job in found:
+            self._watch(job)
+        first, _ = job_rules.choose(self._store.all(), self._settings, lambda cards: surroundings(self._home, cards))
+        if first is not None:
+            self._start(first)
+        if time.monotonic() > self._swept:
+            self._swept = time.monotonic() + _SWEEP_S
+            self._sweep()
+
+    def _wait(self) -> Iterable[Ended]:
+        if self._supervisor is None:
+            self._over.wait(_TICK_S)
+            return ()
+        return self._supervisor.ended(_TICK_S)
+
+    def _watch(self, job: Job) -> None:
+        if job.state in (jobs.RUNNING, jobs.LEAVING):
+            if job.wanted:
+                self._tell_to_end(job)
+            elif job.state == jobs.RUNNING and jobs.progress_of(self._store.folder(job.number)).step == "leave":
+                self._change(job, jobs.LEAVING)
+        elif job.state == jobs.MADE:
+            fate = fate_of(self._home, self._ledger, job, 1, "")
+            if not fate.kept:
+                state, reason = jobs.outcome(job, fate)
+                self._change(job, state, reason)
+
+    def _tell_to_end(self, job: Job) -> None:
+        first = self._told_to_end.setdefault(job.number, time.monotonic())
+        late = time.monotonic() > first + _GRACE_S
+        if self._supervisor is not None and (late or first > time.monotonic() - _TICK_S):
+            self._supervisor.signal(str(job.number), signal.SIGKILL if late else signal.SIGTERM)
+
+    def _start(self, job: Job) -> None:
+        folder = self._store.folder(job.number)
+        for name in ("end.json", "said.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+        if job.lane != jobs.TRAINING:  # a training finds its checkpoint there
+            shutil.rmtree(folder / "out", ignore_errors=True)
+        (folder / "out").mkdir(exist_ok=True)
+        if self._supervisor is None:
+            self._supervisor = Supervisor()
+        words = [sys.executable, "-P", "-m", "agent.cli.job_process", str(self._home.root.resolve())]
+        words += [str(job.number), str(self._supervisor.pid)]
+        if fate_of(self._home, self._ledger, job, None, "").kept:  # made, and the coordinator had not answered
+            words += ["release", "send", release_of(self._home, job)]
+        started = self._store.change(
+            job.number, lambda j: j if j.wanted else j.now(jobs.RUNNING, attempts=j.attempts + 1, not_before=0.0)
+        )
+        if started.wanted:
+            return
+        try:
+            self._log.info("job", job=job.number, state=jobs.RUNNING, count=started.attempts)
+            with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as errors:
+                descriptors = out.fileno(), errors.fileno()
+                pid = self._supervisor.start(str(job.number), words, self._environment(job), *descriptors, folder)
+            (folder / "pid").write_text(f"{pid}")
+        except Exception:  # it is said to run, and does not
+            self._settle(started, None)
+            raise
+
+    def _environment(self, job: Job) -> dict[str, str]:
+        told = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        told |= {name: value for name, value in os.environ.items() if name.startswith("LAZARET_")}
+        told |= {"COLUMNS": "118", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        told["LAZARET_JOB_MEMORY"] = str(int(self._settings.memory_gib * 2**30))
+        if not job.cuda:
+            told["CUDA_VISIBLE_DEVICES"] = ""
+        return told
+
+    # -- an end
+
+    def _written_end(self, job: Job) -> int | None:
+        """What a process wrote down of its end, where nobody saw it; None: it did not come so far."""
+        try:
+            told = json.loads((self._store.folder(job.number) / "end.json").read_bytes())
+            return int(told["status"]) if told["attempt"] == job.attempts else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _settle(self, job: Job, status: int | None) -> None:
+        """Give a job whose process is gone its next state."""
+        self._told_to_end.pop(job.number, None)
+        said = jobs.last_words(self._store.folder(job.number)) if status is not None and status >= 0 else ""
+        fate = fate_of(self._home, self._ledger, job, status, said)
+        state, reason = jobs.outcome(job, fate)
+        if (state == jobs.CANCELLED and job.grant) or (fate.grant == "held" and not fate.noted and not fate.kept):
+            try:
+                give_up(self._ledger, job)
+            except LazaretError as error:  # the ledger is busy: tried again when it is cancelled again
+                state, reason = jobs.INTERRUPTED, str(error)
+        again = jobs.when_again(job, state, fate)
+        lost = job.lost + 1 if status is not None and status < 0 and not job.wanted else 0
+        waits = -1.0 if again is None and state == jobs.INTERRUPTED else time.time() + (again or 0.0)
+        self._change(job, state, reason, job.wanted_by, lost=lost, not_before=waits)
+
+    def _change(self, job: Job, state: str, reason: str = "", by: str = "", **changed: Any) -> None:
+        self._store.change(job.number, lambda j: j.now(state, reason, by, **changed))
+        self._log.info("job", job=job.number, state=state)
+
+    def _at_work(self) -> list[Job]:
+        return [job for job in self._store.all() if job.state in (jobs.RUNNING, jobs.LEAVING)]
+
+    def _lose_supervisor(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.close()
+            self._supervisor = None
+        for job in self._at_work():
+            self._settle(job, self._written_end(job))
+
+    def _end_all(self) -> None:
+        """The service ends: so do its jobs, at a point where they can go on."""
+        if self._supervisor is None:
+            return
+        with contextlib.suppress(SupervisorError):
+            waiting, until = {job.number for job in self._at_work()}, time.monotonic() + _GRACE_S
+            for number in waiting:
+                self._supervisor.signal(str(number), signal.SIGTERM)
+            while waiting and time.monotonic() < until:
+                for ended in self._supervisor.ended(_TICK_S):
+                    number = int(ended.name)
+                    waiting.discard(number)
+                    self._settle(self._store.read(number), self._written_end(self._store.read(number)))
+        self._lose_supervisor()
+
+    # -- what is kept
+
+    def _sweep(self) -> None:
+        """Delete the oldest ended jobs beyond their age and their share of the disk."""
+        self._store.sweep()
+        ended = [job for job in self._store.all()[:-1] if job.state in jobs.ENDED]
+        disk = os.statvfs(self._home.root)
+        allowed = self._settings.disk_share * disk.f_blocks * disk.f_frsize
+        sizes = {job.number: _size(self._store.folder(job.number)) for job in ended}
+        for job in ended:
+            old = job.history[-1].at < time.time() - 86_400 * self._settings.keep_days
+            if old or sum(sizes.values()) > allowed:
+                sizes.pop(job.number)
+                with contextlib.suppress(LazaretError):  # a project that has ended took its sealed files along
+                    clear_outputs(self._home, job)
+                self._store.forget(job.number)
+                self._log.info("job_forgotten", job=job.number)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def surroundings(home: SiteDirectory, cards: bool) -> job_rules.Surroundings:
+    """What the rules look at; ``cards``: the machine's accelerators, too."""
+    try:
+        with making_lock(home.root):
+            making = False
+    except MakingBusyError:
+        making = True
+    free = job_rules.free_memory(Path("/proc/meminfo").read_text())
+    return job_rules.Surroundings(
+        dt.datetime.now().astimezone(), making, free, job_rules.ask_cards() if cards else ()
+    )
+
+
+def give_up(ledger: SiteLedger, job: Job) -> None:
+    """Spend the grant of a job that is to see no release, if one is held; nothing of its making stays.
+
+    Raises:
+        LedgerBusyError: another process has the ledger.
+    """
+    from agent.release.budget import best_effort, expire_grant  # noqa: PLC0415 - as in agent.service.site
+    from agent.release.resumable import abandon, held_for  # noqa: PLC0415 - as above
+
+    with ledger.work(job.project, greeted=False) as runtime:
+        if held_for(runtime.site) == job.grant:
+            abandon(runtime.site)
+        grant = runtime.site.ledger.store.state.grants.get(job.grant)
+        if grant is not None and grant.state == "held" and isinstance(grant.reserved, Reserved):
+            with best_effort():
+                expire_grant(runtime.site, grant.reserved, "restart")
+
+
+def show(home: SiteDirectory, job: Job, reasons: Mapping[int, str]) -> dict[str, Any]:
+    """A job as commands, pages and metrics tell it.
+
+    Args:
+        home: the site's directory.
+        job: as its record has it.
+        reasons: of those that wait, by number.
+    """
+    folder = JobStore(home.root).folder(job.number)
+    alive = job.state in (jobs.RUNNING, jobs.LEAVING)
+    said = jobs.progress_of(folder) if alive else JobProgress()
+    return {
+        "number": job.number,
+        "command": job.kind,
+        "project": job.project,
+        "state": job.state,
+        "reason": reasons.get(job.number) or job.reason,
+        "by": job.history[-1].by,
+        "proposed_by": job.history[0].by,
+        "at": job.history[0].at,
+        "since": job.history[-1].at,
+        "attempts": job.attempts,
+        "price": dict(job.price),
+        "grant": job.grant,
+        "release": release_of(home, job) if job.grant and job.attempts else "",
+        "wanted": job.wanted,
+        "progress": {
+            "step": said.step,
+            "detail": said.detail,
+            "done": said.done,
+            "of": said.of,
+            "left_s": said.left_s,
+        },
+        "memory_bytes": _memory(home, job) if alive else 0,
+        "outputs": output_names(job) if job.state in jobs.ENDED | {jobs.MADE} else [],
+    }
+
+
+def _memory(home: SiteDirectory, job: Job) -> int:
+    """Resident bytes of the job's process; 0: it is gone."""
+    try:
+        pid = int((JobStore(home.root).folder(job.number) / "pid").read_text())
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return 0
+
+
+def settings_or_default(home: SiteDirectory) -> job_rules.JobSettings:
+    """``jobs.toml`` for who only looks: a broken one is told where the service starts."""
+    try:
+        return job_rules.read_settings(home.root)
+    except SiteConfigError:
+        return job_rules.JobSettings()

@@ -1,0 +1,389 @@
+"""The durable record of a site's jobs: a folder for each, ``jobs/NUMBER`` in the home directory.
+
+A job is a command as it was typed, that the running service starts as a process of its own
+(:mod:`agent.service.job_runner`). The folder holds ``job.json``; copies of the files that the command reads (``in``),
+which are frozen with the proposal; what it writes (``out``); and what the process says (``stdout``, ``stderr``,
+``said.jsonl``), ending with ``end.json``. ``job.json`` is replaced whole, so a kill leaves the state before or after.
+
+The record never decides about budget: the ledger does. A release's grant has the name that the record chose before
+the job was first started, and what became of it is asked of the ledger (:func:`outcome`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from protos.common.durable_files import flush_directory, replace_file
+from protos.common.errors import RefusedError, StorageError
+
+PROPOSED, QUEUED, RUNNING, MADE, LEAVING, DONE = "proposed", "queued", "running", "made", "leaving", "done"
+INTERRUPTED, REFUSED, FAILED, CANCELLED = "interrupted", "refused", "failed", "cancelled"
+STATES: Final = (PROPOSED, QUEUED, RUNNING, MADE, LEAVING, DONE, INTERRUPTED, REFUSED, FAILED, CANCELLED)
+ENDED: Final = frozenset({DONE, REFUSED, FAILED, CANCELLED})
+MAKING, TRAINING, INTAKE = "making", "training", "intake"  # lanes: one job of each at a time
+BUSY: Final = 75  # exit status of a job's process (EX_TEMPFAIL, sysexits.h): again later
+_LANES: Final = {"release": MAKING, "tune": MAKING, "evaluate": MAKING, "train": TRAINING}
+_COUNTED: Final = re.compile(r"(?:(.*): )?(\d+) of (\d+)")  # as agent.release.pipeline tells a stage
+_LAST_BYTES: Final = 1 << 16  # of a file's end that is looked at
+_FEW: Final = 0.05  # of a stage: before it, nobody can say how long the rest takes
+
+
+class NoSuchJobError(RefusedError):
+    """There is no job of that number."""
+
+
+class JobStateError(RefusedError):
+    """The job is in a state in which this cannot be done; the text says what can."""
+
+
+class JobRecordError(StorageError):
+    """A job's record cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One change of a job's state."""
+
+    at: float  # seconds since 1970
+    state: str
+    reason: str = ""
+    by: str = ""  # who asked for it; "": nobody
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as its record has it."""
+
+    number: int
+    words: tuple[str, ...]  # the command, without the program and --home
+    project: str
+    history: tuple[Event, ...]  # never empty; the last one is how it stands
+    grant: str = ""  # the name that its release is to be reserved under; "": it is no release
+    price: Mapping[str, Any] = field(default_factory=dict)  # as `--dry-run --json` tells it
+    cuda: bool = False
+    attempts: int = 0  # starts
+    lost: int = 0  # of these, in a row, ended by a signal that nobody had asked for
+    not_before: float = 0.0  # seconds since 1970
+    wanted: str = ""  # "cancelled": it is to end; by whom: `wanted_by`
+    wanted_by: str = ""
+    key: str = ""  # of the request that made it: the same request makes no second job
+
+    @property
+    def state(self) -> str:
+        """One of ``STATES``."""
+        return self.history[-1].state
+
+    @property
+    def reason(self) -> str:
+        """Why it is in this state, for people; "": it speaks for itself."""
+        return self.history[-1].reason
+
+    @property
+    def kind(self) -> str:
+        """The command: "release ksalsa"."""
+        return " ".join(self.words[: 2 if self.words[0] in ("release", "train") else 1])
+
+    @property
+    def lane(self) -> str:
+        """What it must not run beside: another job of its lane."""
+        return _LANES.get(self.words[0], INTAKE)
+
+    def now(self, state: str, reason: str = "", by: str = "", **changed: Any) -> Job:
+        """The same job in another state."""
+        event = Event(round(time.time(), 3), state, reason, by)
+        return replace(self, history=(*self.history, event), **changed)
+
+
+@dataclass(frozen=True, slots=True)
+class JobProgress:
+    """What a running job said last."""
+
+    step: str = ""  # "read", "make", "leave"
+    detail: str = ""
+    done: int = 0
+    of: int = 0  # 0: nobody knows
+    left_s: float | None = None  # seconds to the end of this stage; None: nobody can say
+
+
+class JobStore:
+    """The folder ``jobs`` of a home directory. Readers need no lock; one process at a time changes something."""
+
+    def __init__(self, home: Path) -> None:
+        """``home``: the site's directory."""
+        self.root = home / "jobs"
+
+    def all(self) -> list[Job]:
+        """Every job, by number.
+
+        Raises:
+            JobRecordError: a record cannot be read.
+        """
+        return [self.read(number) for number in self._numbers()]
+
+    def read(self, number: int) -> Job:
+        """One job.
+
+        Raises:
+            NoSuchJobError: none has this number.
+            JobRecordError: its record cannot be read.
+        """
+        try:
+            told = json.loads((self.folder(number) / "job.json").read_bytes())
+            events = tuple(Event(**one) for one in told.pop("history"))
+            return Job(number, tuple(told.pop("words")), history=events, **told)
+        except FileNotFoundError:
+            raise NoSuchJobError(f"there is no job {number}: `jobs list` shows them") from None
+        except (ValueError, TypeError, KeyError):
+            raise JobRecordError(f"jobs/{number}/job.json cannot be read: move the folder away") from None
+
+    def folder(self, number: int) -> Path:
+        """Where a job's files are."""
+        return self.root / str(number)
+
+    def fresh_folder(self, name: str) -> Path:
+        """An empty folder for the files of a job that has no number yet, see :meth:`add`.
+
+        Args:
+            name: unique; of letters and digits.
+        """
+        folder = self.root / f"new-{name}"
+        (folder / "in").mkdir(parents=True)
+        return folder
+
+    def add(self, job: Job, files: str = "") -> Job:
+        """Give a job the next number, durable when this returns.
+
+        Args:
+            job: its ``number`` is not used.
+            files: the name that :meth:`fresh_folder` was given; "": the job reads no file.
+        Returns:
+            The job with its number; where ``job.key`` was used before, the job that it was used for.
+        Raises:
+            JobRecordError: the folder of its files is not there.
+        """
+        with self._changing():
+            for known in self.all() if job.key else ():
+                if known.key == job.key:
+                    return known
+            numbered = replace(job, number=max(self._numbers(), default=0) + 1)
+            fresh = self.root / f"new-{files}" if files else self.root / f"new-{os.urandom(8).hex()}"
+            if not files:
+                (fresh / "in").mkdir(parents=True)
+            if not fresh.is_dir():
+                raise JobRecordError("the files of the job are not there: type the command again")
+            self._write(fresh, numbered)
+            os.rename(fresh, self.folder(numbered.number))
+            flush_directory(self.root)
+            return numbered
+
+    def change(self, number: int, change: Callable[[Job], Job]) -> Job:
+        """Replace a job's record by what ``change`` makes of it; nobody else changes it meanwhile.
+
+        Raises:
+            NoSuchJobError, JobRecordError: see :meth:`read`.
+        """
+        with self._changing():
+            before = self.read(number)
+            after = change(before)
+            if after != before:
+                self._write(self.folder(number), after)
+            return after
+
+    def forget(self, number: int) -> None:
+        """Delete a job that has ended, with its files. The newest keeps its number from being given again.
+
+        Raises:
+            JobStateError: it has not ended, or is the newest.
+        """
+        with self._changing():
+            if self.read(number).state not in ENDED or number == max(self._numbers()):
+                raise JobStateError(f"job {number} has not ended, or is the newest: it stays")
+            gone = self.root / f"gone-{number}"
+            os.rename(self.folder(number), gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def sweep(self, older_than_s: float = 86_400.0) -> None:
+        """Delete what a kill left of jobs that were never added, or were being deleted."""
+        with contextlib.suppress(FileNotFoundError):
+            for entry in os.scandir(self.root):
+                if entry.name.startswith("gone-") or (
+                    entry.name.startswith("new-") and entry.stat().st_mtime < time.time() - older_than_s
+                ):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+    def _numbers(self) -> list[int]:
+        try:
+            return sorted(int(name) for name in os.listdir(self.root) if name.isascii() and name.isdigit())
+        except FileNotFoundError:
+            return []
+
+    @staticmethod
+    def _write(folder: Path, job: Job) -> None:
+        told = asdict(job)
+        del told["number"]
+        replace_file(folder / "job.json", json.dumps(told).encode(), 0o600)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        self.root.mkdir(mode=0o700, exist_ok=True)
+        handle = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)  # for the time of a few small files
+            yield
+        finally:
+            os.close(handle)
+
+
+# -- what becomes of a job
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What is known when a job's process is gone: of the process, and of the ledger."""
+
+    status: int | None  # exit status, below 0 a signal; None: nobody knows
+    said: str  # its last sentence
+    grant: str = ""  # "held", "spent", "freed"; "": the ledger knows no such grant
+    kept: bool = False  # its release is made, and lies sealed in the vault
+    waits: bool = False  # and persons must approve it
+    noted: bool = False  # the vault's note names the grant: the same command goes on under it
+    admitted: bool = False  # its release is in the ledger as admitted
+
+
+def outcome(job: Job, fate: Fate) -> tuple[str, str]:
+    """The state that follows, and its reason. Where a release has a grant, the ledger's word counts and no other's.
+
+    A held grant is never let go here: what made it goes on under it, by itself or by ``jobs retry``, or a person
+    cancels it.
+    """
+    ended = REFUSED if fate.status == 1 else FAILED
+    if job.grant:
+        if fate.admitted:
+            return DONE, ""
+        if fate.kept and fate.waits:
+            return MADE, "persons must approve it, then it is sent"
+        if fate.kept:
+            return INTERRUPTED, fate.said or "it is made, and has not left"
+        if fate.grant == "spent":
+            return ended, fate.said or "it ended without a release, and its price is spent"
+    if job.wanted:
+        return CANCELLED, ""
+    if fate.grant == "held" and not fate.noted:
+        return FAILED, fate.said or "what it had made was discarded, perhaps since a patient has opted out"
+    return _of_process(fate, ended)
+
+
+def _of_process(fate: Fate, ended: str) -> tuple[str, str]:
+    """What follows from how the process ended, where the ledger leaves it open."""
+    if fate.status is None:
+        return INTERRUPTED, "the service ended"
+    if fate.status < 0:
+        return INTERRUPTED, f"its process was ended by signal {-fate.status}{_MEMORY if fate.status == -9 else ''}"
+    if fate.status == 0:
+        return DONE, ""
+    if fate.status == BUSY or fate.grant == "held":
+        return INTERRUPTED, fate.said
+    return ended, fate.said
+
+
+_MEMORY: Final = ", perhaps since memory ran out"
+
+
+def when_again(job: Job, state: str, fate: Fate) -> float | None:
+    """When an interrupted job starts again by itself, seconds from now; None: only when a person says so.
+
+    What was ended from outside starts again at once, three times in a row. What ended with a sentence under a held
+    grant waits for the coordinator or the disk, longer each time, up to an hour. After an internal fault a person
+    decides.
+    """
+    if state != INTERRUPTED:
+        return None
+    if fate.status is None:
+        return 0.0
+    if fate.status < 0:
+        return 0.0 if job.lost < _LOSSES else None
+    return min(60.0 * 2 ** min(job.attempts - 1, 6), 3600.0) if fate.status in (1, BUSY) else None
+
+
+_LOSSES: Final = 3
+
+
+# -- what it says
+
+
+def progress_of(folder: Path) -> JobProgress:
+    """What the job that runs here said last."""
+    lines = _last_lines(folder / "said.jsonl")
+    said = [told for line in lines if (told := _read_line(line)) is not None]
+    if not said:
+        return JobProgress()
+    last = said[-1]
+    stage, done, of = counted(last)
+    left = None
+    if of and _FEW * of <= done <= of:
+        first = next(one for one in said if counted(one)[0] == stage and counted(one)[2] == of)
+        steps, seconds = done - counted(first)[1], last["at"] - first["at"]
+        left = (of - done) * seconds / steps if steps > 0 else None
+    return JobProgress(last["step"], last["detail"], done, of, left)
+
+
+def counted(told: Mapping[str, Any]) -> tuple[str, int, int]:
+    """The stage of a line of progress, and how many steps of how many were made; (step, 0, 0): it says no number."""
+    if told.get("of"):
+        return str(told["step"]), int(told["done"]), int(told["of"])
+    match = _COUNTED.fullmatch(str(told["detail"]))
+    return (f"{told['step']} {match[1] or ''}", int(match[2]), int(match[3])) if match else (str(told["step"]), 0, 0)
+
+
+def last_words(folder: Path) -> str:
+    """The last sentence of a process that ended: of its errors, else of what it printed."""
+    for name in ("stderr", "stdout"):
+        lines = [line.strip() for line in _last_lines(folder / name) if line.strip()]
+        if lines and name == "stderr":
+            return lines[-1].removeprefix("refused: ").removeprefix("stopped: ")
+        if lines:
+            return _refusal(lines)
+    return ""
+
+
+def _refusal(lines: Sequence[str]) -> str:
+    """The findings of a verdict, as a command prints them for people or as JSON."""
+    told = _read_line(lines[-1])
+    if told is not None:
+        found = [f"{one['rule']}: {one['detail']}" for one in told.get("findings", ())]
+    elif "refused:" in lines:
+        found = list(lines[lines.index("refused:") + 1 :])
+    else:
+        found = [lines[-1]]
+    return "; ".join(found)
+
+
+def _read_line(line: str) -> dict[str, Any] | None:
+    try:
+        told = json.loads(line)
+    except ValueError:
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def _last_lines(path: Path) -> list[str]:
+    """The whole lines at the end of a file."""
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - _LAST_BYTES))
+            raw = stream.read()
+    except FileNotFoundError:
+        return []
+    lines = raw.decode(errors="replace").splitlines()
+    return lines if size <= _LAST_BYTES else lines[1:]
