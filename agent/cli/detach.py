@@ -139,6 +139,8 @@ def _refuse(arguments: argparse.Namespace) -> None:
         raise CommandError(
             "a folder is read by whoever types `ingest --folder`, without --detach: it needs no service"
         )
+    if arguments.command == "ingest" and (arguments.patients or arguments.accessions):
+        raise CommandError("a list of patients is not kept beside a job: leave out --detach")
     if arguments.command == "deface" and not arguments.vault:
         raise CommandError("--detach is for `deface --vault`; files are de-faced by whoever types it")
     if getattr(arguments, "dry_run", False):

@@ -96,6 +96,20 @@ def run(store: JobStore, job: Job, send: Sequence[str]) -> int:
         job: as its record has it.
         send: the command that takes its place where the release is made already; empty: none.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is in hand is put down
+    try:
+        return _carry_out(store, job, list(send or job.words))
+    except KeyboardInterrupt:
+        return -signal.SIGTERM
+    except MemoryError:
+        sys.stderr.write("refused: memory ran out: raise memory_gib in jobs.toml, or take smaller batches\n")
+        return 70
+    except Exception as error:  # noqa: BLE001 - no text of it, which may quote anything
+        sys.stderr.write(f"stopped: internal fault ({type(error).__name__})\n")
+        return 70
+
+
+def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
     from agent.cli import main, options, output  # noqa: PLC0415 - rich, and what it brings: the bounds come first
     from agent.service.job_outputs import seal_outputs  # noqa: PLC0415 - as above
     from agent.service.making_lock import MakingBusyError  # noqa: PLC0415 - as above
@@ -104,7 +118,7 @@ def run(store: JobStore, job: Job, send: Sequence[str]) -> int:
     from protos.common.errors import UnreachableError  # noqa: PLC0415 - as above
     from protos.operations.command_line import run_main  # noqa: PLC0415 - as above
 
-    folder, words = store.folder(job.number), list(send or job.words)
+    folder, exhausted = store.folder(job.number), list[MemoryError]()
     output.LISTENERS.append(_Told(folder / "said.jsonl"))
 
     def carry_out(arguments: argparse.Namespace) -> int:
@@ -114,14 +128,16 @@ def run(store: JobStore, job: Job, send: Sequence[str]) -> int:
         except (MakingBusyError, LedgerBusyError, UnreachableError) as error:
             output.print_stderr(f"refused: {error}")
             return BUSY
+        except MemoryError as error:  # of the command itself; a making has a sentence of its own
+            exhausted.append(error)
+            return 70
         finally:
             seal_outputs(SiteDirectory(store.root.parent), store, job)
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is in hand is put down
-    try:
-        return run_main(options.build_parser(), carry_out, ["--home", str(store.root.parent), *words])
-    except KeyboardInterrupt:
-        return -signal.SIGTERM
+    status = run_main(options.build_parser(), carry_out, ["--home", str(store.root.parent), *words])
+    if exhausted:
+        raise MemoryError
+    return status
 
 
 def main(words: Sequence[str]) -> int:

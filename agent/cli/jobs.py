@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_list(_: argparse.Namespace, told: Mapping[str, Any]) -> None:
+    for number in told["broken"]:
+        OUT.print(f"jobs/{number}/job.json cannot be read: move the folder away")
     if not told["jobs"]:
         OUT.print("no jobs: `release ... --detach` makes one")
         return

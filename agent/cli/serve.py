@@ -20,6 +20,7 @@ from agent.service.ledger_access import BorrowedLedger, SharedLedger
 from agent.storage import site_directory
 from policies.audit.auditor import clock_warning
 from protos.federation import flower_environment
+from protos.service.service_lock import service_lock
 from protos.web import settings as console_settings
 
 
@@ -35,6 +36,7 @@ def serve(arguments: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stop.set())
     with ExitStack() as stack:
         home = site_directory.SiteDirectory(arguments.home)
+        stack.enter_context(service_lock(arguments.home))
         runtime = None
         if arguments.modality:
             flower_environment.configure_environment(arguments.home / "flower")  # the link's process inherits it
@@ -75,7 +77,7 @@ def _beside(
     from agent.operations import metrics  # noqa: PLC0415 - as above
     from agent.service.job_runner import JobRunner  # noqa: PLC0415 - as above
     from agent.service.site import site_app  # noqa: PLC0415 - as above
-    from protos.service.control_socket import control_socket  # noqa: PLC0415 - as above
+    from protos.service.control_socket import ControlSocketError, control_socket  # noqa: PLC0415 - as above
     from protos.web.health import watched_over  # noqa: PLC0415 - as above
 
     store, now = runtime.site.ledger.store if runtime else None, lambda: dt.datetime.now(dt.UTC)
@@ -83,8 +85,12 @@ def _beside(
     with ExitStack() as stack:
         ledger = SharedLedger(runtime) if runtime else BorrowedLedger(home)
         console = stack.enter_context(console_server(home, ledger, log, reception))
+        try:
+            stack.enter_context(control_socket(home.root, site_app(home, ledger, log), log))
+        except ControlSocketError as error:  # images come all the same
+            log.error("control_fault", state=type(error).__name__)
+            ERR.print(f"{error}: no command can ask this service for anything", markup=False, soft_wrap=True)
         stack.enter_context(JobRunner(home, ledger, log))
-        stack.enter_context(control_socket(home.root, site_app(home, ledger, log), log))
         page, live, ready = metrics.metrics(watched), metrics.live(watched), metrics.ready(watched)
         port = stack.enter_context(watched_over(console_settings.read(home.root), page, live, ready))
         yield (*([console] if console else []), *([f"metrics and health: port {port}"] if port else []))

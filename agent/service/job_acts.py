@@ -45,11 +45,13 @@ def listed(site: Site) -> dict[str, Any]:
     """All jobs.
 
     Returns:
-        ``jobs``: see :func:`agent.service.job_runner.show`.
+        ``jobs``: see :func:`agent.service.job_runner.show`. ``broken``: numbers of those whose record cannot be
+        read.
     """
-    found = JobStore(site.home.root).all()
+    store = JobStore(site.home.root)
+    found = store.all()
     reasons = _reasons(site, found)
-    return {"jobs": [job_runner.show(site.home, job, reasons) for job in found]}
+    return {"jobs": [job_runner.show(site.home, job, reasons) for job in found], "broken": store.broken()}
 
 
 def shown(site: Site, number: int) -> dict[str, Any]:

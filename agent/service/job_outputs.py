@@ -1,7 +1,7 @@
 """The files that jobs write. What may show patients is sealed into the vault of the job's project when the job ends.
 
 It ends with the project, with the job, and with an opt-out of any patient of the project
-(:func:`agent.storage.projects.purge`). A training on public images keeps its folder, since it goes on from there.
+(:func:`agent.storage.projects.opt_out`). A training on public images keeps its folder, since it goes on from there.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +37,7 @@ from protos.service.supervisor import Ended, Supervisor, SupervisorError
 
 _TICK_S: Final = 1.0
 _GRACE_S: Final = 20.0  # for a job that is told to end; then it is ended
+_FAULT_S: Final = 10.0
 _SWEEP_S: Final = 3600.0
 _INHERITED: Final = (
     "HOME", "LANG", "LANGUAGE", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV",
@@ -76,16 +77,20 @@ def release_of(home: SiteDirectory, job: Job) -> str:
 class JobRunner:
     """Runs a site's jobs while a block runs."""
 
-    def __init__(self, home: SiteDirectory, ledger: SiteLedger, log: Any) -> None:
+    def __init__(
+        self, home: SiteDirectory, ledger: SiteLedger, log: Any, supervise: Callable[[], Supervisor] = Supervisor
+    ) -> None:
         """Nothing is started yet.
 
         Args:
             home: the site's directory.
             ledger: which the service holds, or borrows for each act.
             log: hears of every change of a state.
+            supervise: starts the process that starts jobs.
         Raises:
             SiteConfigError: ``jobs.toml`` cannot be used.
         """
+        self._supervise = supervise
         self._home, self._ledger, self._log = home, ledger, log
         self._store, self._settings = JobStore(home.root), job_rules.read_settings(home.root)
         self._supervisor: Supervisor | None = None
@@ -95,8 +100,7 @@ class JobRunner:
 
     def __enter__(self) -> JobRunner:
         """What an earlier service left is settled first."""
-        for job in self._at_work():
-            self._settle(job, self._written_end(job))
+        self.recover()
         self._thread.start()
         return self
 
@@ -105,21 +109,26 @@ class JobRunner:
         self._over.set()
         self._thread.join()
 
+    def recover(self) -> None:
+        """Give every job that an earlier service left at work its next state."""
+        for job in self._at_work():
+            self._settle(job, self._written_end(job))
+
     # -- the thread
 
     def _run(self) -> None:
         while not self._over.is_set():
             try:
-                self._look()
+                self.look()
             except SupervisorError as error:
                 self._log.warning("jobs_supervisor_ended", fault=type(error).__name__)
                 self._lose_supervisor()
             except Exception as error:  # noqa: BLE001 - a fault of one look; texts may quote anything (P14)
                 self._log.error("jobs_fault", fault=type(error).__name__)
-                self._over.wait(_TICK_S)
+                self._over.wait(_FAULT_S)
         self._end_all()
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """One round: who has ended, who is to end, who starts."""
         for ended in self._wait():
             self._settle(self._store.read(int(ended.name)), ended.status)
@@ -159,13 +168,13 @@ class JobRunner:
 
     def _start(self, job: Job) -> None:
         folder = self._store.folder(job.number)
-        for name in ("end.json", "said.jsonl"):
+        for name in ("end.json", "said.jsonl", "pid"):
             (folder / name).unlink(missing_ok=True)
         if job.lane != jobs.TRAINING:  # a training finds its checkpoint there
             shutil.rmtree(folder / "out", ignore_errors=True)
         (folder / "out").mkdir(exist_ok=True)
         if self._supervisor is None:
-            self._supervisor = Supervisor()
+            self._supervisor = self._supervise()
         words = [sys.executable, "-P", "-m", "agent.cli.job_process", str(self._home.root.resolve())]
         words += [str(job.number), str(self._supervisor.pid)]
         if fate_of(self._home, self._ledger, job, None, "").kept:  # made, and the coordinator had not answered
@@ -218,7 +227,7 @@ class JobRunner:
         again = jobs.when_again(job, state, fate)
         lost = job.lost + 1 if status is not None and status < 0 and not job.wanted else 0
         waits = -1.0 if again is None and state == jobs.INTERRUPTED else time.time() + (again or 0.0)
-        self._change(job, state, reason, job.wanted_by, lost=lost, not_before=waits)
+        self._change(job, state, reason, job.wanted_by, lost=lost, not_before=waits, wanted="", wanted_by="")
 
     def _change(self, job: Job, state: str, reason: str = "", by: str = "", **changed: Any) -> None:
         self._store.change(job.number, lambda j: j.now(state, reason, by, **changed))
@@ -246,7 +255,7 @@ class JobRunner:
                 for ended in self._supervisor.ended(_TICK_S):
                     number = int(ended.name)
                     waiting.discard(number)
-                    self._settle(self._store.read(number), self._written_end(self._store.read(number)))
+                    self._settle(self._store.read(number), ended.status if ended.status >= 0 else None)
         self._lose_supervisor()
 
     # -- what is kept

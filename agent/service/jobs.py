@@ -123,12 +123,17 @@ class JobStore:
         self.root = home / "jobs"
 
     def all(self) -> list[Job]:
-        """Every job, by number.
+        """Every job, by number; without those whose record cannot be read, see :meth:`broken`."""
+        found = []
+        for number in self._numbers():
+            with contextlib.suppress(JobRecordError, NoSuchJobError):  # it may be forgotten just now
+                found.append(self.read(number))
+        return found
 
-        Raises:
-            JobRecordError: a record cannot be read.
-        """
-        return [self.read(number) for number in self._numbers()]
+    def broken(self) -> list[int]:
+        """The numbers of jobs whose record cannot be read."""
+        known = {job.number for job in self.all()}
+        return [number for number in self._numbers() if number not in known and self.folder(number).is_dir()]
 
     def read(self, number: int) -> Job:
         """One job.
@@ -156,8 +161,10 @@ class JobStore:
         Args:
             name: unique; of letters and digits.
         """
+        self.root.mkdir(mode=0o700, exist_ok=True)
         folder = self.root / f"new-{name}"
-        (folder / "in").mkdir(parents=True)
+        folder.mkdir(mode=0o700)
+        (folder / "in").mkdir()
         return folder
 
     def add(self, job: Job, files: str = "") -> Job:
@@ -176,9 +183,7 @@ class JobStore:
                 if known.key == job.key:
                     return known
             numbered = replace(job, number=max(self._numbers(), default=0) + 1)
-            fresh = self.root / f"new-{files}" if files else self.root / f"new-{os.urandom(8).hex()}"
-            if not files:
-                (fresh / "in").mkdir(parents=True)
+            fresh = self.root / f"new-{files}" if files else self.fresh_folder(os.urandom(8).hex())
             if not fresh.is_dir():
                 raise JobRecordError("the files of the job are not there: type the command again")
             self._write(fresh, numbered)
@@ -273,7 +278,7 @@ def outcome(job: Job, fate: Fate) -> tuple[str, str]:
         if fate.kept and fate.waits:
             return MADE, "persons must approve it, then it is sent"
         if fate.kept:
-            return INTERRUPTED, fate.said or "it is made, and has not left"
+            return INTERRUPTED, fate.said or "it is made, and has not left yet"
         if fate.grant == "spent":
             return ended, fate.said or "it ended without a release, and its price is spent"
     if job.wanted:

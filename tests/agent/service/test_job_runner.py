@@ -1,0 +1,340 @@
+"""Jobs as real processes beside a service that holds the ledger: what a user types, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.cli import main, options
+from agent.event_log import open_log
+from agent.mechanisms.ksame.mechanism import KSame
+from agent.runtime import open_runtime, recover_at_startup
+from agent.service import jobs
+from agent.service.job_runner import JobRunner
+from agent.service.jobs import Job, JobStore
+from agent.service.ledger_access import SharedLedger
+from agent.service.site import site_app
+from agent.storage import projects
+from protos.service.control_client import connect
+from protos.service.control_socket import control_socket
+from tests.support.command_line import Typed, at, typed
+from tests.support.federation_world import Federation, Site
+from tests.support.ledger_world import Person
+from tests.support.release_site import entries, filled, held, kept, ksame_words, site
+
+__all__ = ["site", "typed"]  # fixtures
+
+PATIENCE_S = 120.0  # for a process to start on a machine that is busy
+
+
+class World:
+    """A service, and what a user types beside it."""
+
+    def __init__(self, site: Site, typed: Typed, folder: Path) -> None:
+        self.site, self.typed, self.folder = site, typed, folder
+        self.store, self._service = JobStore(site.home.root), ExitStack()
+
+    def serve(self) -> None:
+        """As ``serve`` does with ``--modality``."""
+        runtime = self._service.enter_context(open_runtime(self.site.home.root, lambda *_: None))
+        recover_at_startup(runtime)
+        log, ledger = open_log(self.site.home.root / "agent.log"), SharedLedger(runtime)
+        app = site_app(self.site.home, ledger, log)
+        self._service.enter_context(control_socket(self.site.home.root, app, log))
+        self._service.enter_context(JobRunner(self.site.home, ledger, log))
+
+    def stop(self) -> None:
+        self._service.close()
+
+    def queue(self, *words: object) -> Job:
+        said = self.typed(*at(self.site), *words, "--detach")
+        assert said.status == 0, said.out + said.err
+        return self.store.all()[-1]
+
+    def jobs(self, *words: object) -> Any:
+        return self.typed(*at(self.site), "jobs", *words)
+
+    def wait(self, number: int, *states: str, until: Callable[[Job], bool] = lambda _: True) -> Job:
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            job = self.store.read(number)
+            if job.state in states and until(job):
+                return job
+            assert time.monotonic() < end, job
+            assert not (job.state in jobs.ENDED and job.state not in states), job
+            time.sleep(0.02)
+
+    def pid(self, number: int) -> int:
+        """Of the process of a job that has just been started."""
+        path, end = self.store.folder(number) / "pid", time.monotonic() + PATIENCE_S
+        while not (path.exists() and path.read_text()):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        return int(path.read_text())
+
+
+@pytest.fixture
+def world(site: Site, typed: Typed, tmp_path: Path) -> Iterator[World]:
+    made = World(site, typed, tmp_path)
+    made.serve()
+    yield made
+    made.stop()
+
+
+def test_a_detached_release_says_costs_and_ends_as_the_typed_one(typed: Typed, tmp_path: Path) -> None:
+    found = {}
+    for way in ("typed", "detached"):
+        (tmp_path / way).mkdir()
+        with Federation(tmp_path / way) as federation:
+            world = World(filled(federation.join("site-a"), tmp_path / way), typed, tmp_path / way)
+            world.serve()
+            results = []
+            for words in (ksame_words(tmp_path / way), ksame_words(tmp_path / way, "--anew", "--json")):
+                if way == "typed":
+                    said = typed(*at(world.site), *words)
+                else:
+                    queued = typed(*at(world.site), *words, "--detach")
+                    said = queued if queued.status else world.jobs("follow", world.store.all()[-1].number)
+                results.append((said.status, said.out.replace(said.out[said.out.find("release-") :][:40], "")))
+            world.stop()
+            found[way] = (results[0], entries(world.site), held(world.site), kept(world.site))
+            statuses = [status for status, _ in results]
+            assert statuses == [0, 1]
+    assert found["typed"] == found["detached"]
+
+
+def test_what_would_be_refused_is_not_queued(world: World) -> None:
+    said = world.typed(*at(world.site), *ksame_words(world.folder, "--k", "900"), "--detach")
+    assert (said.status, "it is not queued" in said.out, world.store.all()) == (1, True, [])
+    assert [path.name for path in world.store.root.iterdir()] == []
+    for words, told in (
+        (["ingest", "--folder", world.folder], "a folder is read by whoever types"),
+        (
+            ["ingest", "--pacs", "x", "--patients", world.folder / "basis.safetensors"],
+            "a list of patients is not kept",
+        ),
+        (["deface", "a", "b"], "--detach is for `deface --vault`"),
+        (ksame_words(world.folder, "--dry-run"), "a dry run is done at once"),
+        (
+            ["tune", "--config", world.folder / "none.toml", "--menu", "5,6", "--out", "page.html"],
+            "none.toml: no such",
+        ),
+        (["ingest", "--pacs", "x", "--project", "none"], "there is no project none"),
+    ):
+        said = world.typed(*at(world.site), *words, "--detach")
+        assert (said.status, told in said.err, world.store.all()) == (1, True, []), said.err
+
+
+def test_the_price_and_who_asked_are_in_the_record_and_in_jobs_show(world: World) -> None:
+    job = world.queue(*ksame_words(world.folder))
+    assert (job.price["amount"], job.price["left"]) == (1, 1)
+    world.wait(1, jobs.DONE)
+    said = world.jobs("show", 1)
+    assert "price: 1 of the 1 that were left when it was queued" in said.out
+    assert [event.state for event in world.store.read(1).history] == ["queued", "running", "done"]
+    assert "done" in world.jobs("list").out
+    assert world.jobs("list", "--json").line["jobs"][0]["release"].startswith("release-")
+
+
+def test_a_job_that_is_killed_goes_on_by_itself_under_its_grant(world: World) -> None:
+    """A kill -9 wherever it hits costs no release: a site has one for each patient, ever."""
+    world.queue(*ksame_words(world.folder))
+    for attempt in (1, 2):
+        world.wait(1, jobs.RUNNING, until=lambda job, n=attempt: job.attempts == n)  # type: ignore[misc]
+        os.kill(world.pid(1), signal.SIGKILL)
+        world.wait(1, jobs.RUNNING, until=lambda job, n=attempt: job.attempts > n)  # type: ignore[misc]
+    job = world.wait(1, jobs.DONE)
+    assert (held(world.site), kept(world.site), entries(world.site).count("Reserved")) == ((0, 1), [], 1)
+    assert any("signal 9, perhaps since memory ran out" in event.reason for event in job.history)
+
+
+def test_a_service_that_ends_takes_its_job_along_and_the_next_one_goes_on(world: World) -> None:
+    world.queue(*ksame_words(world.folder))
+    world.wait(1, jobs.RUNNING)
+    pid = world.pid(1)
+    world.stop()
+    assert not Path(f"/proc/{pid}").exists()
+    assert world.store.read(1).state in (jobs.INTERRUPTED, jobs.DONE)
+    listed = world.jobs("list")
+    assert ("interrupted" in listed.out) == (world.store.read(1).state == jobs.INTERRUPTED)
+    world.serve()
+    world.wait(1, jobs.DONE)
+    assert (held(world.site), kept(world.site), entries(world.site).count("Admitted")) == ((0, 1), [], 1)
+
+
+def test_a_queued_job_is_cancelled_for_nothing_and_begun_anew(world: World) -> None:
+    world.stop()
+    number = world.queue(*ksame_words(world.folder)).number  # without a service it waits
+    assert "starts when `serve` runs" in world.jobs("list").out
+    assert "job 1 is cancelled" in world.jobs("cancel", number).out
+    assert (held(world.site), world.store.read(1).state) == ((0, 0), jobs.CANCELLED)
+    said = world.jobs("cancel", number)
+    assert (said.status, said.err) == (1, "refused: job 1 has ended already: cancelled\n")
+    world.serve()
+    assert "job 2 is queued" in world.jobs("retry", number).out
+    world.wait(2, jobs.DONE)
+    assert held(world.site) == (0, 1)
+    said = world.jobs("retry", 2)
+    assert (said.status, said.err) == (1, "refused: job 2 is done: nothing is to be tried again\n")
+
+
+def interrupted_making(world: World, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's making, begun under its name and ended before it is kept."""
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    job = world.store.read(number)
+    words = ["--home", str(world.site.home.root), *map(str, ksame_words(world.folder))]
+    arguments = options.build_parser().parse_args(words)
+    arguments.grant = job.grant
+    with monkeypatch.context() as patch:
+        patch.setattr(KSame, "run", dies)
+        with pytest.raises(KeyboardInterrupt):
+            main.carry_out(arguments)
+    world.store.change(number, lambda known: known.now(jobs.INTERRUPTED, "ended", not_before=-1.0))
+
+
+def test_a_cancel_after_the_price_says_so_and_spends_only_when_that_is_said(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.stop()
+    world.queue(*ksame_words(world.folder))
+    interrupted_making(world, 1, monkeypatch)
+    world.serve()
+    assert held(world.site) == (1, 0)
+    said = world.jobs("cancel", 1)
+    told = "the price of job 1 is spent whatever you do: `jobs cancel 1 --spend`"
+    assert (said.status, told in said.err) == (1, True)
+    assert (held(world.site), world.store.read(1).state) == ((1, 0), jobs.INTERRUPTED)
+    assert world.jobs("cancel", 1, "--spend").out == "job 1 is cancelled\n"
+    assert (held(world.site), world.store.read(1).state) == ((0, 1), jobs.CANCELLED)
+
+
+def test_an_interrupted_release_goes_on_when_a_person_says_so_and_before_any_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.stop()
+    for k in ("5", "6"):
+        world.queue(*ksame_words(world.folder, "--k", k))
+    interrupted_making(world, 1, monkeypatch)
+    world.serve()
+    assert "job 1 goes first: `jobs retry 1` or `jobs" in world.jobs("list").out
+    assert "job 1 is queued" in world.jobs("retry", 1).out
+    world.wait(1, jobs.DONE)
+    world.wait(2, jobs.REFUSED)
+    assert held(world.site) == (0, 1)
+    assert world.store.read(2).reason == "the cohort does not qualify for this release"  # they are in the first
+
+
+def test_where_a_patient_has_opted_out_the_job_fails_and_its_grant_is_spent(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P15: what was sealed of the making is gone with the patient, so nothing can go on under the grant."""
+    world.stop()
+    world.queue(*ksame_words(world.folder))
+    interrupted_making(world, 1, monkeypatch)
+    with closing(projects.open_vault(world.site.home)) as vault:
+        person = vault.project_note("unfinished")["persons"][0]
+    projects.opt_out(world.site.home, person)
+    world.serve()
+    world.jobs("retry", 1)
+    world.wait(1, jobs.FAILED, jobs.REFUSED)
+    assert (held(world.site), kept(world.site)) == ((0, 1), [])
+
+
+def test_a_job_that_persons_must_approve_is_made_and_waits_and_ends_with_its_release(world: World) -> None:
+    world.stop()
+    text = (world.site.home.root / "policy.toml").read_text()
+    (world.site.home.root / "policy.toml").write_text(text.replace("approvals = []", 'approvals = ["compliance"]'))
+    world.serve()
+    key = Person("rita", "compliance")
+    assert world.typed(*at(world.site), "ledger", "appoint", "rita", "compliance", key.public.hex()).status == 0
+    world.queue(*ksame_words(world.folder))
+    world.wait(1, jobs.MADE)
+    release = world.jobs("show", 1, "--json").line["job"]["release"]
+    assert kept(world.site) == [release]
+    said = world.jobs("cancel", 1)
+    assert (said.status, f"`release withdraw {release}`" in said.err) == (1, True)
+    said = world.jobs("follow", 1)
+    assert (said.status, "waits for approval by: compliance" in said.out) == (1, True)
+    assert world.typed(*at(world.site), "release", "withdraw", release).status == 0
+    world.wait(1, jobs.REFUSED)
+    assert held(world.site) == (0, 1)
+
+
+@pytest.mark.parametrize("number", ["0", "x", "-1"])
+def test_what_is_no_number_of_a_job_is_a_wrong_word(world: World, number: str) -> None:
+    with pytest.raises(SystemExit):
+        world.jobs("show", number)
+
+
+@pytest.mark.parametrize("what", [["show"], ["cancel"], ["retry"], ["follow"], ["fetch", "--out", "folder"]])
+def test_an_unknown_number_is_a_sentence_with_the_next_command(world: World, what: list[str]) -> None:
+    said = world.jobs(what[0], 9, *what[1:])
+    assert (said.status, said.err) == (1, "refused: there is no job 9: `jobs list` shows them\n")
+
+
+def test_a_job_takes_what_the_service_leaves(world: World) -> None:
+    """Images come first: its own session, nice, batch, all processors but one, the first to go when memory ends."""
+    world.queue(*ksame_words(world.folder))
+    world.wait(1, jobs.RUNNING)
+    pid, found = world.pid(1), dict[str, Any]()
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end and world.store.read(1).state == jobs.RUNNING:
+        try:
+            nice = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[16])
+            told = {"nice": nice, "session": os.getsid(pid), "policy": os.sched_getscheduler(pid)}
+            told |= {"cores": len(os.sched_getaffinity(pid)), "oom": Path(f"/proc/{pid}/oom_score_adj").read_text()}
+        except (OSError, ProcessLookupError):
+            break
+        if nice and told["cores"] < max(2, os.cpu_count() or 1):
+            found = told
+            break
+    assert found == {
+        "nice": 10,
+        "session": pid,
+        "policy": os.SCHED_BATCH,
+        "cores": max(1, len(os.sched_getaffinity(0)) - 1),
+        "oom": "900\n",
+    }
+    world.wait(1, jobs.DONE)
+
+
+def test_a_machine_that_is_too_small_spends_nothing_and_the_service_lives(world: World) -> None:
+    world.stop()
+    (world.site.home.root / "jobs.toml").write_text("memory_gib = 0.02\n")
+    world.serve()
+    world.queue(*ksame_words(world.folder))
+    job = world.wait(1, jobs.FAILED, jobs.REFUSED)
+    assert (held(world.site), "memory" in job.reason.lower()) == ((0, 0), True)  # a library's own words
+    service = connect(world.site.home.root)
+    assert service is not None
+    with service:
+        assert service.ask("/jobs/list")["jobs"][0]["state"] == job.state
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")]
+)
+def test_memory_that_runs_out_in_a_making_keeps_its_grant(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """No site loses its one k-anonymous release to a machine that was too small."""
+
+    def fails(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KSame, "run", fails)
+        said = world.typed(*at(world.site), *ksame_words(world.folder))
+    assert (said.status, "refused: memory ran out" in said.err, held(world.site)) == (1, True, (1, 0))
+    assert world.typed(*at(world.site), *ksame_words(world.folder)).status == 0
+    assert held(world.site) == (0, 1)
