@@ -318,7 +318,7 @@ def test_a_machine_that_is_too_small_spends_nothing_and_the_service_lives(world:
     service = connect(world.site.home.root)
     assert service is not None
     with service:
-        assert service.ask("/jobs/list")["jobs"][0]["state"] == job.state
+        assert service.ask("/jobs/list", {})["jobs"][0]["state"] == job.state
 
 
 @pytest.mark.parametrize(
