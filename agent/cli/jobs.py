@@ -67,7 +67,7 @@ def _print_list(_: argparse.Namespace, told: Mapping[str, Any]) -> None:
 def standing(one: Mapping[str, Any]) -> str:
     """A sentence on how a job stands: its step and what is left of it, or why it waits or ended."""
     at = one["progress"]
-    if not at["step"]:
+    if not at["step"] or one["reason"].startswith("held"):
         return str(one["reason"])
     part = f", {100 * at['done'] // at['of']} %" if at["of"] else ""
     left = f", about {duration(at['left_s'])} left of this stage" if at["left_s"] is not None else ""

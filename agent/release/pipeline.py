@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 from functools import partial
@@ -69,6 +70,7 @@ if TYPE_CHECKING:  # what learns imports torch: a release that learns nothing do
     from agent.release.cluster_vetting import VettingRequest
 
 HandIn = Callable[[str, bytes, bytes], Verdict]  # of the gateway: key, envelope, artifact
+_QUIET_S: Final = 30.0  # without a word of a long making
 _UNSHOWN: Final = "suppressed, or dropped as like somebody (by chance, too) or as not to be judged"
 
 
@@ -412,13 +414,14 @@ def made_as(mechanism: Synthesis | Resumable | Remodel, rule: object) -> str:
 
 
 def _told(site: SiteContext) -> Callable[[str, int, int], None]:
-    """Progress of a long making, twenty times in each stage."""
-    last: dict[str, int] = {}
+    """Progress of a long making: twenty times in each stage, and at least every half minute."""
+    last: dict[str, tuple[int, float]] = {}
 
     def say(stage: str, step: int, of: int) -> None:
-        part = 20 * step // max(of, 1)
-        if last.get(stage) != part:
-            last[stage] = part
+        part, now = 20 * step // max(of, 1), time.monotonic()
+        told, at = last.get(stage, (-1, now))
+        if told != part or now > at + _QUIET_S:
+            last[stage] = (part, now)
             site.say("make", f"{stage}: {step} of {of}")
 
     return say

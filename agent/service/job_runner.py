@@ -27,7 +27,7 @@ from agent.service.job_outputs import clear_outputs, output_names
 from agent.service.jobs import Fate, Job, JobProgress, JobStore
 from agent.service.ledger_access import LedgerMissingError, SiteLedger
 from agent.service.making_lock import MakingBusyError, making_lock
-from agent.storage import read_only_access
+from agent.storage import projects, read_only_access
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.site_ledger import site_policy
 from policies.ledger.entries import Reserved
@@ -39,6 +39,8 @@ _TICK_S: Final = 1.0
 _GRACE_S: Final = 20.0  # for a job that is told to end; then it is ended
 _FAULT_S: Final = 10.0
 _SWEEP_S: Final = 3600.0
+_LATE_S: Final = 60.0  # of an image that waits to be read
+_TURN_S: Final = 60.0  # most that jobs are held at once, and least that they then have
 _INHERITED: Final = (
     "HOME", "LANG", "LANGUAGE", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV",
     "SSL_CERT_FILE", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES",
@@ -95,6 +97,8 @@ class JobRunner:
         self._store, self._settings = JobStore(home.root), job_rules.read_settings(home.root)
         self._supervisor: Supervisor | None = None
         self._told_to_end: dict[int, float] = {}  # when it was first told
+        self._held: float | None = None  # since when jobs are held for images
+        self._turned = time.monotonic() - _TURN_S
         self._over, self._swept = threading.Event(), 0.0
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
 
@@ -135,6 +139,7 @@ class JobRunner:
         found = self._store.all()
         for job in found:
             self._watch(job)
+        self._images_first(found)
         first, _ = job_rules.choose(self._store.all(), self._settings, lambda cards: surroundings(self._home, cards))
         if first is not None:
             self._start(first)
@@ -160,11 +165,27 @@ class JobRunner:
                 state, reason = jobs.outcome(job, fate)
                 self._change(job, state, reason)
 
+    def _images_first(self, found: Iterable[Job]) -> None:
+        """Hold makings and trainings while images wait too long to be read, in turns: half of the time is theirs."""
+        if self._supervisor is None:
+            return
+        now, late = time.monotonic(), longest_wait(self._home) > _LATE_S
+        if self._held is None and late and now > self._turned + _TURN_S:
+            self._held, self._turned, number = now, now, signal.SIGSTOP
+        elif self._held is not None and (not late or now > self._held + _TURN_S):
+            self._held, self._turned, number = None, now, signal.SIGCONT
+        else:
+            return
+        for job in found:
+            if job.state in (jobs.RUNNING, jobs.LEAVING) and job.lane != jobs.INTAKE:
+                self._supervisor.signal(str(job.number), number)
+
     def _tell_to_end(self, job: Job) -> None:
         first = self._told_to_end.setdefault(job.number, time.monotonic())
         late = time.monotonic() > first + _GRACE_S
         if self._supervisor is not None and (late or first > time.monotonic() - _TICK_S):
             self._supervisor.signal(str(job.number), signal.SIGKILL if late else signal.SIGTERM)
+            self._supervisor.signal(str(job.number), signal.SIGCONT)  # one that is held hears nothing
 
     def _start(self, job: Job) -> None:
         folder = self._store.folder(job.number)
@@ -251,6 +272,7 @@ class JobRunner:
             waiting, until = {job.number for job in self._at_work()}, time.monotonic() + _GRACE_S
             for number in waiting:
                 self._supervisor.signal(str(number), signal.SIGTERM)
+                self._supervisor.signal(str(number), signal.SIGCONT)
             while waiting and time.monotonic() < until:
                 for ended in self._supervisor.ended(_TICK_S):
                     number = int(ended.name)
@@ -275,6 +297,18 @@ class JobRunner:
                     clear_outputs(self._home, job)
                 self._store.forget(job.number)
                 self._log.info("job_forgotten", job=job.number)
+
+
+def longest_wait(home: SiteDirectory) -> float:
+    """How long the oldest image has waited to be read, seconds; 0.0: none waits."""
+    born = [time.time()]
+    for name in projects.names(home):
+        with contextlib.suppress(FileNotFoundError), os.scandir(projects.project_folders(home, name)[0]) as files:
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):  # it was read meanwhile
+                    if not file.name.startswith("."):
+                        born.append(file.stat(follow_symlinks=False).st_mtime)
+    return max(0.0, time.time() - min(born))
 
 
 def _size(folder: Path) -> int:
@@ -323,12 +357,13 @@ def show(home: SiteDirectory, job: Job, reasons: Mapping[int, str]) -> dict[str,
     folder = JobStore(home.root).folder(job.number)
     alive = job.state in (jobs.RUNNING, jobs.LEAVING)
     said = jobs.progress_of(folder) if alive else JobProgress()
+    memory, held = _process(home, job) if alive else (0, False)
     return {
         "number": job.number,
         "command": job.kind,
         "project": job.project,
         "state": job.state,
-        "reason": reasons.get(job.number) or job.reason,
+        "reason": "held: images wait to be read" if held else reasons.get(job.number) or job.reason,
         "by": job.history[-1].by,
         "proposed_by": job.history[0].by,
         "at": job.history[0].at,
@@ -345,21 +380,20 @@ def show(home: SiteDirectory, job: Job, reasons: Mapping[int, str]) -> dict[str,
             "of": said.of,
             "left_s": said.left_s,
         },
-        "memory_bytes": _memory(home, job) if alive else 0,
+        "memory_bytes": memory,
         "outputs": output_names(job) if job.state in jobs.ENDED | {jobs.MADE} else [],
     }
 
 
-def _memory(home: SiteDirectory, job: Job) -> int:
-    """Resident bytes of the job's process; 0: it is gone."""
+def _process(home: SiteDirectory, job: Job) -> tuple[int, bool]:
+    """Resident bytes of the job's process, and whether it is held; (0, False): it is gone."""
     try:
         pid = int((JobStore(home.root).folder(job.number) / "pid").read_text())
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return 0
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (OSError, ValueError):
+        return 0, False
+    told = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+    return int(told.get("VmRSS", ["0"])[0]) * 1024, told.get("State", ["?"])[0] == "T"
 
 
 def settings_or_default(home: SiteDirectory) -> job_rules.JobSettings:

@@ -16,10 +16,10 @@ from agent.cli import main, options
 from agent.event_log import open_log
 from agent.mechanisms.ksame.mechanism import KSame
 from agent.runtime import open_runtime, recover_at_startup
-from agent.service import jobs
+from agent.service import job_runner, jobs
 from agent.service.job_runner import JobRunner
 from agent.service.jobs import Job, JobStore
-from agent.service.ledger_access import SharedLedger
+from agent.service.ledger_access import BorrowedLedger, SharedLedger
 from agent.service.site import site_app
 from agent.storage import projects
 from protos.service.control_client import connect
@@ -338,3 +338,63 @@ def test_memory_that_runs_out_in_a_making_keeps_its_grant(
     assert (said.status, "refused: memory ran out" in said.err, held(world.site)) == (1, True, (1, 0))
     assert world.typed(*at(world.site), *ksame_words(world.folder)).status == 0
     assert held(world.site) == (0, 1)
+
+
+def late_image(world: World, seconds: float) -> Path:
+    """Something in the inbox that nobody has read for so long; ``serve``'s reader is not there to read it."""
+    inbox, _ = projects.project_folders(world.site.home, "main")
+    inbox.mkdir(parents=True, exist_ok=True)
+    path = inbox / "image"
+    path.write_bytes(b"")
+    os.utime(path, (time.time() - seconds, time.time() - seconds))
+    return path
+
+
+def test_a_job_is_held_while_images_wait_and_then_goes_on(world: World) -> None:
+    path = late_image(world, 61.0)
+    world.queue(*ksame_words(world.folder))
+    end = time.monotonic() + PATIENCE_S
+    while "held: images wait to be read" not in world.jobs("list").out:
+        assert time.monotonic() < end
+        assert world.store.read(1).state in (jobs.QUEUED, jobs.RUNNING)
+    path.unlink()
+    world.wait(1, jobs.DONE)
+    assert held(world.site) == (0, 1)
+
+
+def test_a_held_job_hears_that_it_is_to_end(world: World) -> None:
+    late_image(world, 61.0)
+    world.queue(*ksame_words(world.folder))
+    end = time.monotonic() + PATIENCE_S
+    while "held" not in world.jobs("list").out:
+        assert time.monotonic() < end
+    world.jobs("cancel", 1, "--spend")
+    world.wait(1, jobs.CANCELLED)
+    assert held(world.site) in ((0, 0), (0, 1))
+
+
+def test_images_that_wait_hold_a_job_half_of_the_time_at_most(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.stop()
+    clock, signals = [1000.0], list[tuple[float, str, int]]()
+
+    class Quiet:
+        def signal(self, name: str, number: int) -> None:
+            signals.append((clock[0], name, number))
+
+    runner = JobRunner(world.site.home, BorrowedLedger(world.site.home), open_log(world.folder / "log"))
+    monkeypatch.setattr(job_runner.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(job_runner, "longest_wait", lambda _: 61.0 if clock[0] < 1400.0 else 0.0)
+    runner._supervisor, runner._turned = Quiet(), 0.0  # type: ignore[assignment]
+    found = [
+        Job(1, ("release", "ksame"), "main", (jobs.Event(1.0, jobs.RUNNING),)),
+        Job(2, ("ingest",), "main", (jobs.Event(1.0, jobs.RUNNING),)),
+        Job(3, ("train", "generator"), "main", (jobs.Event(1.0, jobs.QUEUED),)),
+    ]
+    stopped = 0
+    for second in range(600):
+        clock[0] = 1000.0 + second
+        runner._images_first(found)
+        stopped += bool(signals) and signals[-1][2] == signal.SIGSTOP
+    assert {name for _, name, _ in signals} == {"1"}
+    assert [number for _, _, number in signals] == [signal.SIGSTOP, signal.SIGCONT] * (len(signals) // 2)
+    assert 150 < stopped <= 210
