@@ -397,4 +397,4 @@ def test_images_that_wait_hold_a_job_half_of_the_time_at_most(world: World, monk
         stopped += bool(signals) and signals[-1][2] == signal.SIGSTOP
     assert {name for _, name, _ in signals} == {"1"}
     assert [number for _, _, number in signals] == [signal.SIGSTOP, signal.SIGCONT] * (len(signals) // 2)
-    assert 150 < stopped <= 210
+    assert 150 < stopped <= 200 + 61  # of 400 seconds; a turn begins as soon as images are late
