@@ -213,7 +213,7 @@ class Site:
     # -- work
 
     def price(self, mechanism: str, config: Config = _NONE, **more: Any) -> ReleasePrice:
-        """What a release would cost and count, and what speaks against it. Nothing is read of a patient, or spent.
+        """What a release would cost and count, and what speaks against it. No image is read, and nothing is spent.
 
         Args:
             mechanism: "ksame", "privimage", ...: see ``release --help``.

@@ -7,7 +7,7 @@ It ends with the project, with the job, and with an opt-out of any patient of th
 from __future__ import annotations
 
 import shutil
-from collections.abc import Container
+from collections.abc import Container, Set
 from contextlib import closing
 from itertools import pairwise
 
@@ -41,7 +41,7 @@ def seal_outputs(home: SiteDirectory, store: JobStore, job: Job) -> None:
     shutil.rmtree(folder)
 
 
-def keep_released(home: SiteDirectory, release: str, clear: bytes) -> None:
+def keep_released(home: SiteDirectory, release: str, clear: bytes, opted_out: Set[str]) -> None:
     """Seal what has left into the vault, for the job that made it and was told to write it.
 
     A job that waits for persons, or for an answer, has ended before there is a verdict: it could not write it itself.
@@ -50,8 +50,9 @@ def keep_released(home: SiteDirectory, release: str, clear: bytes) -> None:
         home: the site's directory.
         release: which the coordinator has admitted.
         clear: as persons look at it.
+        opted_out: who had opted out before it left; if anybody has since, nothing is kept.
     Raises:
-        VaultError: the vault failed; the set has left all the same.
+        VaultError, ProjectError: it cannot be kept; the set has left all the same.
     """
     site = home.settings().site
     for job in JobStore(home.root).all():
@@ -59,6 +60,8 @@ def keep_released(home: SiteDirectory, release: str, clear: bytes) -> None:
         if name and job.grant and release_id(site, job.grant, 0) == release:
             with closing(projects.open_vault(home, job.project)) as vault:
                 vault.place(_place(job, name)).write(clear)
+                if vault.opted_out() != opted_out:
+                    vault.place(_place(job, name)).clear()
 
 
 def read_released(home: SiteDirectory, job: Job, admitted: Container[str]) -> bytes:

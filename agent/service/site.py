@@ -27,7 +27,7 @@ from policies.ledger.entries import Reserved
 from policies.ledger.state import KeyReusedError
 from policies.review.rules import Verdict
 from policies.statements import Reservation, parse
-from protos.common.errors import RefusedError, StorageError
+from protos.common.errors import LazaretError, RefusedError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -51,12 +51,13 @@ def send(site: Site, release: str) -> dict[str, Any]:
 
     with site.ledger.work(project_of(site.home, release)) as runtime:
         require_current_coordinator(runtime)
+        opted_out = runtime.vault.opted_out()
         try:
             signed, verdict = submit_approved(runtime.site, release)
             mechanism = signed.release.mechanism
             if verdict.admitted:
-                with suppress(StorageError):  # the vault or the disk changes no verdict
-                    keep_released(site.home, release, signed.clear or signed.artifact)
+                with suppress(LazaretError):  # a full disk or an ended project changes no verdict
+                    keep_released(site.home, release, signed.clear or signed.artifact, opted_out)
         except ReviewRejectedError as refusal:
             mechanism, verdict = "", refusal.verdict
     site.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])

@@ -24,6 +24,7 @@ from agent.cli import detach, main
 from agent.cli.detach import WouldBeRefusedError
 from agent.client import JobNotDoneError, NetworkWeights, NoServiceError, ReleasedSet, Site, SiteJob
 from agent.errors import CommandError, SiteConfigError, SiteStorageError
+from agent.service.job_outputs import keep_released
 from agent.service.jobs import JobStateError, JobStore
 from agent.storage import projects
 from protos.artifacts.arrays import unpack_images
@@ -174,7 +175,6 @@ def test_what_persons_must_approve_waits_for_them_and_is_not_handed_out(
         job.retry()
     assert (kept(ward), held(ward)) == ([status.release], (1, 0)), "nothing has left, and nothing is spent"
 
-    digest = hashlib.sha256((ward.home.root / "policy.toml").read_bytes()).hexdigest()
     assert typed(*at(ward), "release", "send", status.release).status == 1, "not by who runs the site alone either"
     with closing(projects.open_vault(ward.home, "main")) as vault:
         digest = json.loads(vault.note("pending")[status.release]["statement"])["predicate"]["artifact_sha256"]
@@ -218,6 +218,20 @@ def test_an_option_that_the_client_sets_is_refused(ward: EnrolledSite, name: str
         Site("site-a").release("ksame", **ksame(), **{name: True}) if name != "config" else Site("site-a").train(
             "features", {"config": "x"}
         )
+
+
+def test_what_leaves_while_somebody_opts_out_is_not_kept(ward: EnrolledSite, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Site("site-a").release("ksame", **ksame())
+    job.wait(**SOON)
+    release, raw = job.status().release, job.fetch().file
+    with closing(projects.open_vault(ward.home, "main")) as vault:
+        before, person = vault.opted_out(), next(iter(vault.heads())).person
+    projects.opt_out(ward.home, person)
+    keep_released(ward.home, release, raw, before)
+    with pytest.raises(SiteStorageError, match="is not here"):
+        job.fetch()
+    keep_released(ward.home, release, raw, before | {person})
+    assert job.fetch().file == raw
 
 
 # -- jobs
