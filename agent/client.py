@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any] | str | Path  # tables of a TOML file, or the file
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
-_OUR_OWN: Final = frozenset({"config", "detach", "dry_run", "home", "json", "out"})  # options that the client sets
+_OUR_OWN: Final = frozenset({"blank", "config", "detach", "dry_run", "home", "json", "out"})  # nobody else sets them
 
 
 class NoServiceError(UnreachableError):
@@ -227,7 +227,7 @@ class Site:
         with _sentences(), tempfile.TemporaryDirectory() as folder:
             words = _release_words(mechanism, config, more, Path(folder))
             for name, value in vars(self._parsed(words)).items():
-                if isinstance(value, Path) and name != "out" and not value.exists():
+                if isinstance(value, Path) and name != "sheet" and not value.exists():
                     raise CommandError(f"{value.name}: no such file")
             told = detach.dry_run(self.home, words, main.carry_out)
         price, samples = told["price"], told["samples"]
@@ -280,6 +280,8 @@ class Site:
     # -- how it is asked
 
     def _queued(self, words: Sequence[str]) -> SiteJob:
+        with self._service():  # before a dry run, which takes its time
+            pass
         arguments = self._parsed(words)
         typed = ["--home", str(self.home), *words]
         return SiteJob(self, detach.submit(arguments, typed, main.carry_out, self._acts).number)
@@ -459,10 +461,10 @@ def _option_words(told: Mapping[str, Any]) -> list[str]:
     """``k=5`` as ``--k=5``; True as the option alone; False and None as nothing.
 
     Raises:
-        CommandError: the client sets this option itself.
+        CommandError: the client sets this option itself, or cannot do what it asks for.
     """
     if own := sorted(_OUR_OWN & told.keys()):
-        raise CommandError(f"{', '.join(own)}: the client sets this itself")
+        raise CommandError(f"{', '.join(own)}: the client sets this itself, or cannot do it")
     words = []
     for name, value in told.items():
         option = f"--{name.replace('_', '-')}"

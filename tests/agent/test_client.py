@@ -77,7 +77,7 @@ def test_a_release_goes_from_its_price_to_its_images(ward: EnrolledSite, typed: 
     (ready,) = [found for found in one.cohort() if found.state == "eligible"]
     (line,) = [found for found in typed(*at(ward), "cohort", "--json").line if found["state"] == "eligible"]
     assert (ready.patients, ready.modality) == (line["patients"], line["modality"]) == (PATIENTS, "OT")
-    quoted = one.price("ksame", **ksame())
+    quoted = one.price("ksame", **ksame(sheet="none-yet.html"))
     assert (quoted.claim["kind"], quoted.amount, quoted.left, quoted.findings) == ("k-anonymous", 1, 1, ())
     assert (quoted.samples, quoted.shape) == (4, (8, 8))
     assert "Reserved" not in entries(ward)
@@ -212,7 +212,7 @@ def test_the_client_has_no_call_that_approves_sends_or_spends() -> None:
         assert f'"{act}' not in source, "acts of other kinds are not asked for"
 
 
-@pytest.mark.parametrize("name", ["config", "detach", "dry_run", "home", "json", "out"])
+@pytest.mark.parametrize("name", ["blank", "config", "detach", "dry_run", "home", "json", "out"])
 def test_an_option_that_the_client_sets_is_refused(ward: EnrolledSite, name: str) -> None:
     with pytest.raises(CommandError, match=f"{name}: the client sets this itself"):
         Site("site-a").release("ksame", **ksame(), **{name: True}) if name != "config" else Site("site-a").train(
@@ -382,6 +382,9 @@ def test_what_is_wrong_with_the_words_is_one_sentence(ward: EnrolledSite) -> Non
         (lambda: one.price("ksame", **ksame(colour="red")), "unrecognized arguments: --colour=red"),
         (lambda: one.release("ksame", **ksame(k="five")), "invalid int value: 'five'"),
         (lambda: one.price("ksalsi"), "invalid choice: 'ksalsi'"),
+        (lambda: one.release("send", out_of="r-1"), "unrecognized|required: release"),
+        (lambda: one.price("withdraw"), "required: release"),
+        (lambda: one.release("inspect"), "required: release"),
         (lambda: one.train("features", "nowhere.toml"), "nowhere.toml: not a TOML file"),
         (lambda: one.release("ksame", **ksame(basis="nowhere")), "nowhere: no such file"),
         (lambda: one.price("ksame", **ksame(basis="nowhere")), "nowhere: no such file"),
