@@ -162,17 +162,22 @@ def fetch(arguments: argparse.Namespace) -> int:
     if not output_names(job):
         raise CommandError(f"job {job.number} was told to write no file")
     arguments.out.mkdir(exist_ok=True)
-    written = JobStore(arguments.home).folder(job.number) / "out"
+    store, wrote, missing = JobStore(arguments.home), list[str](), list[str]()
     with closing(projects.open_vault(home, job.project)) as vault:
         for name in output_names(job):
-            if job.lane == TRAINING and (written / name).is_dir():
-                shutil.copytree(written / name, arguments.out / name)
+            trained = store.folder(job.number) / "out" / name
+            if job.lane == TRAINING and trained.is_dir():
+                shutil.copytree(trained, arguments.out / name)
+            elif (data := read_output(vault, store, job, name)) is not None:
+                write_new(arguments.out / name, data, 0o600)
+            else:
+                missing.append(name)
                 continue
-            data = read_output(vault, job, name)
-            if data is None:
-                raise CommandError(f"job {job.number} is {job.state}: it has not written {name}")
-            write_new(arguments.out / name, data, 0o600)
-    OUT.print(f"wrote {', '.join(output_names(job))}; keep at this site what shows patients", markup=False)
+            wrote.append(name)
+    if wrote:  # the page of a set that waits for its reviewer is there before the set is
+        OUT.print(f"wrote {', '.join(wrote)}; keep at this site what shows patients", markup=False)
+    if missing:
+        raise CommandError(f"job {job.number} is {job.state}: it has not written {', '.join(missing)}")
     return 0
 
 

@@ -57,7 +57,7 @@ def keep_released(home: SiteDirectory, release: str, clear: bytes, opted_out: Se
     site = home.settings().site
     for job in JobStore(home.root).all():
         name = release_file(job)
-        if name and job.grant and release_id(site, job.grant, 0) == release:
+        if name and release_id(site, job.grant, 0) == release:
             with closing(projects.open_vault(home, job.project)) as vault:
                 vault.place(_place(job, name)).write(clear)
                 if vault.opted_out() != opted_out:
@@ -82,14 +82,12 @@ def read_released(home: SiteDirectory, job: Job, admitted: Container[str]) -> by
         raise JobStateError(f"job {job.number} was told to write no release: `release ... --out FILE --detach` does")
     release = release_id(home.settings().site, job.grant, 0)
     if release not in admitted:
-        how = (
-            f"`release inspect {release}` shows it to who approves"
-            if job.state == MADE
-            else f"`jobs show {job.number}`"
-        )
+        how = f"`jobs show {job.number}`"
+        if job.state == MADE:
+            how = f"`release inspect {release}` shows it to who approves"
         raise JobStateError(f"job {job.number} is {job.state}: its release has not left; {how}")
     with closing(projects.open_vault(home, job.project)) as vault:
-        data = read_output(vault, job, name)
+        data = read_output(vault, JobStore(home.root), job, name)
     if data is None:
         why = "it is deleted, as after an opt-out" if job.state == DONE else "it is not written yet"
         raise SiteStorageError(
@@ -100,13 +98,16 @@ def read_released(home: SiteDirectory, job: Job, admitted: Container[str]) -> by
 
 def release_file(job: Job) -> str:
     """The name of the file that a job was told to write its release to; "": to none."""
-    words = [part for word in job.words for part in word.split("=", 1)]
+    words = [part for word in job.words for part in word.split("=", 1)] if job.grant else []
     named = (value for option, value in pairwise(words) if len(option) > 2 and "--out".startswith(option))
     return next(named, "").removeprefix("out/")
 
 
-def read_output(vault: Vault, job: Job, name: str) -> bytes | None:
+def read_output(vault: Vault, store: JobStore, job: Job, name: str) -> bytes | None:
     """A file that the job wrote; None: it wrote none, or it is gone."""
+    if job.lane == TRAINING:
+        path = store.folder(job.number) / "out" / name
+        return path.read_bytes() if path.is_file() else None
     return vault.place(_place(job, name)).read()
 
 
