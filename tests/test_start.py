@@ -211,6 +211,7 @@ def test_what_does_not_learn_imports_no_torch() -> None:
         ("agent.cli.serve", {"torch", "scipy", "fastapi"}),
         ("agent.cli.ingest", {"torch", "scipy", "fastapi", "grpc"}),
         ("agent.console.app", {"torch", "scipy"}),
+        ("agent.client", HEAVY - {"cryptography", "numpy", "rich"} | {"pandas"}),
     ],
 )
 def test_what_starts_often_imports_nothing_that_it_rarely_needs(module: str, never: set[str]) -> None:

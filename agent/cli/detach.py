@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import getpass
 import io
 import json
 import os
@@ -13,18 +12,44 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from agent.cli import options
 from agent.cli.output import OUT, print_progress
 from agent.errors import CommandError
-from agent.service.commands import site_acts
+from agent.service.commands import operator_name, read_findings, site_acts
 from agent.service.jobs import JobStore
+from policies.governance.acts import Acts
+from policies.review.rules import Finding
+from protos.common.errors import RefusedError
 
 _WRITTEN: Final = ("out", "sheet", "report")  # options that name what a command writes
 _SEEN_BY_NAME: Final = ("pictures",)  # folders too large to copy: the service must be able to read them
 _UNFINISHED: Final = "unfinished"  # a finding of a dry run that a queue is the remedy for
+
+
+CarryOut = Callable[[argparse.Namespace], int]  # a command, in this process; its exit status
+
+
+class WouldBeRefusedError(RefusedError):
+    """Something known speaks against the release already: it is not queued."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        """``findings``: of the dry run."""
+        told = "; ".join(f"{one.rule}: {one.detail}" for one in findings)
+        super().__init__(f"the release would be refused, so it is not queued: {told}")
+        self.findings = tuple(findings)
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedJob:
+    """A command that has become a job."""
+
+    number: int
+    price: Mapping[str, Any]  # of a release, as `--dry-run --json` tells it
 
 
 class _Files:
@@ -62,14 +87,20 @@ class _Files:
         self.cuda |= any(value == "cuda" for key, value in _values(told) if key == "device")
         named = {}
         for _, value in _values(told):
-            if re.search(r"[./]", value) and (path.parent / value).is_file():
-                named[value] = self.take(path.parent / value).removeprefix("in/")
+            kind, colon, file = value.rpartition(":")  # a file, or KIND:FILE
+            if names_file(path.parent, file):
+                named[value] = kind + colon + self.take(path.parent / file).removeprefix("in/")
         for value, copy in named.items():
             for quote in ('"', "'"):
                 text = text.replace(f"{quote}{value}{quote}", json.dumps(copy))
         if _renamed(told, named) != tomllib.loads(text):
             raise CommandError(f"{path.name}: write the names of files as plain strings")
         return text
+
+
+def names_file(folder: Path, text: str) -> bool:
+    """Whether a text in a configuration is taken for the name of a file."""
+    return bool(re.search(r"[./]", text)) and (folder / text).is_file()
 
 
 def _values(told: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -92,8 +123,8 @@ def _renamed(told: Any, named: Mapping[str, str]) -> Any:
     return [_renamed(value, named) for value in told] if isinstance(told, list) else told
 
 
-def queue(arguments: argparse.Namespace, typed: Sequence[str], carry_out: Callable[[argparse.Namespace], int]) -> int:
-    """Queue a command.
+def queue(arguments: argparse.Namespace, typed: Sequence[str], carry_out: CarryOut) -> int:
+    """Queue a command that was typed with ``--detach``, and say its number.
 
     Args:
         arguments: as parsed.
@@ -101,6 +132,39 @@ def queue(arguments: argparse.Namespace, typed: Sequence[str], carry_out: Callab
         carry_out: a command, for the dry run.
     Returns:
         The exit status: 1 where a release would be refused as far as is known now.
+    """
+    say = lambda step, detail: print_progress(step, detail, arguments.json)  # noqa: E731 - one line of progress
+    try:
+        job = submit(arguments, typed, carry_out, lambda: site_acts(arguments.home, say))
+    except WouldBeRefusedError as error:
+        OUT.print("the release would be refused, so it is not queued:")
+        for one in error.findings:
+            OUT.print(f"  {one.rule}: {one.detail}", markup=False, soft_wrap=True)
+        return 1
+    if arguments.json:
+        sys.stdout.write(json.dumps({"job": job.number, "price": job.price}) + "\n")
+    else:
+        number = job.number
+        OUT.print(f"job {number} is queued: `jobs follow {number}` shows it, `jobs cancel {number}` ends it")
+    return 0
+
+
+def submit(
+    arguments: argparse.Namespace,
+    typed: Sequence[str],
+    carry_out: CarryOut,
+    acts: Callable[[], AbstractContextManager[Acts]],
+) -> QueuedJob:
+    """Make a job of a command, with copies of the files that it reads.
+
+    Args:
+        arguments: as parsed.
+        typed: all words of the program.
+        carry_out: a command, for the dry run of a release.
+        acts: on the site, when the job is ready.
+    Raises:
+        CommandError: it cannot be a job, or a file is missing.
+        WouldBeRefusedError: the dry run of the release says no.
     """
     if arguments.home is None:
         raise CommandError("--detach needs --home: a job belongs to a site")
@@ -113,20 +177,17 @@ def queue(arguments: argparse.Namespace, typed: Sequence[str], carry_out: Callab
         words = _words(arguments, _of_command(typed), files)
         price: dict[str, Any] = {}
         if words[0] == "release":
-            status, price = _dry_run(arguments.home, [_placed(word, fresh) for word in words], carry_out)
-            if status:
-                return status
-        told = {"words": words, "project": getattr(arguments, "project", options.MAIN), "by": _who(), "price": price}
+            quoted = dry_run(arguments.home, [_placed(word, fresh) for word in words], carry_out)
+            if against := [one for one in read_findings(quoted) if one.rule != _UNFINISHED]:
+                raise WouldBeRefusedError(against)
+            price = quoted["price"]
+        told = {"words": words, "project": getattr(arguments, "project", options.MAIN), "price": price}
+        told["by"] = operator_name()
         told |= {"cuda": files.cuda or getattr(arguments, "device", "") == "cuda", "key": name}
-        with site_acts(arguments.home, lambda step, detail: print_progress(step, detail, arguments.json)) as do:
-            number = do("jobs/add", job=told, files=name)["number"]
+        with acts() as do:
+            return QueuedJob(do("jobs/add", job=told, files=name)["number"], price)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)  # where it was queued, the folder has its number now
-    if arguments.json:
-        sys.stdout.write(json.dumps({"job": number, "price": price}) + "\n")
-    else:
-        OUT.print(f"job {number} is queued: `jobs follow {number}` shows it, `jobs cancel {number}` ends it")
-    return 0
 
 
 def _refuse(arguments: argparse.Namespace) -> None:
@@ -194,10 +255,14 @@ def _of_command(typed: Sequence[str]) -> list[str]:
     return [word for word in words if word not in detach]
 
 
-def _dry_run(
-    home: Path, words: Sequence[str], carry_out: Callable[[argparse.Namespace], int]
-) -> tuple[int, dict[str, Any]]:
-    """What the release would cost; where something known speaks against it, the exit status of the dry run."""
+def dry_run(home: Path, words: Sequence[str], carry_out: CarryOut) -> dict[str, Any]:
+    """What a release would cost, count and weigh, and what speaks against it, as ``--dry-run --json`` tells it.
+
+    Args:
+        home: the site's directory.
+        words: of the release, without the program and ``--home``.
+        carry_out: a command.
+    """
     words = [word for word in words if word != "--json"]
     for option in ("--out", "--sheet"):
         if option in words:
@@ -205,20 +270,6 @@ def _dry_run(
     words = [word for word in words if not word.startswith(("--out=", "--sheet="))]
     arguments = options.build_parser().parse_args(["--home", str(home), *words, "--dry-run", "--json"])
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        status = carry_out(arguments)
-    told = json.loads(said.getvalue().splitlines()[-1])
-    against = [one for one in told["findings"] if one["rule"] != _UNFINISHED]
-    if status and against:
-        OUT.print("the release would be refused, so it is not queued:")
-        for one in against:
-            OUT.print(f"  {one['rule']}: {one['detail']}", markup=False, soft_wrap=True)
-        return 1, {}
-    return 0, dict(told["price"])
-
-
-def _who() -> str:
-    """Who typed it, as the operating system has it."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"user {os.getuid()}"
+        carry_out(arguments)
+    told: dict[str, Any] = json.loads(said.getvalue().splitlines()[-1])
+    return told

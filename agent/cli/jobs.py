@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import getpass
 import json
-import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -19,8 +18,8 @@ from rich.table import Table
 
 from agent.cli.output import OUT, print_progress
 from agent.errors import CommandError
-from agent.service.commands import site_acts
-from agent.service.jobs import CANCELLED, DONE, ENDED, FAILED, INTERRUPTED, MADE, REFUSED, JobStore
+from agent.service.commands import operator_name, site_acts
+from agent.service.jobs import CANCELLED, DONE, FAILED, INTERRUPTED, MADE, REFUSED, TRAINING, JobStore
 
 _EVERY_S: Final = 0.5
 _STATUS: Final = {DONE: 0, REFUSED: 1, MADE: 1, CANCELLED: 1, FAILED: 70}
@@ -40,9 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
         elif what == "show":
             told = do("jobs/show", number=arguments.number)
         elif what == "cancel":
-            told = do("jobs/cancel", number=arguments.number, by=_who(), spend=arguments.spend)
+            told = do("jobs/cancel", number=arguments.number, by=operator_name(), spend=arguments.spend)
         else:
-            told = do("jobs/retry", number=arguments.number, by=_who())
+            told = do("jobs/retry", number=arguments.number, by=operator_name())
     if arguments.json:
         sys.stdout.write(json.dumps(told) + "\n")
     else:
@@ -125,7 +124,7 @@ def follow(arguments: argparse.Namespace) -> int:
             sys.stdout.write(text)
             sys.stdout.flush()
             position += len(text.encode())
-        if job.state in ENDED | {MADE} or (job.state == INTERRUPTED and job.not_before < 0):
+        if job.stopped:
             break
         with site_acts(arguments.home, lambda *_: None) as do:
             one = do("jobs/show", number=job.number)["job"]
@@ -165,21 +164,23 @@ def fetch(arguments: argparse.Namespace) -> int:
     if not output_names(job):
         raise CommandError(f"job {job.number} was told to write no file")
     arguments.out.mkdir(exist_ok=True)
+    store, wrote, missing = JobStore(arguments.home), list[str](), list[str]()
     with closing(projects.open_vault(home, job.project)) as vault:
         for name in output_names(job):
-            data = read_output(vault, JobStore(arguments.home), job, name)
-            if data is None:
-                raise CommandError(f"job {job.number} is {job.state}: it has not written {name}")
-            write_new(arguments.out / name, data, 0o600)
-    OUT.print(f"wrote {', '.join(output_names(job))}; keep at this site what shows patients", markup=False)
+            trained = store.folder(job.number) / "out" / name
+            if job.lane == TRAINING and trained.is_dir():
+                shutil.copytree(trained, arguments.out / name)
+            elif (data := read_output(vault, store, job, name)) is not None:
+                write_new(arguments.out / name, data, 0o600)
+            else:
+                missing.append(name)
+                continue
+            wrote.append(name)
+    if wrote:  # the page of a set that waits for its reviewer is there before the set is
+        OUT.print(f"wrote {', '.join(wrote)}; keep at this site what shows patients", markup=False)
+    if missing:
+        raise CommandError(f"job {job.number} is {job.state}: it has not written {', '.join(missing)}")
     return 0
-
-
-def _who() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"user {os.getuid()}"
 
 
 def _when(at: float) -> str:

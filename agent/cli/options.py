@@ -100,6 +100,7 @@ def _making(command: argparse.ArgumentParser) -> None:
     anew = "discard an interrupted release; its budget stays spent"
     command.add_argument("--anew", action="store_true", help=anew)
     command.set_defaults(grant="")  # a job's record names it
+    command.add_argument("--out", type=Path, help="also write the admitted release to this new file")
     _detach(command)
     _project_json(command)
 
@@ -266,14 +267,17 @@ def _add_releases(parser: argparse.ArgumentParser) -> None:
         command = add(release, name, dp.HELP)
         dp.add_release_options(command)
         command.set_defaults(sheet=None, blank=None)
-        _resumable(command)
+        _form(command)
+        _making(command)
     for name, text in distillation.HELP.items():
         command = add(release, name, text)
         distillation.add_release_options(command, name)
         _sheet(command)
-        _resumable(command)
+        _form(command)
+        _making(command)
     command = add(release, "remodel", remodel.HELP)
     remodel.add_release_options(command)
+    command.set_defaults(sheet=None)
     _making(command)
     for name, one in release.choices.items():
         one.set_defaults(mechanism=name)
@@ -285,12 +289,6 @@ def _add_releases(parser: argparse.ArgumentParser) -> None:
     inspect.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
     withdraw = add(release, "withdraw", "withdraw a release that was not approved")
     withdraw.add_argument("release")
-
-
-def _resumable(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--out", type=Path, help="also write the admitted release to this new file")
-    _form(command)
-    _making(command)
 
 
 def _add_search(commands: Any) -> None:

@@ -32,6 +32,7 @@ from policies.review.rules import Verdict
 from policies.statements import claim_json
 from protos.artifacts.arrays import ArtifactFormatError
 from protos.artifacts.shards import Dicom, Form, Png
+from protos.common.durable_files import replace_file
 from protos.encryption import hpke
 
 if TYPE_CHECKING:  # all mechanisms import torch, which not all releases need
@@ -103,19 +104,21 @@ def priced(account: Account, claim: Claim) -> str:
     return f"{told}. It counts as one of the releases without an epsilon that the policy limits: {left}"
 
 
-def refuse_sheet(path: Path | None, out: Path | None = None) -> None:
-    """A page is never written over, and a folder that is not there takes none.
+def refuse_files(arguments: argparse.Namespace) -> None:
+    """A page or a set is never written over another file, and a folder that is not there takes none.
 
     Args:
-        path: of the page, if there is to be one.
-        out: another file that is to be written, if any.
+        arguments: ``sheet``, of the page, and ``out``, of the set; None: there is to be none.
 
     Raises:
         CommandError: either.
     """
-    if path is not None and (path.exists() or not path.parent.is_dir()):
-        raise CommandError(f"{path.name}: name a new file for the sheet in an existing folder")
-    if path is not None and path == out:
+    sheet, out = arguments.sheet, arguments.out
+    if out is not None and (out.exists() or not out.parent.is_dir()):
+        raise CommandError(f"{out.name}: name a new file in an existing folder")
+    if sheet is not None and (sheet.exists() or not sheet.parent.is_dir()):
+        raise CommandError(f"{sheet.name}: name a new file for the sheet in an existing folder")
+    if sheet is not None and sheet == out:
         raise CommandError("--sheet and --out are the same file: name two files")
 
 
@@ -148,18 +151,19 @@ def run_release(
     name: str,
     make: Callable[[], tuple[SignedRelease, Verdict]],
     told: Callable[[SignedRelease | None, Verdict], None] | None = None,
-) -> tuple[int, SignedRelease | None]:
-    """Make a release, and say how it ended.
+) -> int:
+    """Make a release, say how it ended, and write what has left to ``--out``.
 
     Args:
         runtime: the site.
-        arguments: ``json``.
+        arguments: ``json``, ``out``.
         name: the mechanism's.
         make: from price to verdict.
         told: prints the verdict; else :func:`agent.cli.output.print_verdict` does.
     Returns:
-        The exit status, 1 when a review refuses it or persons must approve it first; and what was handed in, if
-        anything was.
+        The exit status, 1 when a review refuses it or persons must approve it first.
+    Raises:
+        CommandError: it has left, and the disk does not take it.
     """
     signed: SignedRelease | None = None
     try:
@@ -167,14 +171,28 @@ def run_release(
     except ReviewRejectedError as refusal:
         verdict = refusal.verdict
     except ApprovalPending as waits:
-        return print_waiting(runtime, waits, arguments.json), None
+        return print_waiting(runtime, waits, arguments.json)
     release = signed.release.release if signed else ""
     runtime.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])
     if told is None:
         print_verdict(release, name, verdict, arguments.json)
     else:
         told(signed, verdict)
-    return (0 if verdict.admitted else 1), signed
+    if arguments.out is not None and signed is not None and verdict.admitted:
+        _write(arguments.out, signed.clear or signed.artifact)
+    return 0 if verdict.admitted else 1
+
+
+def _write(path: Path, data: bytes) -> None:
+    """What has left is no secret here either. The verdict was told before: it stands, whatever the disk does.
+
+    Raises:
+        CommandError: the disk does not take it.
+    """
+    try:
+        replace_file(path, data)
+    except OSError as error:
+        raise CommandError(f"{path.name}: {error.strerror}; the set was released all the same") from None
 
 
 def print_waiting(runtime: OpenSite, waiting: ApprovalPending, as_lines: bool) -> int:

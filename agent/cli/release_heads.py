@@ -47,6 +47,7 @@ def release(arguments: argparse.Namespace) -> int:
     def say(step: str, detail: str) -> None:
         print_progress(step, detail, arguments.json)
 
+    commands.refuse_files(arguments)
     with commands.open_release(arguments, say) as runtime:
         mechanism, modality = read_remodel(arguments.config, runtime.settings.public_components)
         say("price", "face removed; the brain itself remains linkable: there is no guarantee (level C)")
@@ -58,8 +59,7 @@ def release(arguments: argparse.Namespace) -> int:
         rng = np.random.default_rng(secrets.randbits(128))
         shown = partial(_shown, arguments)
         make = lambda: release_heads(runtime.site, mechanism, modality, examine, rng, shown)  # noqa: E731
-        status, _ = commands.run_release(runtime, arguments, mechanism.name, make)
-        return status
+        return commands.run_release(runtime, arguments, mechanism.name, make)
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # a vetting imports torch
 def run(arguments: argparse.Namespace) -> int:
     """Make and submit a synthetic set; exit 1 when any review refuses it."""
     say = lambda step, detail: print_progress(step, detail, arguments.json)  # noqa: E731 - one line of progress
-    commands.refuse_sheet(arguments.sheet)
+    commands.refuse_files(arguments)
     _, read_release = parts_of(arguments.mechanism)
     with commands.open_release(arguments, say) as runtime:
         made = read_release(arguments, runtime.settings.public_components)
@@ -43,8 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         begin_making(runtime, arguments.anew)
         rng = np.random.default_rng(secrets.randbits(256))
         make = lambda: release_synthetic(runtime.site, mechanism, selection, rng, wrapping, looked)  # noqa: E731
-        status, _ = commands.run_release(runtime, arguments, mechanism.name, make)
-        return status
+        return commands.run_release(runtime, arguments, mechanism.name, make)
 
 
 def _vetted(

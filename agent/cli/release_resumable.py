@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from agent.cli import distillation_review
@@ -16,7 +15,6 @@ from agent.cli.output import OUT, print_progress, print_verdict
 from agent.domain import Selection
 from agent.dp.dpsgd import best_engine
 from agent.dp.noise import SystemEntropy
-from agent.errors import CommandError
 from agent.mechanisms.centroids.config import read_centroids
 from agent.mechanisms.distillation.config import read_distill
 from agent.mechanisms.distillation.teacher_student import Review
@@ -34,7 +32,6 @@ from policies.accounting.accountant import NANO, tight_epsilon
 from policies.accounting.claims import Gaussian
 from policies.accounting.rounding import epsilon_text
 from policies.review.rules import Verdict
-from protos.common.durable_files import replace_file
 
 _READERS: dict[str, Any] = {
     PrivImage.name: read_privimage,
@@ -47,7 +44,7 @@ _READERS: dict[str, Any] = {
 def run(arguments: argparse.Namespace) -> int:
     """Make and submit a synthetic set; exit 1 when any review refuses it, or the audit does."""
     name = arguments.mechanism
-    _refuse_out(arguments)
+    commands.refuse_files(arguments)
 
     def say(step: str, detail: str) -> None:
         print_progress(step, detail, arguments.json)
@@ -72,21 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             give_up_earlier(runtime.site)
         shown, entropy = _shown(arguments, mechanism, say), SystemEntropy()
         make = lambda: release_resumable(runtime.site, mechanism, selection, entropy, wrapping, shown)  # noqa: E731
-        status, signed = commands.run_release(runtime, arguments, name, make, partial(_print, arguments, name))
-        if arguments.out is not None and signed is not None and status == 0:
-            _write(arguments.out, signed.clear or signed.artifact)
-        return status
-
-
-def _refuse_out(arguments: argparse.Namespace) -> None:
-    """Nothing is written over.
-
-    Raises:
-        CommandError: a file is there, or its folder is not.
-    """
-    if arguments.out is not None and (arguments.out.exists() or not arguments.out.parent.is_dir()):
-        raise CommandError(f"{arguments.out.name}: name a new file in an existing folder")
-    commands.refuse_sheet(arguments.sheet, arguments.out)
+        return commands.run_release(runtime, arguments, name, make, partial(_print, arguments, name))
 
 
 def _read(
@@ -136,18 +119,6 @@ def _wrapping(arguments: argparse.Namespace, runtime: OpenSite, mechanism: Resum
     if isinstance(mechanism, Distill | DistillDp):
         distillation_review.refuse_wrapping(arguments, mechanism.course.output)
     return commands.release_format(arguments, runtime.home.root, colour=len(mechanism.shape) == 3)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """What has left is no secret here either. The verdict was told before: it stands, whatever the disk does.
-
-    Raises:
-        CommandError: the disk does not take it.
-    """
-    try:
-        replace_file(path, data)
-    except OSError as error:
-        raise CommandError(f"{path.name}: {error.strerror}; the set was released all the same") from None
 
 
 def _print(arguments: argparse.Namespace, name: str, signed: SignedRelease | None, verdict: Verdict) -> None:

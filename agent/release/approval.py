@@ -41,6 +41,7 @@ def submit_approved(site: SiteContext, release: str) -> tuple[SignedRelease, Ver
     if refused is not None and refused.approvals:
         raise ReviewRejectedError("site", Verdict((Finding("approval", "an approver has refused it: withdraw it"),)))
     artifact = artifact_of(site.vault, release, one)
+    clear = clear_of(site.vault, release, one) if draft.reader else b""
     if not is_as_stated(artifact, draft):
         told = "the kept bytes are not those that the statement names: withdraw it, or restore the vault"
         raise ReviewRejectedError("site", Verdict((Finding("artifact", told),)))
@@ -48,7 +49,7 @@ def submit_approved(site: SiteContext, release: str) -> tuple[SignedRelease, Ver
     sent = site.ledger.store.state.sent.get(release)
     if sent is not None:  # what has set out is what the ledger holds: no other word and no other byte goes under it
         envelope = site.ledger.store.envelope(sent.envelope) or b""
-        signed = SignedRelease(site.read(envelope), envelope, artifact)
+        signed = SignedRelease(site.read(envelope), envelope, artifact, clear)
         again = site.ledger.dry_run_review(signed.release, envelope)
         if not again.admitted:  # the policy of today binds (P12): it is kept until it is withdrawn
             raise ReviewRejectedError("site", again)
@@ -59,7 +60,7 @@ def submit_approved(site: SiteContext, release: str) -> tuple[SignedRelease, Ver
         raise ReviewRejectedError(
             "site", Verdict((Finding("approval", f"not yet approved by: {', '.join(sorted(missing))}"),))
         )
-    signed = sign_release(site, replace(draft, approvals=given), artifact)
+    signed = replace(sign_release(site, replace(draft, approvals=given), artifact), clear=clear)
     return signed, submit(site, signed, hand_in)
 
 

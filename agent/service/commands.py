@@ -7,6 +7,8 @@ functions of :mod:`agent.service.site`, which a command that only asks does not 
 
 from __future__ import annotations
 
+import getpass
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,4 +43,17 @@ def site_acts(root: Path, say: Callable[[str, str], None]) -> Iterator[Acts]:
 
 def read_verdict(told: Mapping[str, Any]) -> Verdict:
     """A verdict as the acts tell it."""
-    return Verdict(tuple(Finding(f["rule"], f["detail"]) for f in told["findings"]), told["level"])
+    return Verdict(read_findings(told), told["level"])
+
+
+def read_findings(told: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """The findings of a verdict or of a dry run."""
+    return tuple(Finding(one["rule"], one["detail"]) for one in told["findings"])
+
+
+def operator_name() -> str:
+    """Who asks, as the operating system has it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"

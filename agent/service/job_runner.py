@@ -373,6 +373,7 @@ def show(home: SiteDirectory, job: Job, reasons: Mapping[int, str]) -> dict[str,
         "grant": job.grant,
         "release": release_of(home, job) if job.grant and job.attempts else "",
         "wanted": job.wanted,
+        "stopped": job.stopped,
         "progress": {
             "step": said.step,
             "detail": said.detail,

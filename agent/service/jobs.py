@@ -98,6 +98,11 @@ class Job:
         """What it must not run beside: another job of its lane."""
         return _LANES.get(self.words[0], INTAKE)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it changes no more by itself: it has ended, or waits for a person."""
+        return self.state in ENDED | {MADE} or (self.state == INTERRUPTED and self.not_before < 0)
+
     def now(self, state: str, reason: str = "", by: str = "", **changed: Any) -> Job:
         """The same job in another state."""
         event = Event(round(time.time(), 3), state, reason, by)

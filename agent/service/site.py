@@ -6,7 +6,7 @@ See :mod:`agent.service.commands` for which of the two does it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from agent.event_log import open_log
 from agent.microaggregation.released_clusters import place_of
 from agent.release.ports import KEY_REUSED
 from agent.service import job_acts
+from agent.service.job_outputs import keep_released
 from agent.service.ledger_access import BorrowedLedger, Site, SiteLedger
 from agent.storage import projects
 from agent.storage.site_directory import MAIN, SiteDirectory
@@ -26,7 +27,7 @@ from policies.ledger.entries import Reserved
 from policies.ledger.state import KeyReusedError
 from policies.review.rules import Verdict
 from policies.statements import Reservation, parse
-from protos.common.errors import RefusedError
+from protos.common.errors import LazaretError, RefusedError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -50,9 +51,13 @@ def send(site: Site, release: str) -> dict[str, Any]:
 
     with site.ledger.work(project_of(site.home, release)) as runtime:
         require_current_coordinator(runtime)
+        opted_out = runtime.vault.opted_out()
         try:
             signed, verdict = submit_approved(runtime.site, release)
             mechanism = signed.release.mechanism
+            if verdict.admitted:
+                with suppress(LazaretError):  # a full disk or an ended project changes no verdict
+                    keep_released(site.home, release, signed.clear or signed.artifact, opted_out)
         except ReviewRejectedError as refusal:
             mechanism, verdict = "", refusal.verdict
     site.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])

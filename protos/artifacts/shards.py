@@ -12,6 +12,7 @@ content, and unpacking never takes more than 256 MiB.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -304,18 +305,43 @@ def _label(source: ByteSource) -> str:
     return raw.decode()
 
 
+def read_samples(source: ByteSource) -> tuple[Contents, NDArray[Any]]:
+    """All samples of a shard of any form, now or earlier made, with what it says of them.
+
+    Returns:
+        The contents, and an array of ``(contents.count, *contents.shape)`` of the form's type; uint8 of PNG.
+    Raises:
+        ArtifactFormatError: see :func:`check_kept_shard`.
+    """
+    samples: list[NDArray[Any] | bytes] = []
+
+    def take(sample: Window) -> None:
+        picture = sample.read(0, 4) == b"\x89PNG"
+        samples.append(read_kept_png(sample) if picture else sample.read(0, sample.size))
+
+    contents = check_kept_shard(source, take)
+    return contents, np.stack([_values(one, contents) for one in samples])
+
+
+def _values(sample: NDArray[Any] | bytes, contents: Contents) -> NDArray[Any]:
+    """The values of a sample. They stand at the end of a file of NIfTI; of DICOM, padded to an even length."""
+    if not isinstance(sample, bytes):
+        return sample
+    name, _, dtype = contents.form.partition("-")
+    kind = np.dtype(dtype).newbyteorder("<")
+    size = math.prod(contents.shape) * kind.itemsize
+    end = len(sample) - (size % 2 if name == "dicom" else 0)
+    values = np.frombuffer(sample[end - size : end], kind).astype(dtype)
+    return values.reshape(contents.shape, order="F" if name == "nifti" else "C")
+
+
 def read_images(source: ByteSource) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
     """All images of a shard of PNG, (n, h, w) grey or (n, h, w, 3) RGB, and their labels, now or earlier made.
 
     Raises:
         ArtifactFormatError: see :func:`check_kept_shard`; or other samples.
     """
-    images: list[NDArray[np.uint8]] = []
-
-    def take(sample: Window) -> None:
-        if sample.read(0, 4) != b"\x89PNG":
-            raise ArtifactFormatError("the set holds other samples than 8-bit images")
-        images.append(read_kept_png(sample))
-
-    contents = check_kept_shard(source, take)
-    return np.stack(images), contents.labels
+    contents, images = read_samples(source)
+    if not contents.form.startswith("png"):
+        raise ArtifactFormatError("the set holds other samples than 8-bit images")
+    return images, contents.labels

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
 from agent.event_log import open_log
 from agent.runtime import open_runtime, recover_at_startup
+from agent.service.job_runner import JobRunner
 from agent.service.ledger_access import SharedLedger
 from agent.service.site import site_app
 from policies.ledger.backends.sqlite import open_sqlite
@@ -18,12 +19,14 @@ from tests.support.federation_world import Site
 
 
 @contextmanager
-def serving(site: Site) -> Iterator[None]:
-    """The part of ``serve`` that holds the ledger."""
+def serving(site: Site, *, jobs: bool = False) -> Iterator[None]:
+    """The part of ``serve`` that holds the ledger; with ``jobs``, it runs these, too."""
     with open_runtime(site.home.root, lambda *_: None) as runtime:
         recover_at_startup(runtime)
         log = open_log(site.home.root / "agent.log")
-        with control_socket(site.home.root, site_app(site.home, SharedLedger(runtime), log), log):
+        ledger = SharedLedger(runtime)
+        with control_socket(site.home.root, site_app(site.home, ledger, log), log):
             with pytest.raises(LedgerBusyError, match=r"process \d+ is writing the ledger: wait until it has ended"):
                 open_sqlite(site.home.root / "ledger.db")
-            yield
+            with JobRunner(site.home, ledger, log) if jobs else nullcontext():
+                yield

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from agent.cli import evaluate as evaluate_command
-from agent.cli import release_resumable, rounds, serve
+from agent.cli import release, release_resumable, rounds, serve
 from agent.deidentify.record import Record
 from agent.dp import dpsgd
 from agent.dp.noise import SystemEntropy
@@ -394,7 +394,7 @@ def test_a_disk_that_does_not_take_the_set_hides_no_verdict(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(release_resumable, "replace_file", full)
+    monkeypatch.setattr(release, "replace_file", full)
     said = released(typed, ward, tmp_path, "--out", tmp_path / "set.tar")
     assert (said.status, "admitted at level A" in said.out) == (1, True)
     assert "the set was released all the same" in " ".join(said.err.split())

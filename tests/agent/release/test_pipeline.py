@@ -23,6 +23,7 @@ from agent.mechanisms.common.linear_codec import Basis, fit_basis
 from agent.release import budget, pipeline
 from agent.release.approval import submit_approved, withdraw
 from agent.release.history import TooManySearchesError, form_of, note_search, searched
+from agent.release.packaging import ReleaseFormat
 from agent.release.pipeline import release_synthetic
 from agent.release.ports import ApprovalPending, SignedRelease, SiteContext
 from agent.release.preflight import RefusedBeforehandError
@@ -698,6 +699,22 @@ def test_what_waited_since_before_pictures_were_compressed_leaves_as_persons_app
     assert recover(s.site) == []
     signed, verdict = submit_approved(s.site, release.release)
     assert (verdict.admitted, signed.artifact) == (True, old)
+
+
+def test_what_leaves_sealed_to_a_reader_is_given_back_in_clear(tmp_path: Path) -> None:
+    reader = "a" * 64
+    readers = f'["{reader}"]'
+    federation = policy(max_releases_per_patient=9, readers=readers)
+    s = site_world(tmp_path, approvals='["compliance"]', readers=readers, federation=federation)
+    officer = Person("dpo-1", "compliance")
+    decisions.appoint(s.site.ledger.store, officer.name, officer.role, officer.public)
+    with pytest.raises(ApprovalPending) as caught:
+        release_synthetic(s.site, ksame(), "OT", RNG, ReleaseFormat(reader=reader, seal=lambda raw: raw[::-1]))
+    made = caught.value.signed
+    approve(s, officer, made.release)
+    signed, _ = submit_approved(s.site, made.release.release)
+    assert (signed.artifact, signed.clear) == (made.artifact, made.artifact[::-1])
+    assert unpack_images(signed.clear)[0].shape[1:] == (8, 8)
 
 
 def test_what_waits_sealed_to_a_reader_is_shown_in_clear(tmp_path: Path) -> None:

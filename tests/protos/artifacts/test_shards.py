@@ -34,6 +34,7 @@ from protos.artifacts.shards import (
     check_shard,
     pack_shard,
     plain,
+    read_samples,
 )
 
 AFFINE = (0.0, -2.0, 0.0, -5.0, 1.5, 0.0, 0.0, 12.25, 0.0, 0.0, 0.5, 1.0)
@@ -91,6 +92,10 @@ def test_a_shard_reads_back_and_is_what_tarfile_writes(
     assert check_shard(BytesSource(raw)) == Contents(name, 3, samples[0].shape, LABELS)
     assert archive_of(list(members(raw))) == raw
     assert pack_shard(samples, LABELS, form) == raw
+    contents, values = read_samples(BytesSource(raw))
+    assert contents == check_shard(BytesSource(raw))
+    assert values.dtype == samples[0].dtype
+    assert (values == np.stack(samples)).all()
 
 
 def test_samples_have_one_key_for_data_and_label_as_webdataset_groups_them() -> None:
