@@ -4,7 +4,7 @@ Every participant is a process of its own with its own directory and keys; they 
 demo only writes the hospitals' folders, types the commands that a person would, and measures beside them. It shows
 the main job: k-Same and k-SALSA, a set under differential privacy, federated rounds, a refusal. With ``--full`` it
 shows every mechanism. With ``--serve`` the coordinator and one hospital go on running afterwards, to be tried in a
-browser (:mod:`deploy.demo.tryout`). Told to end (SIGTERM, Ctrl-C), it ends all that it started.
+browser, until Ctrl-C (:mod:`deploy.demo.tryout`). Told to end (SIGTERM, Ctrl-C), it ends all that it started.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -115,7 +116,7 @@ def _lock(stack: contextlib.ExitStack, folder: Path) -> None:
 
 
 def _serve(tried: Tryout) -> None:
-    """Go on running until told to end."""
+    """Go on running until told to end: Ctrl-C is the usual way, and no failure."""
     _step(
         tried.scene, "the coordinator and one hospital stay: persons, logins, a receiver, two consoles", tried.prepare
     )
@@ -123,9 +124,10 @@ def _serve(tried: Tryout) -> None:
         OUT.print(line, markup=False, soft_wrap=True)
     try:
         tried.watch()
-    except Interrupted:
+    except Interrupted as told:
         OUT.print("ending everything")
-        raise
+        if told.code != 128 + signal.SIGINT:
+            raise
 
 
 def _step(scene: Scene, title: str, act: Callable[[Callable[[str], None]], str]) -> None:

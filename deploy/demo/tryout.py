@@ -104,9 +104,10 @@ class Ports:
             try:
                 socket.create_server(("127.0.0.1", port)).close()
             except OSError:
+                other = self.first + 1000 if self.first < 60_000 else FIRST_PORT
                 raise PortTakenError(
-                    f"port {port} of 127.0.0.1 is taken: end what listens there, or give three free ports in a row "
-                    f"by --port, such as --port {self.first + 1000 if self.first < 60_000 else FIRST_PORT + 1000}"
+                    f"port {port} of 127.0.0.1 is taken: end what listens there, or name the first of three other "
+                    f"ports in a row, such as --port {other} (make try PORT={other})"
                 ) from None
 
 
@@ -286,8 +287,8 @@ class Tryout:
         yield f"     {agent} cohort"
         yield "3. Make a synthetic set, beside the running service:"
         yield f"     {agent} {shlex.join(release)} --basis {_shown(work / 'basis.safetensors')}"
-        yield f"   It waits for {ours['hospital']}. Before you make another one, send all samples: a set needs at least"
-        yield f"   {K} patients who are in no set yet."
+        yield f"   It waits for {ours['hospital']}. Before you make another one, send all samples: each set needs"
+        yield f"   {K} patients or more who are in none yet."
         yield f"4. Look, and let it leave: {hospital}/releases as {ours['hospital']}."
         yield f"   Compare it, approve it with the key file {_shown(self.scene.key(ours['hospital']))}, and send it."
         yield f"5. See what arrived: {coordinator}/releases as {theirs['researcher']}."
