@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ports.require_free()
                 scale = replace(scale, spare={SITE: SPARE})
             for folder in (arguments.out, arguments.work):
-                stack.enter_context(_replaced(folder))
+                stack.enter_context(_exclusive(folder))
             scene = Scene(arguments.out.resolve(), arguments.work.resolve(), scale)
             stack.enter_context(ending(scene.processes))
             stack.enter_context(scene)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _replaced(folder: Path) -> Iterator[None]:
+def _exclusive(folder: Path) -> Iterator[None]:
     """A new folder in the place of an earlier demo's, this demo's alone until the context is left.
 
     Raises:
@@ -115,18 +115,20 @@ def _lock(stack: contextlib.ExitStack, folder: Path) -> None:
         ) from None
 
 
-def _serve(tried: Tryout) -> None:
+def _serve(tryout: Tryout) -> None:
     """Go on running until told to end: Ctrl-C is the usual way, and no failure."""
     _step(
-        tried.scene, "the coordinator and one hospital stay: persons, logins, a receiver, two consoles", tried.prepare
+        tryout.scene,
+        "the coordinator and one hospital stay: persons, logins, a receiver, two consoles",
+        tryout.prepare,
     )
-    for line in tried.told():
-        OUT.print(line, markup=False, soft_wrap=True)
     try:
-        tried.watch()
-    except Interrupted as told:
-        OUT.print("ending everything")
-        if told.code != 128 + signal.SIGINT:
+        for line in tryout.instructions():
+            OUT.print(line, markup=False, soft_wrap=True)
+        tryout.watch()
+    except Interrupted as interrupted:
+        OUT.print("ending everything: up to half a minute")
+        if interrupted.code != 128 + signal.SIGINT:
             raise
 
 

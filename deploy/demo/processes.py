@@ -132,7 +132,7 @@ class Processes:
     ) -> subprocess.Popen[str]:
         """Start a process and remember it. No signal comes in between: it would leave one that nobody knows."""
 
-        def started() -> subprocess.Popen[str]:
+        def start() -> subprocess.Popen[str]:
             process = subprocess.Popen(
                 [*_TIED, *command], stdin=subprocess.DEVNULL, text=True, env=environment(), process_group=0, **streams
             )
@@ -144,7 +144,7 @@ class Processes:
                 raise DemoError("the demo was told to end")
             self.starting = threading.get_ident()
             try:
-                process = self._starter.submit(started).result()
+                process = self._starter.submit(start).result()
             finally:
                 self.starting = 0
         if self.told:  # meanwhile

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from deploy.demo.own_policies import SITES
+from deploy.demo.own_policies import SITES, amended
 from deploy.demo.processes import DemoError
 from deploy.demo.scene import PERSONS, K, L, Say, Scene
 from deploy.phantoms import digits
@@ -178,7 +178,7 @@ class Tryout:
         """A policy by which a physician approves each release; then the persons: while nobody approves, freely."""
         scene = self.scene
         policy = scene.work / SITE / "policy.toml"
-        policy.write_text(policy.read_text().replace("approvals = []", 'approvals = ["hospital"]'))
+        policy.write_text(amended(policy.read_text(), {"approvals": '["hospital"]'}))
         side: Callable[..., list[str]] = lambda *words: scene.agent(SITE, *words)  # noqa: E731 - one command line
         scene.run(side("ledger", "amend"))
         found = []
@@ -230,7 +230,7 @@ class Tryout:
                     )
             time.sleep(0.5)
 
-    def told(self) -> Iterator[str]:
+    def instructions(self) -> Iterator[str]:
         """Where everything is, and what to do first, for the terminal."""
         yield f"{SITE} receives DICOM (C-STORE): {AE_TITLE} at 127.0.0.1:{self.ports.receiver}, plain TCP"
         yield from self._persons("hospital", f"{SITE}'s console", self._hospital_address)
@@ -253,8 +253,8 @@ class Tryout:
         yield ""
         yield f"{title}: {address}"
         for one in self.logins[side]:
-            file = _shown(self.scene.work / "logins" / one.name / f"{one.name}.p12")
-            key = f"; signs with {_shown(self.scene.key(one.name))}" if one.role in _SIGNS[side] else ""
+            file = _as_typed(self.scene.work / "logins" / one.name / f"{one.name}.p12")
+            key = f"; signs with {_as_typed(self.scene.key(one.name))}" if one.role in _SIGNS[side] else ""
             yield f"  {one.name:<13} {file}  password {one.password}"
             yield f"  {'':<13} {one.role}: {_MAY[side][one.role]}{key}"
 
@@ -273,8 +273,9 @@ class Tryout:
     def _first_steps(self) -> Iterator[str]:
         """A walk in the browser; what no form does yet is typed."""
         work, hospital, coordinator = self.scene.work, self._hospital_address, self._coordinator_address
-        agent = f"{_program('lazaret-agent')} --home {_shown(work / SITE)}"
+        agent = f"{_program('lazaret-agent')} --home {_as_typed(work / SITE)}"
         ours, theirs = _names("b"), _names("1")
+        key = _as_typed(self.scene.key(ours["hospital"]))
         entry = {AE_TITLE.lower(): {"AET": AE_TITLE, "Host": "127.0.0.1", "Port": self.ports.receiver}}
         release = ["release", "ksame", "--modality", "OT", "--k", str(K), "--l-diversity", str(L)]
         yield ""
@@ -282,15 +283,15 @@ class Tryout:
         yield f"     {_storescu(self.ports.receiver, work / 'samples' / 'new-01.dcm')}"
         yield "   or from an Orthanc on this machine, with this in its settings:"
         yield f'     "DicomModalities": {json.dumps(entry)}'
-        yield f"   {_shown(work / 'samples')} has {SAMPLES} images, each of another patient."
+        yield f"   {_as_typed(work / 'samples')} has {SAMPLES} images, each of another patient."
         yield f"2. See it counted, some seconds later: {hospital}/ingest as {ours['hospital']}. Or type"
         yield f"     {agent} cohort"
         yield "3. Make a synthetic set, beside the running service:"
-        yield f"     {agent} {shlex.join(release)} --basis {_shown(work / 'basis.safetensors')}"
+        yield f"     {agent} {shlex.join(release)} --basis {_as_typed(work / 'basis.safetensors')}"
         yield f"   It waits for {ours['hospital']}. Before you make another one, send all samples: each set needs"
         yield f"   {K} patients or more who are in none yet."
         yield f"4. Look, and let it leave: {hospital}/releases as {ours['hospital']}."
-        yield f"   Compare it, approve it with the key file {_shown(self.scene.key(ours['hospital']))}, and send it."
+        yield f"   Compare it, approve it with the key file {key}, and send it."
         yield f"5. See what arrived: {coordinator}/releases as {theirs['researcher']}."
         yield f"6. Propose another budget: {coordinator}/ask/limit as {theirs['researcher']}."
         yield f"   {theirs['compliance']} and {theirs['hospital']} approve it at {coordinator}/people,"
@@ -303,7 +304,7 @@ def _names(of: str) -> dict[str, str]:
     return names | {"compliance": f"dpo-{of}", "hospital": f"physician-{of}"}
 
 
-def _shown(path: Path) -> str:
+def _as_typed(path: Path) -> str:
     """A path as it is typed from here."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
@@ -312,13 +313,17 @@ def _shown(path: Path) -> str:
 def _program(name: str) -> str:
     """A command of this installation, as it is typed from here."""
     found = Path(sys.executable).parent / name
-    return _shown(found) if found.exists() else f"{_shown(Path(sys.executable))} -m {name.removeprefix('lazaret-')}"
+    return (
+        _as_typed(found)
+        if found.exists()
+        else f"{_as_typed(Path(sys.executable))} -m {name.removeprefix('lazaret-')}"
+    )
 
 
 def _storescu(port: int, path: Path) -> str:
     """DCMTK's sender, or the one of a package that is installed with the agent: they take the same words."""
-    program = "storescu" if shutil.which("storescu") else f"{_shown(Path(sys.executable))} -m pynetdicom storescu"
-    return f"{program} -aec {AE_TITLE} 127.0.0.1 {port} {_shown(path)}"
+    program = "storescu" if shutil.which("storescu") else f"{_as_typed(Path(sys.executable))} -m pynetdicom storescu"
+    return f"{program} -aec {AE_TITLE} 127.0.0.1 {port} {_as_typed(path)}"
 
 
 def _fingerprint(log: Path) -> str:

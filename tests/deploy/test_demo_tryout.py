@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import shutil
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 from deploy.demo import __main__ as demo
 from deploy.demo import tryout
 from deploy.demo.own_policies import SITES, policies
-from deploy.demo.processes import DemoError
+from deploy.demo.processes import DemoError, Interrupted
 from deploy.demo.scale import MAIN, Scale
 from deploy.demo.scene import Scene
 from deploy.demo.tryout import SAMPLES, SENT, SITE, SPARE, Login, Ports, PortTakenError, Tryout
@@ -24,7 +26,7 @@ from tests.support.ports import free_port
 
 
 @pytest.fixture
-def tried(tmp_path: Path) -> Tryout:
+def stage(tmp_path: Path) -> Tryout:
     """Nothing runs; the logs say what the consoles say at their start."""
     work = tmp_path / "work"
     for name in ("coordinator", SITE):
@@ -62,18 +64,18 @@ def test_nothing_is_touched_when_a_port_is_taken(tmp_path: Path, capsys: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_folder_of_a_demo_that_runs_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_demo_that_runs_is_not_exclusive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, work = tmp_path / "out", tmp_path / "work"
-    with demo._replaced(work):
+    with demo._exclusive(work):
         (work / "file").touch()
         assert demo.main(["--out", str(out), "--work", str(work)]) == 2
         assert (work / "file").exists()
     assert f"a demo runs in {work}: end it first" in capsys.readouterr().out.replace("\n", "")
-    with demo._replaced(work):
+    with demo._exclusive(work):
         assert not (work / "file").exists()
 
 
-def test_a_folder_that_is_no_demos_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_demos_is_not_exclusive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert demo.main(["--out", str(tmp_path), "--work", str(tmp_path / "work")]) == 2
     assert "holds something else" in capsys.readouterr().out
@@ -92,39 +94,39 @@ def test_the_policy_leaves_releases_for_whoever_tries_and_changes_nothing_else()
         ) == usual[name]  # fmt: skip
 
 
-def test_new_patients_are_at_no_hospital_and_their_labels_are_listed(tried: Tryout) -> None:
-    first = sorted(tried._new_patients().iterdir())
-    samples = sorted((tried.scene.work / "samples").iterdir())
+def test_new_patients_are_at_no_hospital_and_their_labels_are_listed(stage: Tryout) -> None:
+    first = sorted(stage._new_patients().iterdir())
+    samples = sorted((stage.scene.work / "samples").iterdir())
     assert (len(first), len(samples)) == (SENT, SAMPLES)
     read = [pydicom.dcmread(path) for path in (*samples, *first)]
     assert len({image.PatientID for image in read}) == SENT + SAMPLES
-    with (tried.scene.work / "pacs" / SITE / "labels.csv").open(newline="") as stream:
+    with (stage.scene.work / "pacs" / SITE / "labels.csv").open(newline="") as stream:
         listed = {row["sop_instance_uid"]: row["label"] for row in csv.DictReader(stream)}
     assert {image.SOPInstanceUID for image in read} == listed.keys() - {"1.2"}
     assert len({listed[image.SOPInstanceUID] for image in read[SAMPLES:]}) > 1, "labels for two clusters at least"
-    theirs = {p.tobytes() for site in tried.scene.split.sites for p in digits.upsample(site.images)}
+    theirs = {p.tobytes() for site in stage.scene.split.sites for p in digits.upsample(site.images)}
     assert not any(image.pixel_array.tobytes() in theirs for image in read)
     assert SITES.index(SITE) == 1
 
 
 def test_without_dcmtk_the_printed_sender_is_one_that_is_installed(
-    tried: Tryout, monkeypatch: pytest.MonkeyPatch
+    stage: Tryout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda _name: None)
-    (line,) = [one for one in tried.told() if "new-01.dcm" in one]
+    (line,) = [one for one in stage.instructions() if "new-01.dcm" in one]
     assert " -m pynetdicom storescu -aec LAZARET 127.0.0.1 11112 " in line
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    (line,) = [one for one in tried.told() if "new-01.dcm" in one]
+    (line,) = [one for one in stage.instructions() if "new-01.dcm" in one]
     assert line.split()[0] == "storescu"
 
 
-def test_what_is_printed_names_every_login_and_the_keys_of_those_who_sign(tried: Tryout) -> None:
-    said = "\n".join(tried.told())
-    logins = tried.scene.work / "logins"
+def test_what_is_printed_names_every_login_and_the_keys_of_those_who_sign(stage: Tryout) -> None:
+    said = "\n".join(stage.instructions())
+    logins = stage.scene.work / "logins"
     for name in ("hospital-x", "auditor-x"):
         assert said.count(f"{logins / name / name}.p12  password a-password\n") == 2
     assert said.count("signs with") == 2
-    assert f"signs with {tried.scene.key('hospital-x')}" in said
+    assert f"signs with {stage.scene.key('hospital-x')}" in said
     assert f"{'c' * 32}  at https://localhost:11114" in said
     assert f"{'s' * 32}  at https://localhost:11113" in said
     assert all(one == one.rstrip() for one in said.splitlines())
@@ -134,17 +136,30 @@ def test_a_path_below_the_current_folder_is_printed_as_it_is_typed_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert tryout._shown(tmp_path / ".demo" / "persons") == ".demo/persons"
-    assert tryout._shown(tmp_path / "a folder") == "'a folder'"
-    assert tryout._shown(Path("/elsewhere")) == "/elsewhere"
+    assert tryout._as_typed(tmp_path / ".demo" / "persons") == ".demo/persons"
+    assert tryout._as_typed(tmp_path / "a folder") == "'a folder'"
+    assert tryout._as_typed(Path("/elsewhere")) == "/elsewhere"
 
 
-def test_who_ends_by_itself_ends_the_demo_with_its_own_words(tried: Tryout) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_is_the_usual_end_and_other_signals_are_told_on(
+    stage: Tryout, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_self: Tryout) -> None:
+        raise Interrupted(128 + number)
+
+    monkeypatch.setattr(Tryout, "prepare", lambda _self, _say: "")
+    monkeypatch.setattr(Tryout, "watch", interrupted)
+    with contextlib.nullcontext() if number == signal.SIGINT else pytest.raises(Interrupted):
+        demo._serve(stage)
+
+
+def test_who_ends_by_itself_ends_the_demo_with_its_own_words(stage: Tryout) -> None:
     class Ended:
         def poll(self) -> int:
             return 70
 
     staying: list[Any] = [Ended(), Ended()]
-    tried.scene.processes.staying.extend(staying)
+    stage.scene.processes.staying.extend(staying)
     with pytest.raises(DemoError, match=r"coordinator ended by itself:\nconsole: https"):
-        tried.watch()
+        stage.watch()
