@@ -7,7 +7,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("{}.{}".format(*sys.version_i
 STAMP := $(VENV)/.installed-$(VERSION)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo demo-full test quick test-no-torch test-slow check docs bench bundle validate verifier fuzz crash mutation protos clean
+.PHONY: demo demo-full try test quick test-no-torch test-slow check docs bench bundle validate verifier fuzz crash mutation protos clean
 
 # A Python outside the range is told so before anything is downloaded.
 IN_RANGE = $(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "this needs Python 3.11 to 3.13, and $(PYTHON) is {}.{}: make PYTHON=/usr/bin/python3".format(*v))'
@@ -25,6 +25,10 @@ demo: $(STAMP)  ## three hospitals, one coordinator, the main job, end to end; r
 
 demo-full: $(STAMP)  ## the same with every mechanism
 	$(BIN)/python -m deploy.demo --full --out demo-out
+
+PORT ?= 11112
+try: $(STAMP)  ## the demo; then a coordinator and a hospital go on running, to be tried in a browser, until Ctrl-C
+	@$(BIN)/python -m deploy.demo --serve --port $(PORT) --out demo-out
 
 # One worker more than processors: many tests wait for a process that they started. The longest files come first, as
 # tests/conftest.py sorts them, and not those with the most tests (--no-loadscope-reorder).

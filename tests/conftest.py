@@ -73,6 +73,7 @@ LONGEST = (
     "agent/ingest/test_pipeline.py",
     "journeys/test_bundle.py",
     "journeys/test_crash.py",
+    "journeys/test_tryout.py",
     "agent/mechanisms/privimage/test_mechanism.py",
     "coordinator/federation/test_run_main.py",
     "agent/mechanisms/test_registry.py",

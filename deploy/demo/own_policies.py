@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from agent.mechanisms.registry import MECHANISMS
@@ -30,14 +31,16 @@ def amended(policy: str, changes: Mapping[str, str]) -> str:
     return policy
 
 
-def policies(mechanisms: Iterable[str]) -> dict[str, str]:
+def policies(mechanisms: Iterable[str], spare: Mapping[str, int] = MappingProxyType({})) -> dict[str, str]:
     """The texts of the federation's policy, of each site's own, and of the poor site's, as "poor".
 
     They are the preset "internal" with as many releases as the story has. What no preset admits is written into them
     if it is shown: level A* under secure aggregation, level C, and scans that an attacker recognises now and then.
+    ``spare``: of a site, how many releases more, for whoever tries it afterwards.
     """
     shown = set(mechanisms)
     own = {site: sum(site in sites for name, sites in _COHORTS.items() if name in shown) for site in SITES}
+    own = {site: count + spare.get(site, 0) for site, count in own.items()}
     most = max(own.values())
     levels = ["A", *(["A*"] if "federated-masked" in shown else []), "B"]
     levels += ["C"] if not shown.isdisjoint(("distill", "remodel")) else []

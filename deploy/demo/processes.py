@@ -1,18 +1,21 @@
 """The demo's commands as processes, each in a group of its own, so that the demo can end all that it started.
 
 A command's own children are in its group, or end with it. The groups are not the demo's own, which it shares with
-whoever started it (``make``, a test) and who is not to be ended.
+whoever started it (``make``, a test) and who is not to be ended. If the demo itself is killed, the kernel tells each
+command to end (SIGTERM, by PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +26,7 @@ from protos.common.errors import WorkerError
 
 READY_S: Final = 180.0  # for a process that stays to say that it is ready
 GENTLY_S: Final = 20.0  # between SIGTERM and SIGKILL
+_TIED: Final = ("setpriv", "--pdeathsig", "TERM", "--") if shutil.which("setpriv") else ()  # util-linux
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -46,8 +50,10 @@ class Processes:
     staying: list[subprocess.Popen[str]] = field(default_factory=list)
     passing: set[subprocess.Popen[str]] = field(default_factory=set)
     told: int = 0  # the signal that told the demo to end: nothing is started any more
-    starting: int = 0  # the thread that starts a process now
+    starting: int = 0  # the thread that waits for a process to start now
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    # To the kernel a parent is the thread that started a process: this one stays to the demo's end.
+    _starter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def run(self, command: Sequence[str], may_refuse: bool = False) -> str:
         """Run a command to its end and give what it printed.
@@ -125,15 +131,20 @@ class Processes:
         self, command: Sequence[str], remember: Callable[[subprocess.Popen[str]], None], **streams: Any
     ) -> subprocess.Popen[str]:
         """Start a process and remember it. No signal comes in between: it would leave one that nobody knows."""
+
+        def start() -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                [*_TIED, *command], stdin=subprocess.DEVNULL, text=True, env=environment(), process_group=0, **streams
+            )
+            remember(process)
+            return process
+
         with self._lock:
             if self.told:
                 raise DemoError("the demo was told to end")
             self.starting = threading.get_ident()
             try:
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, text=True, env=environment(), process_group=0, **streams
-                )
-                remember(process)
+                process = self._starter.submit(start).result()
             finally:
                 self.starting = 0
         if self.told:  # meanwhile

@@ -33,6 +33,9 @@ class Scale:
     pretraining: int = 60  # steps of PrivImage on public images
     form: str = "main"  # or "full", in which every mechanism is shown that can be
     left_out: Mapping[str, str] = field(default_factory=dict)  # mechanism -> why
+    spare: Mapping[str, int] = field(
+        default_factory=dict
+    )  # site -> releases beyond the story's that its policy admits
 
     def shows(self, *names: str) -> bool:
         """Is one of these mechanisms shown?"""

@@ -290,12 +290,12 @@ class Scene:
         basis = public_basis(self.split.public)
         (self.work / "basis.safetensors").write_bytes(basis)
         vouched = hashlib.sha256(basis).hexdigest()
-        for name, text in policies(self.scale.mechanisms).items():
+        for name, text in policies(self.scale.mechanisms, self.scale.spare).items():
             (self.work / f"{name}.toml").write_text(text)
         self.run(self.coordinator("init", "--listen", listen, "--policy", str(self.work / "federation.toml")))
         (self.work / "persons").mkdir(mode=0o700)
         for person, role in PERSONS.items():
-            public = self.run(self.coordinator("ledger", "person", str(self._key(person)))).strip()
+            public = self.run(self.coordinator("ledger", "person", str(self.key(person)))).strip()
             self.run(self.coordinator("ledger", "appoint", person, role, public))
         common = ["--coordinator", listen]
         common += [word for digest in (vouched, *self.vouched) for word in ("--public-component", digest)]
@@ -358,7 +358,7 @@ class Scene:
             with (self.work / site / "site.toml").open("a") as settings:
                 settings.write(f"partners = {others}\nleast_partners = {len(SITES) - 1}\n")
 
-    def _key(self, person: str) -> Path:
+    def key(self, person: str) -> Path:
         """Where a person keeps the private key."""
         return self.work / "persons" / f"{person}.key"
 
@@ -368,7 +368,7 @@ class Scene:
         for person in PERSONS:
             files.append(str(self.work / f"{site}.{person}.json"))
             words = ["ledger", "sign", "enrol", site, digest, "--person", person, "--serial", f"enrol-{site}"]
-            self.run(self.coordinator(*words, "--key", str(self._key(person)), "--out", files[-1]))
+            self.run(self.coordinator(*words, "--key", str(self.key(person)), "--out", files[-1]))
         self.run(self.coordinator("approve", site, *files, "--serial", f"enrol-{site}"))
 
     def ingest(self, say: Say) -> str:

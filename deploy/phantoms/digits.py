@@ -32,12 +32,14 @@ __all__ = [
     "split",
     "upsample",
     "write_hospital",
+    "write_new_patients",
 ]
 
 CLASSES: Final = 10
 PUBLIC_IMAGES: Final = 150
 _SPLIT_SEED: Final = 1797  # the split is part of the phantom, the same for everybody
 _SCALE: Final = 4  # 8x8 -> 32x32
+_NEW: Final = 10_000  # numbers of new patients begin here: no hospital has so many
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,6 +148,25 @@ def write_hospital(
         writer.writerow(("sop_instance_uid", "label"))
         writer.writerows(rows)
     return Planted(tuple(planted), shared(site))
+
+
+def write_new_patients(folder: Path, site: int, digits: Digits, rng: np.random.Generator) -> list[tuple[str, str]]:
+    """Write each digit as the one image of a patient who is new to the hospital: ``new-01.dcm`` and so on.
+
+    Args:
+        site: 0-based; its other patients are those of :func:`write_hospital`.
+        rng: draws the persons.
+    Returns:
+        SOP Instance UID and label of each, as in ``labels.csv``.
+    """
+    folder.mkdir(parents=True)
+    rows = []
+    for index, picture in enumerate(upsample(digits.images)):
+        person = Person.draw(site, _NEW + index, rng)
+        dataset = _instance(person, 0, picture)
+        write(dataset, folder / f"new-{index + 1:02d}.dcm", ExplicitVRLittleEndian, person)
+        rows.append((str(dataset.SOPInstanceUID), str(int(digits.labels[index]))))
+    return rows
 
 
 def _instance(person: Person, index: int, picture: NDArray[np.uint8]) -> Dataset:

@@ -168,6 +168,41 @@ def test_a_signal_that_comes_while_the_demo_stops_leaves_nothing_either(
     assert wait_until(lambda: not running(marker), 120)
 
 
+KILLED = """
+import sys, threading, time
+from pathlib import Path
+from deploy.demo.processes import Processes
+
+started, log = Processes(), Path(sys.argv[1])
+code = "import sys, time; print('ready', flush=True); time.sleep(999)"
+words = [sys.executable, "-c", code, sys.argv[2]]
+thread = threading.Thread(target=lambda: started.start("staying", words, lambda: "ready" in log.read_text(), log))
+thread.start()
+thread.join()
+time.sleep(0.5)
+assert started.staying[0].poll() is None, "a thread of the demo has ended, and not the demo"
+print("started", flush=True)
+started.run(words)
+"""
+
+
+def test_a_demo_that_is_killed_leaves_no_process(marker: str, tmp_path: Path) -> None:
+    """Neither what stays, which a thread started that is over, nor the command that it waits for."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    words = [sys.executable, "-c", KILLED, str(tmp_path / "log"), marker]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as demo:
+        assert demo.stdout is not None
+        assert demo.stdout.readline() == "started\n"
+        assert wait_until(lambda: len(running(marker)) == 3, 120)
+        demo.kill()
+    try:
+        assert wait_until(lambda: not running(marker), 120)
+    finally:  # else nothing ever ends them
+        for number, (_, line) in ended_demo.processes().items():
+            if marker in line:
+                os.kill(number, signal.SIGKILL)
+
+
 CHILD = "import sys; print('ready', flush=True); sys.stdin.read()"
 LEADER = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}])"
 

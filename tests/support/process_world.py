@@ -168,10 +168,6 @@ class ConsoleWorld(ProcessWorld):
         text = f'listen = "127.0.0.1:{self.ports[where]}"\nnames = ["localhost"]\nmetrics = "127.0.0.1:{watched}"\n'
         (self.work / where / "console.toml").write_text(text)
 
-    def key(self, person: str) -> Path:
-        """Where a person keeps the key that signs."""
-        return self._key(person)
-
     def login(self, person: str) -> tuple[Path, Path]:
         """A person's certificate and its key, as files for a browser."""
         folder = self.work / "logins" / person
