@@ -37,8 +37,6 @@ class Ended:
 
     name: str
     status: int  # its exit status; below 0: the signal that ended it, negative
-    kibibytes: int  # most resident memory
-    seconds: float  # of processors
 
 
 class Supervisor:
@@ -126,7 +124,7 @@ class Supervisor:
             pass
         finally:
             self._socket.settimeout(None)
-        return [Ended(one["ended"], one["status"], one["kibibytes"], one["seconds"]) for one in found]
+        return [Ended(one["ended"], one["status"]) for one in found]
 
     def close(self) -> None:
         """End it, and all of its jobs at once."""
@@ -212,15 +210,14 @@ class _Jobs:
     def bury(self) -> None:
         """Tell of those that have ended; what they left in their sessions ends with them."""
         for pid, (name, process) in list(self._running.items()):
-            _, status, used = os.wait4(pid, 0) if _over(pid) else (0, 0, None)
-            if used is None:
+            if not _over(pid):
                 continue
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # before it is buried: until then its number is its own
                 os.killpg(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
             del self._running[pid]
-            told = {"ended": name, "status": process.returncode, "kibibytes": used.ru_maxrss}
-            self._tell({**told, "seconds": used.ru_utime + used.ru_stime})
+            self._tell({"ended": name, "status": process.returncode})
 
     def end(self) -> None:
         """The service has ended: so do they."""

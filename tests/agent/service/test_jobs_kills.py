@@ -69,7 +69,7 @@ class Here:
 
     def ended(self, wait_s: float) -> list[Ended]:
         found, self.started = self.started, []
-        return [Ended(name, self._run(int(name), send), 0, 0.0) for name, send in found]
+        return [Ended(name, self._run(int(name), send)) for name, send in found]
 
     def close(self) -> None:
         """What it had started is gone."""
