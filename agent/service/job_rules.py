@@ -1,6 +1,7 @@
 """Which job starts next. The first rule that says no is the reason that people are shown.
 
-The rules, in their order: what is wanted (cancelled, not before), lane, quiet hours, memory, accelerator; then age.
+The rules, in their order: what is wanted (cancelled, not before), lane, images that wait, quiet hours, memory,
+accelerator; then age.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Surroundings:
 
     now: dt.datetime  # local time with its zone
     making: bool = False  # somebody makes a release by hand
+    late: bool = False  # images wait to be read
     free_bytes: int | None = None  # of memory; None: nobody can say
     cards: tuple[int, ...] | None = ()  # accelerators; None: nobody can say
 
@@ -119,10 +121,17 @@ def _against(job: Job, busy: Sequence[Job], settings: JobSettings, seen: Surroun
         if other.number != job.number and other.lane == job.lane:
             stuck = f": `jobs retry {other.number}` or `jobs cancel {other.number}`"
             return f"job {other.number} goes first" + (stuck if other.state == INTERRUPTED else "")
+    if job.lane != INTAKE and seen.late:
+        return "images wait to be read"
     if job.lane == MAKING and seen.making:
         return "another release, search or evaluation is at work"
     if settings.hours and job.lane != INTAKE and not Hours.parse(settings.hours).hold(seen.now):
         return f"starts within the hours {settings.hours}"
+    return _of_machine(job, busy, settings, seen)
+
+
+def _of_machine(job: Job, busy: Sequence[Job], settings: JobSettings, seen: Surroundings) -> str:
+    """What memory and accelerators say."""
     needed = int(settings.memory_gib * 2**30)
     if needed and seen.free_bytes is not None and seen.free_bytes < needed + SERVICE_GIB * 2**30:
         return f"needs {settings.memory_gib:g} GiB of memory, and {SERVICE_GIB} GiB are for the service"

@@ -140,7 +140,7 @@ class JobRunner:
         for job in found:
             self._watch(job)
         self._images_first(found)
-        first, _ = job_rules.choose(self._store.all(), self._settings, lambda cards: surroundings(self._home, cards))
+        first, _ = job_rules.choose(self._store.all(), self._settings, self._surroundings)
         if first is not None:
             self._start(first)
         if time.monotonic() > self._swept:
@@ -167,8 +167,6 @@ class JobRunner:
 
     def _images_first(self, found: Iterable[Job]) -> None:
         """Hold makings and trainings while images wait too long to be read, in turns: half of the time is theirs."""
-        if self._supervisor is None:
-            return
         now, late = time.monotonic(), longest_wait(self._home) > _LATE_S
         if self._held is None and late and now > self._turned + _TURN_S:
             self._held, self._turned, number = now, now, signal.SIGSTOP
@@ -177,8 +175,12 @@ class JobRunner:
         else:
             return
         for job in found:
-            if job.state in (jobs.RUNNING, jobs.LEAVING) and job.lane != jobs.INTAKE:
+            alive = job.state in (jobs.RUNNING, jobs.LEAVING) and job.lane != jobs.INTAKE
+            if alive and self._supervisor is not None:
                 self._supervisor.signal(str(job.number), number)
+
+    def _surroundings(self, cards: bool) -> job_rules.Surroundings:
+        return replace(surroundings(self._home, cards), late=self._held is not None)
 
     def _tell_to_end(self, job: Job) -> None:
         first = self._told_to_end.setdefault(job.number, time.monotonic())
@@ -323,9 +325,8 @@ def surroundings(home: SiteDirectory, cards: bool) -> job_rules.Surroundings:
     except MakingBusyError:
         making = True
     free = job_rules.free_memory(Path("/proc/meminfo").read_text())
-    return job_rules.Surroundings(
-        dt.datetime.now().astimezone(), making, free, job_rules.ask_cards() if cards else ()
-    )
+    late, found = longest_wait(home) > _LATE_S, job_rules.ask_cards() if cards else ()
+    return job_rules.Surroundings(dt.datetime.now().astimezone(), making, late, free, found)
 
 
 def give_up(ledger: SiteLedger, job: Job) -> None:

@@ -72,6 +72,11 @@ def test_a_release_that_is_typed_by_hand_goes_on_undisturbed() -> None:
     assert chosen(job(1, "train generator"), making=True)[0] == 1
 
 
+def test_images_come_first() -> None:
+    found = job(1), job(2, "train generator"), job(3, "ingest --pacs x")
+    assert chosen(*found, late=True) == (3, {1: "images wait to be read", 2: "images wait to be read"})
+
+
 @pytest.mark.parametrize(("hour", "starts"), [(21, False), (22, True), (23, True), (5, True), (6, False)])
 def test_within_quiet_hours_alone(hour: int, starts: bool) -> None:
     settings = JobSettings(hours="22:00-06:00")

@@ -350,27 +350,48 @@ def late_image(world: World, seconds: float) -> Path:
     return path
 
 
-def test_a_job_is_held_while_images_wait_and_then_goes_on(world: World) -> None:
-    path = late_image(world, 61.0)
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service looks often enough to find a job of a second at work."""
+    monkeypatch.setattr(job_runner, "_TICK_S", 0.02)
+
+
+def running_and_held(world: World) -> Path:
+    """A job at work that images hold, and what it waits for."""
     world.queue(*ksame_words(world.folder))
-    end = time.monotonic() + PATIENCE_S
-    while "held: images wait to be read" not in world.jobs("list").out:
+    world.wait(1, jobs.RUNNING)
+    world.pid(1)
+    path, end = late_image(world, 61.0), time.monotonic() + PATIENCE_S
+    while world.jobs("list", "--json").line["jobs"][0]["reason"] != "held: images wait to be read":
         assert time.monotonic() < end
-        assert world.store.read(1).state in (jobs.QUEUED, jobs.RUNNING)
+        assert world.store.read(1).state == jobs.RUNNING
+    return path
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_job_is_held_while_images_wait_and_then_goes_on(world: World) -> None:
+    path = running_and_held(world)
     path.unlink()
     world.wait(1, jobs.DONE)
     assert held(world.site) == (0, 1)
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_held_job_hears_that_it_is_to_end(world: World) -> None:
-    late_image(world, 61.0)
-    world.queue(*ksame_words(world.folder))
-    end = time.monotonic() + PATIENCE_S
-    while "held" not in world.jobs("list").out:
-        assert time.monotonic() < end
+    running_and_held(world)
     world.jobs("cancel", 1, "--spend")
     world.wait(1, jobs.CANCELLED)
     assert held(world.site) in ((0, 0), (0, 1))
+
+
+@pytest.mark.usefixtures("quick")
+def test_no_job_starts_while_images_wait(world: World) -> None:
+    path = late_image(world, 61.0)
+    world.queue(*ksame_words(world.folder))
+    time.sleep(0.5)
+    assert (world.store.read(1).state, "images wait to be read" in world.jobs("list").out) == (jobs.QUEUED, True)
+    path.unlink()
+    world.wait(1, jobs.DONE)
 
 
 def test_images_that_wait_hold_a_job_half_of_the_time_at_most(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
