@@ -90,12 +90,25 @@ class _Files:
             kind, colon, file = value.rpartition(":")  # a file, or KIND:FILE
             if names_file(path.parent, file):
                 named[value] = kind + colon + self.take(path.parent / file).removeprefix("in/")
+            elif (path.parent / value).is_dir():
+                self._see(path.parent, value, named)
         for value, copy in named.items():
             for quote in ('"', "'"):
                 text = text.replace(f"{quote}{value}{quote}", json.dumps(copy))
         if _renamed(told, named) != tomllib.loads(text):
             raise CommandError(f"{path.name}: write the names of files as plain strings")
         return text
+
+    def _see(self, beside: Path, value: str, named: dict[str, str]) -> None:
+        """Folders of public images are too large to copy: the job sees them where they lie.
+
+        A plain word may name a folder by chance, such as a label: it stays, and a link of that name lies beside the
+        configuration.
+        """
+        if "/" in value:
+            named[value] = str((beside / value).resolve())
+        elif not (self.folder / "in" / value).is_symlink():
+            (self.folder / "in" / value).symlink_to((beside / value).resolve())
 
 
 def names_file(folder: Path, text: str) -> bool:

@@ -135,7 +135,7 @@ def retry(site: Site, number: int, by: str) -> dict[str, Any]:
         raise JobStateError(f"job {number} is {job.state}: nothing is to be tried again")
     files = secrets.token_hex(8)
     fresh = store.fresh_folder(files)
-    shutil.copytree(store.folder(number) / "in", fresh / "in", dirs_exist_ok=True)
+    shutil.copytree(store.folder(number) / "in", fresh / "in", symlinks=True, dirs_exist_ok=True)
     told = {"words": job.words, "project": job.project, "by": by, "price": {}, "cuda": job.cuda, "key": ""}
     return add(site, told, files)
 

@@ -92,6 +92,10 @@ class OwnerOverSocket:
             except ServiceAnswerError as error:
                 raise CoordinatorUnreachableError(str(error)) from None
 
+    def found(self) -> None:
+        """The ledger, where this is the first that needs it."""
+        self._ask("/ledger/found", {})
+
     def begin(self) -> None:
         """Before a making: the coordinator answers, and nothing of an earlier making is in the way."""
         self._ask("/makings/begin", {"project": self._project})
@@ -166,6 +170,9 @@ def _beside(root: Path, say: Callable[[str, str], None], project: str) -> Iterat
     """The site beside the service that holds its ledger."""
     home = site_directory.SiteDirectory(root)
     settings, log, ledger = home.settings(), open_log(root / "agent.log"), BorrowedLedger(home)
+    owner = OwnerOverSocket(root, project)
+    if not (root / "ledger.db").exists():
+        owner.found()
     with contextlib.closing(projects.open_vault(home, project)) as vault:
         try:
             check_history(vault, ledger.read())
@@ -175,7 +182,6 @@ def _beside(root: Path, say: Callable[[str, str], None], project: str) -> Iterat
         require_small_delta(vault, followed.policy_of(settings.site))
         no_gateway = cast("CoordinatorClient", _NoGateway())
         site = site_context(home, settings.site, followed, no_gateway, vault, with_log(say, log))
-        owner = OwnerOverSocket(root, project)
         yield OpenSite(home, settings, replace(site, owner=owner), vault, log)
 
 

@@ -86,6 +86,13 @@ def amend(site: Site) -> dict[str, Any]:
         return {"verdict": _verdict(runtimes.amend(runtime, runtime.home.policy_text()))}
 
 
+def found(site: Site) -> dict[str, Any]:
+    """Begin the site's ledger, if there is none: it comes into being with the first that needs it."""
+    with site.ledger.write() as store:
+        initialise_ledger(site.home, store)
+    return {}
+
+
 def begin_making(site: Site, project: str) -> dict[str, Any]:
     """Before a release is made by another process: the coordinator answers, and what was left unfinished is gone."""
     from agent.release.recovery import tidy  # noqa: PLC0415 - as in :func:`send`
@@ -141,6 +148,7 @@ ACTS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
         "releases/send": send,
         "releases/withdraw": withdraw,
         "ledger/amend": amend,
+        "ledger/found": found,
         "makings/begin": begin_making,
         "makings/reserve": reserve,
         "makings/expire": expire,

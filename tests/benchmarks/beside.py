@@ -153,7 +153,8 @@ def _read(site: Site) -> None:
 def _queued(site: Site, folder: Path) -> JobStore:
     """The training, when it makes its steps under differential privacy."""
     words = [sys.executable, "-m", "agent", "--home", str(site.home.root), "release", "privimage", "--config"]
-    subprocess.run([*words, str(folder / "privimage.toml"), "--detach"], check=True, stdout=subprocess.DEVNULL)
+    queued = subprocess.run([*words, str(folder / "privimage.toml"), "--detach"], capture_output=True, check=False)
+    assert queued.returncode == 0, queued.stdout + queued.stderr
     store, until = JobStore(site.home.root), time.monotonic() + _PATIENCE_S
     while "fine-tuning" not in jobs.progress_of(store.folder(1)).detail:
         assert store.read(1).state in (jobs.QUEUED, jobs.RUNNING), jobs.last_words(store.folder(1))

@@ -47,8 +47,8 @@ def vouch_for(site: Site, *digests: str) -> None:
     settings.write_text(re.sub(r"^public_components = .*", told, settings.read_text(), flags=re.MULTILINE))
 
 
-def filled(site: Site, folder: Path) -> Site:
-    """Patients, and the basis whose digest the site vouches for."""
+def filled(site: Site, folder: Path, *, founded: bool = True) -> Site:
+    """Patients, and the basis whose digest the site vouches for. Its ledger begins, unless it is not ``founded``."""
     raw = save_basis(fit_basis(np.random.default_rng(9).random((40, 8, 8)).astype(np.float32), 8, "public"))
     (folder / "basis.safetensors").write_bytes(raw)
     vouch_for(site, hashlib.sha256(raw).hexdigest())
@@ -56,8 +56,9 @@ def filled(site: Site, folder: Path) -> Site:
         dice = np.random.default_rng(1)
         shots = [record(n, n, str(n % 3)) for n in range(PATIENTS)]
         vault.keep_all([replace(shot, pixels=dice.random((8, 8), np.float32)) for shot in shots])
-    with runtime.open_runtime(site.home.root, lambda *_: None):  # which founds the ledger
-        pass
+    if founded:
+        with runtime.open_runtime(site.home.root, lambda *_: None):  # which founds the ledger
+            pass
     return site
 
 

@@ -10,12 +10,20 @@ import pytest
 from agent.event_log import open_log
 from agent.runtime import open_runtime, recover_at_startup
 from agent.service.job_runner import JobRunner
-from agent.service.ledger_access import SharedLedger
+from agent.service.ledger_access import BorrowedLedger, SharedLedger
 from agent.service.site import site_app
 from policies.ledger.backends.sqlite import open_sqlite
 from policies.ledger.store import LedgerBusyError
 from protos.service.control_socket import control_socket
 from tests.support.federation_world import Site
+
+
+@contextmanager
+def receiving(site: Site) -> Iterator[None]:
+    """The part of ``serve`` without ``--modality`` that answers commands: it opens the ledger for each act."""
+    log = open_log(site.home.root / "agent.log")
+    with control_socket(site.home.root, site_app(site.home, BorrowedLedger(site.home), log), log):
+        yield
 
 
 @contextmanager

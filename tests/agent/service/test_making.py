@@ -23,7 +23,7 @@ from protos.web import server
 from tests.support.command_line import Typed, at, typed
 from tests.support.federation_world import Federation, Site
 from tests.support.release_site import entries, filled, held, kept, killed, ksame_words, site
-from tests.support.site_serving import serving
+from tests.support.site_serving import receiving, serving
 from tests.support.small_mechanisms import KSAME
 
 __all__ = ["site", "typed"]  # fixtures
@@ -170,3 +170,15 @@ def test_who_opts_out_while_a_price_is_asked_for_is_deleted_all_the_same(site: S
         vault.write_project_note("unfinished", {"grant": "grant-1", "form": "0" * 64})
         projects._give_up(vault, {"0" * 32})
         assert vault.note("unfinished") == {"grant": "grant-1"}
+
+
+def test_beside_a_service_that_only_receives_the_first_release_begins_the_ledger(
+    typed: Typed, tmp_path: Path
+) -> None:
+    with Federation(tmp_path) as federation:
+        site = filled(federation.join("site-a"), tmp_path, founded=False)
+        with receiving(site):
+            assert typed(*at(site), *ksame_words(tmp_path, "--dry-run")).status == 0
+            said = typed(*at(site), *ksame_words(tmp_path))
+            assert (said.status, "admitted at level B" in said.out) == (0, True), said.err
+        assert (held(site), entries(site).count("Admitted")) == ((0, 1), 1)
