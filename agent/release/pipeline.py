@@ -70,7 +70,7 @@ if TYPE_CHECKING:  # what learns imports torch: a release that learns nothing do
     from agent.release.cluster_vetting import VettingRequest
 
 HandIn = Callable[[str, bytes, bytes], Verdict]  # of the gateway: key, envelope, artifact
-_QUIET_S: Final = 30.0  # without a word of a long making
+_QUIET_S: Final = 15.0  # without a word of a long making
 _UNSHOWN: Final = "suppressed, or dropped as like somebody (by chance, too) or as not to be judged"
 
 
@@ -414,7 +414,7 @@ def made_as(mechanism: Synthesis | Resumable | Remodel, rule: object) -> str:
 
 
 def _told(site: SiteContext) -> Callable[[str, int, int], None]:
-    """Progress of a long making: twenty times in each stage, and at least every half minute."""
+    """Progress of a long making: twenty times in each stage, and at least every quarter of a minute."""
     last: dict[str, tuple[int, float]] = {}
 
     def say(stage: str, step: int, of: int) -> None:

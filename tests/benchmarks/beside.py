@@ -46,7 +46,7 @@ from tests.support.vault_records import record
 
 SENDERS, EACH, SIZE = 4, 500, 512
 SIDE, PATIENTS = 32, 400
-WINDOW_S: Final = 60.0  # of the training by itself
+WINDOW_S: Final = 75.0  # of the training by itself
 _PATIENCE_S: Final = 300.0
 
 
