@@ -58,6 +58,7 @@ class Event:
     state: str
     reason: str = ""
     by: str = ""  # who asked for it; "": nobody
+    role: str = ""  # of an approval: the role that approves by this person; else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,11 @@ class Job:
         return self.history[-1].reason
 
     @property
+    def approved(self) -> dict[str, str]:
+        """Who has approved the proposal: role -> person."""
+        return {event.role: event.by for event in self.history if event.role}
+
+    @property
     def kind(self) -> str:
         """The command: "release ksalsa"."""
         return " ".join(self.words[: 2 if self.words[0] in ("release", "train") else 1])
@@ -102,6 +108,11 @@ class Job:
         """The same job in another state."""
         event = Event(round(time.time(), 3), state, reason, by)
         return replace(self, history=(*self.history, event), **changed)
+
+    def approving(self, role: str, by: str) -> Job:
+        """The same proposal, approved by one more role."""
+        event = Event(round(time.time(), 3), self.state, f"approved as {role}", by, role)
+        return replace(self, history=(*self.history, event))
 
 
 @dataclass(frozen=True, slots=True)
