@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from agent.console import optout, overview, pacs, releases
+from agent.console import jobs, optout, overview, pacs, releases
 from agent.console import policy as policies
 from agent.console import quarantine as queues
 from agent.console.context import SiteConsoleContext
@@ -42,6 +42,7 @@ def pages(context: SiteConsoleContext, settings: ConsoleSettings, logins: Pinned
     )
     for add in (
         overview.add,
+        jobs.add,
         releases.add,
         queues.add,
         pacs.add,

@@ -12,6 +12,7 @@ from agent.console import descriptions, image_rendering, review_images
 from agent.console.background_task import Progress
 from agent.console.context import DECIDERS, KEEPERS, LOOKERS, NoSuchReleaseError, PendingRelease, SiteConsoleContext
 from agent.console.errors import errors_as_pages, sentence
+from agent.console.jobs import job_of
 from agent.console.nearest_image import DISTANCE
 from agent.errors import CoordinatorUnreachableError, ReviewRejectedError
 from agent.release.approval import submit_approved, withdraw
@@ -69,12 +70,13 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
         with errors_as_pages():
             shown = review_images.shown(context, one) if sees else None
             origin, against = context.ledger.read().origin, findings(context, one)
-            refused = refusals(context, one)
+            refused, job = refusals(context, one), job_of(context, release)
         level = level_of(one.release)
         r = one.release
         return asked.page(
             "release.html",
             one=one,
+            job=job,
             facts=tuple(descriptions.facts(r)),
             level=level,
             level_words=descriptions.LEVELS.get(level, ("No claim level", "")),

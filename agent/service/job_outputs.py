@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from contextlib import closing
 
-from agent.service.jobs import TRAINING, Job, JobStore
+from agent.service.jobs import DONE, TRAINING, Job, JobStore
 from agent.storage import projects
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.vault import JOB_OUTPUTS, Vault
@@ -43,6 +43,14 @@ def read_output(vault: Vault, store: JobStore, job: Job, name: str) -> bytes | N
         path = store.folder(job.number) / "out" / name
         return path.read_bytes() if path.is_file() else None
     return vault.place(_place(job, name)).read()
+
+
+def trained_files(store: JobStore, job: Job) -> list[str]:
+    """What a finished training wrote, relative to its folder ``out``; of any other job none."""
+    folder = store.folder(job.number) / "out"
+    if job.lane != TRAINING or job.state != DONE:
+        return []
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors"))
 
 
 def clear_outputs(home: SiteDirectory, job: Job) -> None:

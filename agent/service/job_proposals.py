@@ -59,9 +59,9 @@ def approve(site: Site, number: int, by: str) -> dict[str, Any]:
     def approved(known: Job) -> Job:
         _must_be_proposed(known)
         if known.history[0].by == by:
-            raise NotTheirApprovalError(f"{by} has proposed job {number}: somebody else approves it")
+            raise NotTheirApprovalError(f"job {number} was proposed by {by}: somebody else approves it")
         if by in known.approved.values():
-            raise NotTheirApprovalError(f"{by} has approved job {number} already")
+            raise NotTheirApprovalError(f"job {number} is approved by {by} already")
         open_roles = missing(known, roles)
         if open_roles and role not in open_roles:
             raise NotTheirApprovalError(
@@ -103,9 +103,9 @@ def refuse(site: Site, number: int, by: str, why: str) -> dict[str, Any]:
 def _role(site: Site, by: str) -> str:
     person = site.ledger.read().state.active_person(by)
     if person is None:
-        raise NotTheirApprovalError(f"{by} is not in office: `ledger show` lists the persons")
+        raise NotTheirApprovalError(f"nobody named {by} is in office: `ledger show` lists the persons")
     if person.role not in APPROVING:
-        raise NotTheirApprovalError(f"{by} is {person.role}: only {' and '.join(sorted(APPROVING))} decide this")
+        raise NotTheirApprovalError(f"only {' and '.join(sorted(APPROVING))} decide this, and {by} is {person.role}")
     return str(person.role)
 
 
