@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from agent.console import jobs, optout, overview, pacs, releases
+from agent.console import jobs, optout, overview, pacs, proposals, releases
 from agent.console import policy as policies
 from agent.console import quarantine as queues
 from agent.console.context import SiteConsoleContext
@@ -43,6 +43,7 @@ def pages(context: SiteConsoleContext, settings: ConsoleSettings, logins: Pinned
     for add in (
         overview.add,
         jobs.add,
+        proposals.add,
         releases.add,
         queues.add,
         pacs.add,

@@ -21,6 +21,7 @@ from agent.microaggregation.released_clusters import place_of
 from agent.release.unsent import clear_of
 from agent.service.job_acts import ACTS
 from agent.service.ledger_access import Site, SiteLedger
+from agent.service.proposal_form import ProposalForm
 from agent.storage import projects
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import MAIN, SiteDirectory
@@ -70,6 +71,8 @@ class ConsoleState:
     shown: dict[str, Any] = field(default_factory=dict, repr=False)  # release -> its images, and what is like them
     looked: dict[str, Any] = field(default_factory=dict, repr=False)  # token -> an opt-out that is being decided
     digests: dict[tuple[str, int, int], str] = field(default_factory=dict)  # of jobs' files, by path, size and time
+    forms: tuple[ProposalForm, ...] = ()  # of proposals; described once
+    checking: threading.Lock = field(default_factory=threading.Lock)  # one proposal is checked at a time
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from agent.console.context import NoSuchReleaseError
+from agent.console.proposal_process import ProposalNotCheckedError
 from agent.errors import CoordinatorUnreachableError, LedgerForkError, SiteStorageError
 from agent.ingest import errors as ingest_errors
 from agent.service.job_proposals import NotTheirApprovalError
@@ -66,7 +67,7 @@ def errors_as_pages() -> Iterator[None]:
         raise PageError(503, _finished(f"stopped: {error}")) from None
     except CoordinatorUnreachableError as error:
         raise PageError(503, _finished(f"the coordinator cannot be reached: {error}")) from None
-    except ServiceAnswerError as error:
+    except (ProposalNotCheckedError, ServiceAnswerError) as error:
         raise PageError(503, _finished(str(error))) from None
     except (NoSuchReleaseError, NoSuchJobError) as error:
         raise PageError(404, _finished(str(error))) from None

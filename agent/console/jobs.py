@@ -11,7 +11,7 @@ from typing import Any, Final
 from starlette.responses import Response
 
 from agent.console import descriptions
-from agent.console.context import DECIDERS, KEEPERS, LOOKERS, READERS, RESEARCHER, SiteConsoleContext
+from agent.console.context import DECIDERS, KEEPERS, LOOKERS, OPERATOR, READERS, RESEARCHER, SiteConsoleContext
 from agent.console.errors import errors_as_pages
 from agent.service import job_proposals, jobs
 from agent.service.job_outputs import read_output, trained_files
@@ -26,6 +26,7 @@ from protos.common.text import printable
 from protos.web.router import PageError, RequestContext, Router
 
 ACTORS: Final = KEEPERS | {RESEARCHER}  # a researcher: on what they have proposed, and never at a price
+PROPOSERS: Final = frozenset({RESEARCHER, OPERATOR})  # who wants the data, or runs the machine; neither approves
 _SHOWN_BYTES: Final = 32_768  # of the end of what a job printed
 _WORD_CHARS: Final = 500  # of the reason of a refusal
 _BADGES: Final[Mapping[str, str]] = {
@@ -49,7 +50,14 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
     def listed(asked: RequestContext) -> Response:
         with errors_as_pages():
             found = context.job_act("jobs/list")["jobs"]
-        return asked.page("jobs.html", jobs=list(reversed(found)), standing=standing, badges=_BADGES, words=_EVENTS)
+        return asked.page(
+            "jobs.html",
+            jobs=list(reversed(found)),
+            standing=standing,
+            badges=_BADGES,
+            words=_EVENTS,
+            proposes=asked.person.role in PROPOSERS,
+        )
 
     @pages.get("/jobs/{number}", READERS)
     def job(asked: RequestContext, number: int) -> Response:

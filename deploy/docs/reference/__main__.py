@@ -13,7 +13,6 @@ import datetime as dt
 import inspect
 import json
 import sys
-import textwrap
 import types
 import typing
 from collections import defaultdict
@@ -24,6 +23,7 @@ from typing import Any, Final
 import agent.event_log as agent_log
 import coordinator.event_log as coordinator_log
 from agent.cli import options as agent_cli
+from agent.cli.proposal_forms import field_comments
 from agent.defacing.config import FacesSettings
 from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.errors import REASONS
@@ -160,28 +160,6 @@ def plain(text: str) -> str:
     return text
 
 
-def comments(kind: type[Any]) -> dict[str, str]:
-    """What stands beside each field of a dataclass in the source: after it, continued below it, or above it."""
-    lines = textwrap.dedent(inspect.getsource(kind)).splitlines()
-    (body,) = ast.parse("\n".join(lines)).body
-    assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
-    for node in body.body:
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        first, last = node.lineno - 1, node.end_lineno or node.lineno
-        said: list[str] = []
-        while lines[first - 1].startswith("    # "):  # above, in the field's own column
-            first -= 1
-            said.insert(0, lines[first].strip(" #"))
-        said += [line.partition("  # ")[2] for line in lines[node.lineno - 1 : last]]
-        while last < len(lines) and lines[last].startswith("     ") and lines[last].strip().startswith("# "):
-            said.append(lines[last].strip(" #"))
-            last += 1
-        found[node.target.id] = " ".join(filter(None, said))
-    return found
-
-
 def kind_of(hint: Any) -> str:
     """A type in the words of TOML."""
     origin, parts = typing.get_origin(hint), [part for part in typing.get_args(hint) if part is not Ellipsis]
@@ -212,7 +190,7 @@ def keys(kind: type[Any], prefix: str = "") -> Iterator[tuple[str, str, str, str
     """One row for each key of a table, and of the tables within it."""
     hints = typing.get_type_hints(kind)
     owners = [owner for owner in reversed(kind.__mro__) if dataclasses.is_dataclass(owner)]
-    said = {name: text for owner in owners for name, text in comments(owner).items()}
+    said = {name: text for owner in owners for name, text in field_comments(owner).items()}
     for field in dataclasses.fields(kind):
         if (kind, field.name) in _NOT_KEYS:
             continue
