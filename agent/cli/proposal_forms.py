@@ -75,6 +75,12 @@ _LOOSE: Final[Mapping[str, tuple[FormField, ...]]] = {  # keys outside of any ta
     "distill-dp": _CONDITIONS,
 }
 _MAY_BE_LEFT_OUT: Final = {("ksame", "vetting"), ("ksalsa", "vetting"), ("anonfaces", "vetting"), ("ksalsa", "views")}
+_ABOUT: Final[Mapping[type[Any], str]] = {  # where the first line of the docstring needs its neighbours
+    JudgesTable: "before anything leaves, two verifiers compare every image with patients' images",
+    common.NetworksTable: "files that IT has put into the folder networks, or that a finished training made",
+    centroids.CodecTable: "files that IT has put into the folder networks, or that a finished training made",
+    distillation.NetworksTable: "files that IT has put into the folder networks, or that a finished training made",
+}
 _NOT_OF: Final = {("anonfaces", "networks.style"), ("anonfaces", "networks.content")}  # see kanonymous_config
 _NO_KEYS: Final = {(Mixing, "k"), (DiffusionConfig, "architecture"), (LatentConfig, "architecture")}
 _SEEDED: Final = {(DiffusionConfig, "seed"): "0", (LatentConfig, "seed"): "0"}  # what the reader takes
@@ -138,7 +144,7 @@ def _table(mechanism: str, name: str, kinds: Sequence[type[Any]]) -> FormGroup:
     about = (inspect.getdoc(kinds[0]) or "").partition("\n")[0]
     found = (one for kind in kinds for one in _keys(kind, f"{name}."))
     fields = tuple(one for one in found if (mechanism, one.name) not in _NOT_OF)
-    about = about.replace("``", "").removeprefix(f"[{name}]: ")
+    about = _ABOUT.get(kinds[0]) or about.replace("``", "").removeprefix(f"[{name}]: ")
     return FormGroup(name, about, fields, (mechanism, name) in _MAY_BE_LEFT_OUT)
 
 

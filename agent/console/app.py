@@ -42,8 +42,8 @@ def pages(context: SiteConsoleContext, settings: ConsoleSettings, logins: Pinned
     )
     for add in (
         overview.add,
+        proposals.add,  # before the pages of one job: their paths begin alike
         jobs.add,
-        proposals.add,
         releases.add,
         queues.add,
         pacs.add,

@@ -22,6 +22,7 @@ from policies.accounting.rdp import epsilon_of
 from policies.accounting.rounding import rounded_up
 from policies.ledger.state import State
 from policies.review.rules import account_name
+from policies.statements import claim_from
 from protos.common.text import printable
 from protos.web.router import PageError, RequestContext, Router
 
@@ -34,6 +35,8 @@ _BADGES: Final[Mapping[str, str]] = {
     **dict.fromkeys((jobs.MADE, jobs.PROPOSED, jobs.INTERRUPTED), "warn"),
     **dict.fromkeys((jobs.REFUSED, jobs.FAILED, jobs.CANCELLED), "no"),
 }
+# A made release is refused under Releases; whoever may refuse a proposal does that, with a reason.
+_DECIDED_ELSEWHERE: Final = {False: frozenset({jobs.MADE}), True: frozenset({jobs.MADE, jobs.PROPOSED})}
 _EVENTS: Final = {jobs.MADE: "made, waits for the reviewers", jobs.LEAVING: "being sent"}
 
 
@@ -74,7 +77,14 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
             standing=standing(one),
             badge=_BADGES.get(one["state"], ""),
             words=_EVENTS.get(one["state"], one["state"]),
-            price=price_words(state, context.site, known.words, one["price"]),
+            facts=[
+                ("Project", one["project"]),
+                ("Proposed by", one["proposed_by"] or "–"),
+                *_claims(known),
+                *_named("Price, as it was then", price_words(state, context.site, known.words, one["price"])),
+                *_named("Release", one["release"]),
+            ],
+            settings=list(settings_of(known)),
             files=frozen_files(context, known),
             command=" ".join(known.words),
             printed=printed(context, known) if role in LOOKERS or known.lane == jobs.TRAINING else None,
@@ -85,7 +95,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
             waits=waits,
             may_approve=may_approve(asked, known, waits),
             may_refuse=role in DECIDERS and known.state == jobs.PROPOSED,
-            may_cancel=_may_act(role, own) and known.state not in jobs.ENDED and known.state != jobs.MADE,
+            may_cancel=_may_act(role, own) and known.state not in jobs.ENDED | _DECIDED_ELSEWHERE[role in DECIDERS],
             may_retry=_may_act(role, own) and known.state in jobs.ENDED - {jobs.DONE} | {jobs.INTERRUPTED},
         )
 
@@ -205,6 +215,29 @@ def price_words(state: State, site: str, words: tuple[str, ...], price: Mapping[
     share = rounded_up(100 * amount / account.limit, 1) if account.limit else 100.0
     rest = max(0.0, 100 * (left - amount) // account.limit) if account.limit else 0.0
     return f"{loss}: {share:g} % of the lifetime budget; {rest:g} % would be left"
+
+
+def _claims(known: Job) -> Iterator[tuple[str, str]]:
+    """Method and promise of a release, as its statement will have them."""
+    if known.words[0] != "release" or not known.price:
+        return
+    yield "Method", descriptions.MECHANISMS.get(known.words[1], known.words[1])
+    yield "Promise", descriptions.promise(claim_from(dict(known.price["claim"])))
+
+
+def _named(name: str, text: str) -> Iterator[tuple[str, str]]:
+    if text:
+        yield name, text
+
+
+def settings_of(known: Job) -> Iterator[tuple[str, str]]:
+    """The options of a job's command, by name."""
+    words = list(known.words[len(known.kind.split()) :])
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        if not equals and words and not words[0].startswith("--"):
+            value = words.pop(0)
+        yield name.lstrip("-").replace("-", " "), value.removeprefix("in/").removeprefix("out/") or "yes"
 
 
 def printed(context: SiteConsoleContext, known: Job) -> str:

@@ -38,17 +38,17 @@ Typed = Mapping[str, tuple[str, ...]]
 def add(pages: Router, context: SiteConsoleContext) -> None:
     """The pages of proposals; the menu's entry is that of the jobs."""
 
-    @pages.get("/propose", PROPOSERS)
+    @pages.get("/jobs/propose", PROPOSERS)
     def choose(asked: RequestContext) -> Response:
         return asked.page("propose.html", forms=_forms(context))
 
-    @pages.get("/propose/{name}", PROPOSERS)
+    @pages.get("/jobs/propose/{name}", PROPOSERS)
     def blank(asked: RequestContext, name: str) -> Response:
         form = _form(context, name)
         typed = {one.name: (one.default,) for one in form.fields() if one.default}
         return asked.page("proposal.html", **_shown(context, form, typed, MAIN), key=secrets.token_hex(8))
 
-    @pages.post("/propose/{name}", PROPOSERS)
+    @pages.post("/jobs/propose/{name}", PROPOSERS)
     def propose(asked: RequestContext, name: str) -> Response:
         form, project = _form(context, name), asked.form.get("project", MAIN)
         if project not in context.projects():

@@ -67,6 +67,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
     def release(asked: RequestContext, release: str) -> Response:
         one = found(context, release)
         sees = asked.person.role in DECIDERS
+        errand = context.errand.told()  # before its result is looked for: what ends between is shown by the next look
         with errors_as_pages():
             shown = review_images.shown(context, one) if sees else None
             origin, against = context.ledger.read().origin, findings(context, one)
@@ -88,7 +89,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
             sheet_size=review_images.SHEET,
             distance=DISTANCE,
             hottest=image_rendering.HOTTEST,
-            errand=context.errand.told(),
+            errand=errand,
             signing=asked.signing(origin, release, "release", release, r.artifact_sha256)
             if sees and _may_approve(asked, one, refused)
             else None,

@@ -49,33 +49,33 @@ def test_only_who_wants_data_or_runs_the_machine_proposes(place: Hospital) -> No
     for name in ("rita", "olga", "otto", "dora", "hugo"):
         with place.client(name) as person:
             wanted = 200 if name in ("rita", "olga") else 403
-            assert person.get("/propose").status_code == wanted, name
-            assert person.get("/propose/release-ksame").status_code == wanted
+            assert person.get("/jobs/propose").status_code == wanted, name
+            assert person.get("/jobs/propose/release-ksame").status_code == wanted
             assert ("Propose a release" in words(person.get("/jobs"))) is (wanted == 200)
             if wanted == 403:
-                assert person.post("/propose/release-ksame", propose="yes").status_code == 403
+                assert person.post("/jobs/propose/release-ksame", propose="yes").status_code == 403
 
 
 def test_every_mechanism_and_every_training_has_a_form_with_its_defaults(place: Hospital) -> None:
     with place.client("rita") as rita:
-        found = re.findall(r'href="(/propose/[a-z-]+)"', rita.get("/propose").text)
+        found = re.findall(r'href="(/jobs/propose/[a-z-]+)"', rita.get("/jobs/propose").text)
         assert len(found) == 18
-        assert "/propose/release-distill-dp" in found
-        assert "/propose/train-codebook" in found
+        assert "/jobs/propose/release-distill-dp" in found
+        assert "/jobs/propose/train-codebook" in found
         for path in found:
             assert rita.get(path).status_code == 200, path
-        page = rita.get("/propose/release-ksalsa").text
+        page = rita.get("/jobs/propose/release-ksalsa").text
         assert re.search(r'name="clusters.k" type="text" value="11"', page)
         assert "DICOM modality of the images" in page
         assert '<option value="networks/basis.safetensors">' in page
         assert re.search(r'<option value="random" selected>', page)
-        assert rita.get("/propose/release-send").status_code == 404
-        assert rita.get("/propose/..%2fserve").status_code == 404
+        assert rita.get("/jobs/propose/release-send").status_code == 404
+        assert rita.get("/jobs/propose/..%2fserve").status_code == 404
 
 
 def test_the_price_is_shown_before_anything_is_proposed(place: Hospital) -> None:
     with place.client("rita") as rita:
-        status, told = ask(rita, "/propose/release-ksame", **KSAME, **{"--basis": "networks/basis.safetensors"})
+        status, told = ask(rita, "/jobs/propose/release-ksame", **KSAME, **{"--basis": "networks/basis.safetensors"})
         assert status == 200
         assert (
             "1 of the 1 releases without an epsilon that each patient may still be in; 0 of 1 would be left" in told
@@ -89,7 +89,7 @@ def test_all_problems_stand_beside_the_form_and_nothing_typed_is_lost(place: Hos
     typed = {"cohort.modality": "OP", "clusters.k": "many", "clusters.l_diversity": "3", "views.count": "7"}
     typed |= {"networks.generator": "networks/basis.safetensors", "alignment.betas": "0.9", "alignment.rate": "nan"}
     with place.client("rita") as rita:
-        answer = rita.post("/propose/release-ksalsa", project="main", key="", **typed)
+        answer = rita.post("/jobs/propose/release-ksalsa", project="main", key="", **typed)
         told = words(answer)
         assert answer.status_code == 422
         assert "clusters.k: must be a int" in told
@@ -116,7 +116,7 @@ def test_all_problems_stand_beside_the_form_and_nothing_typed_is_lost(place: Hos
 def test_what_cannot_be_is_one_sentence(place: Hospital, typed: dict[str, str], sentence: str) -> None:
     with place.client("rita") as rita:
         given = {**KSAME, "--basis": "networks/basis.safetensors", **typed}
-        status, told = ask(rita, "/propose/release-ksame", propose="yes", **given)
+        status, told = ask(rita, "/jobs/propose/release-ksame", propose="yes", **given)
         assert status == 422
         assert sentence in told
         assert numbers(place) == []
@@ -125,10 +125,14 @@ def test_what_cannot_be_is_one_sentence(place: Hospital, typed: dict[str, str], 
 def test_a_training_is_checked_by_its_own_words_and_its_folder_is_chosen(place: Hospital) -> None:
     (place.home.root / "networks" / "public-eyes").mkdir()
     with place.client("rita") as rita:
-        assert '<option value="networks/public-eyes">' in rita.get("/propose/train-features").text
-        status, told = ask(rita, "/propose/train-features", **{"--pictures": "networks/public-eyes", "--side": "0"})
+        assert '<option value="networks/public-eyes">' in rita.get("/jobs/propose/train-features").text
+        status, told = ask(
+            rita, "/jobs/propose/train-features", **{"--pictures": "networks/public-eyes", "--side": "0"}
+        )
         assert (status, "argument --side: give a whole number, 1 or more" in told) == (422, True)
-        status, told = ask(rita, "/propose/train-features", **{"--pictures": "networks/public-eyes", "--side": "32"})
+        status, told = ask(
+            rita, "/jobs/propose/train-features", **{"--pictures": "networks/public-eyes", "--side": "32"}
+        )
         assert (status, "It costs no budget" in told) == (200, True)
     (place.home.root / "networks" / "public-eyes").rmdir()
 
@@ -137,7 +141,7 @@ def test_a_proposal_is_a_job_with_files_of_its_own_and_the_same_form_makes_one(t
     with hospital(tmp_path) as made:
         digest = offer_basis(made)
         with serving(made), made.client("rita") as rita:
-            page = rita.get("/propose/release-ksame").text
+            page = rita.get("/jobs/propose/release-ksame").text
             key = re.search(r'name="key" value="([0-9a-f]{16})"', page)
             assert key is not None
             typed = {
@@ -147,12 +151,12 @@ def test_a_proposal_is_a_job_with_files_of_its_own_and_the_same_form_makes_one(t
                 "key": key[1],
                 "propose": "yes",
             }
-            told = rita.told("/propose/release-ksame", **typed)
+            told = rita.told("/jobs/propose/release-ksame", **typed)
             assert "Proposed as job 1" in told
             assert "waits for approval by compliance and hospital" in told
             assert "1 of the 1 releases without an epsilon" in told
             assert digest in told
-            rita.told("/propose/release-ksame", **typed)
+            rita.told("/jobs/propose/release-ksame", **typed)
             assert numbers(made) == [1], "the button was pressed twice"
         job = JobStore(made.home.root).read(1)
         assert (job.state, job.history[0].by, job.project) == ("proposed", "rita", "main")
@@ -171,7 +175,7 @@ def test_a_release_that_would_be_refused_is_not_proposed_and_the_reasons_are_tol
         offer_basis(made)
         with serving(made), made.client("rita") as rita:
             given = {**KSAME, "--basis": "networks/basis.safetensors"}
-            status, told = ask(rita, "/propose/release-ksame", propose="yes", **given)
+            status, told = ask(rita, "/jobs/propose/release-ksame", propose="yes", **given)
             assert (status, "It would be refused" in told) == (422, True)
             assert "min_k: k = 5 is below the policy's 7" in told
             assert numbers(made) == []
