@@ -237,7 +237,8 @@ def settings_of(known: Job) -> Iterator[tuple[str, str]]:
         name, equals, value = words.pop(0).partition("=")
         if not equals and words and not words[0].startswith("--"):
             value = words.pop(0)
-        yield name.lstrip("-").replace("-", " "), value.removeprefix("in/").removeprefix("out/") or "yes"
+        if name != "--project":  # said among the facts
+            yield name.lstrip("-").replace("-", " "), value.removeprefix("in/").removeprefix("out/") or "yes"
 
 
 def printed(context: SiteConsoleContext, known: Job) -> str:

@@ -64,10 +64,12 @@ def check_proposal(home: Path, folder: Path, words: Sequence[str]) -> CheckedPro
         return CheckedProposal(told["price"], tuple(one for one in found if one[0] != _UNFINISHED))
     if done.returncode == 0:
         return CheckedProposal()
-    said = done.stderr.strip().splitlines()
-    if done.returncode not in (1, 2) or not said:
-        raise ProposalNotCheckedError("this cannot be checked now: the process that reads it ended; try again")
-    return CheckedProposal(problem=said[-1].rpartition(": error: ")[2].removeprefix("refused: "))
+    said = (done.stderr.strip().splitlines() or [""])[-1]
+    if done.returncode == 1 and said.startswith("refused: "):
+        return CheckedProposal(problem=said.removeprefix("refused: "))
+    if done.returncode == 2 and ": error: " in said:
+        return CheckedProposal(problem=said.partition(": error: ")[2])
+    raise ProposalNotCheckedError("this cannot be checked now: the process that reads it ended; try again")
 
 
 def _run(words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:

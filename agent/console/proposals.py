@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from starlette.responses import Response
 
-from agent.console.context import SiteConsoleContext
+from agent.console.context import LOOKERS, SiteConsoleContext
 from agent.console.errors import errors_as_pages
 from agent.console.jobs import PROPOSERS, price_words
 from agent.console.proposal_process import check_proposal, read_all_forms
@@ -32,6 +32,8 @@ from protos.web.router import PageError, RequestContext, Router
 
 _OWN: Final = frozenset({"csrf", "key", "project", "propose", "form"})  # fields of the page, and of no configuration
 _WAIT_S: Final = 60.0  # for another proposal that is being checked
+_COUNTED: Final = frozenset({"artifact_size", "disk_full"})
+Findings = tuple[tuple[str, str], ...]  # rule and sentence
 Typed = Mapping[str, tuple[str, ...]]
 
 
@@ -64,7 +66,8 @@ def add(pages: Router, context: SiteConsoleContext) -> None:
             folder = JobStore(context.home.root).root / f"new-{files}"
             checked = check_proposal(context.home.root, folder, words)
             placed, rest = place_problems(form, checked.problem) if checked.problem else ({}, [])
-            shown |= {"wrong": placed, "problems": rest, "findings": checked.findings}
+            found = _findings(checked.findings, asked.person.role in LOOKERS)
+            shown |= {"wrong": placed, "problems": rest, "findings": found}
             if checked.problem or checked.findings:
                 return asked.again("proposal.html", **shown)
             if not for_good:
@@ -74,6 +77,12 @@ def add(pages: Router, context: SiteConsoleContext) -> None:
             told |= {"price": dict(checked.price), "cuda": filled.cuda}
             number = context.job_act("jobs/propose", job=told, files=files)["number"]
         return asked.go(f"/jobs/{number}", f"Proposed as job {number}.")
+
+
+def _findings(found: Findings, counts: bool) -> Findings:
+    """Known reasons for a refusal; figures that follow from the number of patients for those who see counts."""
+    hidden = "figures that follow from the number of patients: the operator sees them"
+    return tuple((rule, text if counts or rule not in _COUNTED else hidden) for rule, text in found)
 
 
 def _forms(context: SiteConsoleContext) -> tuple[ProposalForm, ...]:

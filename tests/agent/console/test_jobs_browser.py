@@ -110,7 +110,8 @@ def propose(rita: Visitor) -> None:
 
 
 def approve(dora: Visitor, hugo: Visitor) -> None:
-    dora.log_in("/jobs")
+    dora.log_in("/")
+    press(dora, "proposals waiting for approval", link=True)
     press(dora, "1", link=True)
     look(dora, "job-to-approve")
     press(dora, "Approve as compliance")
@@ -119,6 +120,7 @@ def approve(dora: Visitor, hugo: Visitor) -> None:
     press(hugo, "Approve as hospital")
     assert "it is queued" in hugo.page.inner_text("main")
     shows(dora, "made, waits for the reviewers")
+    dora.page.get_by_role("button", name="Refuse it").wait_for(state="detached")
     look(dora, "job-made")
 
 

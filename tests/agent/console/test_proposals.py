@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from agent.console import proposal_process, proposals
+from agent.console.proposal_process import CheckedProposal
 from agent.mechanisms.common.linear_codec import save_basis
 from agent.service.jobs import JobStore
 from tests.agent.console.hospital import Client, Hospital, hospital, public_basis, serving, words
@@ -179,6 +181,37 @@ def test_a_release_that_would_be_refused_is_not_proposed_and_the_reasons_are_tol
             assert (status, "It would be refused" in told) == (422, True)
             assert "min_k: k = 5 is below the policy's 7" in told
             assert numbers(made) == []
+
+
+def test_how_large_a_set_would_be_is_told_to_those_who_see_counts(
+    place: Hospital, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of a k-anonymous set follows from the number of patients."""
+    found = CheckedProposal(findings=(("artifact_size", "up to 123456 bytes"), ("min_k", "k = 5 is below")))
+    monkeypatch.setattr(proposals, "check_proposal", lambda *_: found)
+    given = {**KSAME, "--basis": "networks/basis.safetensors"}
+    for name, sees in (("rita", False), ("olga", True)):
+        with place.client(name) as person:
+            _, told = ask(person, "/jobs/propose/release-ksame", **given)
+            assert ("123456" in told) is sees
+            assert "artifact_size" in told
+            assert "min_k: k = 5 is below" in told
+
+
+def test_a_check_that_takes_too_long_or_fails_is_a_sentence_and_nothing_is_proposed(
+    place: Hospital, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {**KSAME, "--basis": "networks/basis.safetensors"}
+    with place.client("rita") as rita:
+        monkeypatch.setattr(proposal_process, "_PATIENCE_S", 0.01)
+        status, told = ask(rita, "/jobs/propose/release-ksame", propose="yes", **given)
+        assert (status, "was not checked within" in told) == (503, True)
+        monkeypatch.undo()
+        monkeypatch.setattr(proposal_process, "_MODULE", "agent.no_such_module")
+        status, told = ask(rita, "/jobs/propose/release-ksame", propose="yes", **given)
+        assert (status, "the process that reads it ended" in told) == (503, True)
+        assert "agent.no_such_module" not in told, "no text of a fault is shown"
+    assert numbers(place) == []
 
 
 def test_the_console_imports_no_torch_to_show_forms_and_prices() -> None:
