@@ -121,6 +121,7 @@ def approve(dora: Visitor, hugo: Visitor) -> None:
     assert "it is queued" in hugo.page.inner_text("main")
     shows(dora, "made, waits for the reviewers")
     dora.page.get_by_role("button", name="Refuse it").wait_for(state="detached")
+    dora.page.locator("#history").get_by_text("made", exact=True).wait_for()  # each part of the page asks by itself
     look(dora, "job-made")
 
 
@@ -129,7 +130,8 @@ def review(made: Hospital, dora: Visitor, hugo: Visitor) -> str:
     press(dora, "Review the release", link=True)
     path = dora.page.url.removeprefix(made.base)
     press(dora, "Compare with the vault")
-    shows(dora, "Compared with 48 real images")
+    shows(dora, "Compared with 48 real images, ")
+    shows(dora, "Last: comparing")
     dora.page.wait_for_function("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
     look(dora, "release-of-job")
     sign(dora, made, "dora")
