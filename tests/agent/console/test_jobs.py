@@ -19,11 +19,13 @@ from agent.runtime import open_runtime
 from agent.service import job_acts, jobs
 from agent.service.jobs import JobStore
 from agent.service.ledger_access import BorrowedLedger, Site
+from agent.service.site import site_app
 from agent.storage import projects
 from agent.storage.vault import JOB_OUTPUTS
 from policies.accounting.claims import KAnonymous
 from policies.ledger.state import State
 from policies.statements import Release, Reservation, claim_json, parse
+from protos.service.control_socket import control_socket
 from tests.agent.console.hospital import Hospital, hospital, serving, words
 
 NAMES = ("olga", "rita", "otto", "dora", "hugo")
@@ -223,6 +225,20 @@ def test_a_release_and_the_job_that_made_it_lead_to_each_other(tmp_path: Path) -
             assert f'href="/releases/{release}"' in dora.get(f"/jobs/{number}").text
             assert f'href="/jobs/{number}"' in dora.get(f"/releases/{release}").text
             assert f'href="/releases/{release}"' not in rita.get(f"/jobs/{number}").text, "it would be refused there"
+
+
+def test_a_console_beside_the_service_asks_it_over_the_control_socket(place: Hospital) -> None:
+    """Another process runs the jobs: it says why one waits, and it ends a running one, which this one must not do."""
+    site, waits, runs = site_of(place), job(place), job(place, "train", "encoder")
+    put(place, runs, jobs.RUNNING, attempts=1)
+    with place.client("olga") as olga:
+        assert "starts when `serve` runs" in words(olga.get(f"/jobs/{waits}"))
+        with control_socket(place.home.root, site_app(site.home, site.ledger, site.log), site.log):
+            assert "starts now" in words(olga.get(f"/jobs/{waits}"))
+            assert "It is told to end" in olga.told(f"/jobs/{runs}/cancel")
+            assert "There is no job 99" in words(olga.get("/jobs/99"))
+            assert state_of(place, runs) == "running", "its process has not ended"
+    assert JobStore(place.home.root).read(runs).wanted_by == "olga"
 
 
 def test_a_record_that_cannot_be_read_is_a_sentence(place: Hospital) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from agent.console import proposal_process, proposals
 from agent.console.proposal_process import CheckedProposal
 from agent.mechanisms.common.linear_codec import save_basis
-from agent.service.jobs import JobStore
-from tests.agent.console.hospital import Client, Hospital, hospital, public_basis, serving, words
+from agent.service.jobs import ENDED, JobStore
+from tests.agent.console.hospital import Client, Hospital, eyes, hospital, in_service, public_basis, serving, words
 from tests.support.release_site import vouch_for
 
 KSAME = {"--k": "5", "--l-diversity": "2", "--modality": "OT", "--form": "png", "--spacing-um": "1000"}
@@ -221,3 +223,27 @@ def test_the_console_imports_no_torch_to_show_forms_and_prices() -> None:
     code = "import sys, agent.console.app\nprint([m for m in ('torch', 'monai', 'sklearn') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_training_that_was_proposed_runs_and_its_network_can_be_chosen_by_the_next_proposal(tmp_path: Path) -> None:
+    with hospital(tmp_path, patients=1, approvals="[]") as made:
+        folder = made.home.root / "networks" / "public-eyes"
+        folder.mkdir(parents=True)
+        for number, one in enumerate(eyes(6, 5)):
+            Image.fromarray(one.photographs[0].pixels).save(folder / f"{number}.png")
+        with in_service(made), made.client("rita") as rita:
+            typed = {"--pictures": "networks/public-eyes", "--side": "32", "--steps": "2", "--grey": "yes"}
+            told = rita.told("/jobs/propose/train-features", project="main", key="", propose="yes", **typed)
+            assert "Proposed as job 1" in told
+            for _ in range(600):
+                if JobStore(made.home.root).read(1).state in ENDED:
+                    break
+                time.sleep(0.1)
+            told = words(rita.get("/jobs/1"))
+            assert JobStore(made.home.root).read(1).state == "done", told
+            assert "features/features.safetensors" in told
+            assert "on 6 images in 2 steps" in told, "of public images its proposer may read what it printed"
+            assert (
+                '<option value="job 1/features/features.safetensors">'
+                in rita.get("/jobs/propose/release-ksalsa").text
+            )
