@@ -115,6 +115,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
 def _decide(pages: Router, context: SiteConsoleContext) -> None:
     @pages.post("/jobs/{number}/approve", DECIDERS)
     def approve(asked: RequestContext, number: int) -> Response:
+        _require_certificate(asked)
         with errors_as_pages():
             told = job_proposals.approve(context.acting, number, asked.person.name)
         waits = " and ".join(told["missing"])
@@ -123,6 +124,7 @@ def _decide(pages: Router, context: SiteConsoleContext) -> None:
 
     @pages.post("/jobs/{number}/refuse", DECIDERS)
     def refuse(asked: RequestContext, number: int) -> Response:
+        _require_certificate(asked)
         why = " ".join(asked.form.get("why", "").split())
         if not why or len(why) > _WORD_CHARS:
             raise PageError(400, f"Say why you refuse it, in at most {_WORD_CHARS} characters. Nothing was done.")
@@ -165,6 +167,16 @@ def _act(pages: Router, context: SiteConsoleContext) -> None:
             again = context.job_act("jobs/retry", number=number, by=asked.person.name)["number"]
         said = "It goes on." if again == number else f"It begins anew as job {again}."
         return asked.go(f"/jobs/{again}", said)
+
+
+def _require_certificate(asked: RequestContext) -> None:
+    """A decision about a proposal bears no signature, so the login is the person's own certificate.
+
+    Raises:
+        PageError: it is an account of the institution's.
+    """
+    if not asked.by_certificate:
+        raise PageError(403, "Log in with your own certificate to decide about a proposal. Nothing was done.")
 
 
 def _may_act(role: str, own: bool) -> bool:

@@ -26,6 +26,7 @@ from policies.accounting.claims import KAnonymous
 from policies.ledger.state import State
 from policies.statements import Release, Reservation, claim_json, parse
 from protos.service.control_socket import control_socket
+from protos.web.sessions import LoginSessions
 from tests.agent.console.hospital import Hospital, hospital, serving, words
 
 NAMES = ("olga", "rita", "otto", "dora", "hugo")
@@ -191,6 +192,31 @@ def test_a_proposal_is_approved_by_each_role_with_their_own_login_and_by_nobody_
         assert "waits for no approval" in words(hugo.post(f"/jobs/{number}/refuse", why="late"))
     log = (place.home.root / "agent.log").read_text()
     assert log.count('"job_approved"') == 2
+
+
+def test_who_is_logged_in_by_the_institutions_account_decides_about_no_proposal(
+    place: Hospital, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is decided bears no signature: another one's word that it is the person does not do."""
+    number = job(place, propose=True)
+    with place.client("dora") as dora:
+        assert dora.get(f"/jobs/{number}").status_code == 200
+        begun = LoginSessions.find
+
+        def by_openid(*arguments: Any, **more: Any) -> Any:
+            session = begun(*arguments, **more)
+            if session is not None:
+                session.certificate = b""
+            return session
+
+        monkeypatch.setattr(LoginSessions, "find", by_openid)
+        page = words(dora.get(f"/jobs/{number}"))
+        assert "Log in with your own certificate" in page
+        assert "Approve as compliance" not in page
+        for act, more in (("approve", {}), ("refuse", {"why": "no"})):
+            answer = dora.post(f"/jobs/{number}/{act}", **more)
+            assert (answer.status_code, "your own certificate" in words(answer)) == (403, True)
+    assert JobStore(place.home.root).read(number).approved == {}
 
 
 def test_a_refusal_needs_a_reason_and_stands_in_the_history(place: Hospital) -> None:
