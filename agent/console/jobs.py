@@ -108,8 +108,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
                     found = read_output(vault, JobStore(context.home.root), known, name)
         if found is None:
             raise PageError(404, "That file is not in the vault: it was not written, or was deleted since.")
-        kind = "text/html" if name.endswith(".html") else "application/octet-stream"
-        return asked.download(f"job-{number}-{name}", found, kind)
+        return asked.download(f"job-{number}-{name}", found, "application/octet-stream")
 
 
 def _decide(pages: Router, context: SiteConsoleContext) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ from protos.web.router import PageError, RequestContext, Router
 
 _OWN: Final = frozenset({"csrf", "key", "project", "propose", "form"})  # fields of the page, and of no configuration
 _WAIT_S: Final = 60.0  # for another proposal that is being checked
+_KEY: Final = re.compile(r"(?:[0-9a-f]{16})?")  # of a form: pressed twice, it proposes once
 _COUNTED: Final = frozenset({"artifact_size", "disk_full"})
 Findings = tuple[tuple[str, str], ...]  # rule and sentence
 Typed = Mapping[str, tuple[str, ...]]
@@ -57,6 +59,8 @@ def add(pages: Router, context: SiteConsoleContext) -> None:
             raise PageError(404, "There is no such project.")
         typed = {one: asked.form.all(one) for one in asked.form if one not in _OWN}
         key, for_good = asked.form.get("key", ""), asked.form.get("propose", "") == "yes"
+        if not _KEY.fullmatch(key):
+            raise PageError(400, "That form is of another version of this console: open it again. Nothing was done.")
         shown = {**_shown(context, form, typed, project), "key": key}
         filled = fill(form, typed, context.home.root)
         if filled.problems:
