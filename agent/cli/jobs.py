@@ -20,8 +20,7 @@ from rich.table import Table
 from agent.cli.output import OUT, print_progress
 from agent.errors import CommandError
 from agent.service.commands import site_acts
-from agent.service.job_words import standing
-from agent.service.jobs import CANCELLED, DONE, ENDED, FAILED, INTERRUPTED, MADE, REFUSED, JobStore
+from agent.service.jobs import CANCELLED, DONE, ENDED, FAILED, INTERRUPTED, MADE, REFUSED, JobStore, standing
 
 _EVERY_S: Final = 0.5
 _STATUS: Final = {DONE: 0, REFUSED: 1, MADE: 1, CANCELLED: 1, FAILED: 70}

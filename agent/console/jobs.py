@@ -16,8 +16,7 @@ from agent.console.errors import errors_as_pages
 from agent.service import job_proposals, jobs
 from agent.service.job_outputs import read_output, trained_files
 from agent.service.job_runner import release_of
-from agent.service.job_words import standing
-from agent.service.jobs import Job, JobStore
+from agent.service.jobs import Job, JobStore, standing
 from policies.accounting.rdp import epsilon_of
 from policies.accounting.rounding import rounded_up
 from policies.ledger.state import State
