@@ -14,6 +14,8 @@ from agent.ingest import errors as ingest_errors
 from agent.operations import doctor
 from agent.release.release_record import RECORD, WHAT_TO_DO, named, unrecorded
 from agent.service import status
+from agent.service.job_monitoring import of_people
+from agent.service.jobs import INTERRUPTED
 from agent.storage import read_only_access
 from agent.storage.encrypted_sqlite import OlderVaultError
 from agent.storage.read_only_access import check_history
@@ -38,6 +40,7 @@ _DELTA: Final = "delta is below 1 / patients (P1)"
 _TIMES: Final = "no entry is of the future"
 _HISTORY: Final = "ledger and vault are of one time"
 _WATCH: Final = "watch/ is as new as the vault"
+_JOBS: Final = "jobs go on by themselves"
 _RECEIPTS: Final = "nothing is awaited after a restore"
 _BACK: Final = "restore the missing files, or restore the site from its newest backup: deploy/docs/restore.md"
 
@@ -55,6 +58,7 @@ def findings(home: SiteDirectory, now: dt.datetime, heed: Heed = lambda _done, _
         return found
     found += examine([(_LEDGER, lambda: ledgers(home, now, heed))], _EXPECTED)
     found += examine([("ingest.toml", lambda: _way_in(home))], _EXPECTED)
+    found += examine([(_JOBS, lambda: _jobs(home))], _EXPECTED)
     try:
         checks = doctor.of_the_way_in(home, now)
     except (SiteConfigError, KeyFileError):  # said above
@@ -90,6 +94,15 @@ def ledgers(home: SiteDirectory, now: dt.datetime, heed: Heed) -> Iterator[Check
             yield from _with_ledger(home, notes, now, heed, most)
         if notes is not None and (home.keys / "coordinator.pub").exists():
             yield _seen(home, notes)
+
+
+def _jobs(home: SiteDirectory) -> Iterator[CheckResult]:
+    """Those that were interrupted and do not start again by themselves; what waits for approval is no fault."""
+    stuck = [(job, why, fix) for job, why, fix in of_people(home) if job.state == INTERRUPTED]
+    for job, why, fix in stuck:
+        yield failed(_JOBS, f"job {job.number}, {job.kind}, was interrupted: {why}", fix)
+    if not stuck:
+        yield passed(_JOBS)
 
 
 def _without_ledger(home: SiteDirectory, notes: SiteDatabase | None) -> CheckResult:

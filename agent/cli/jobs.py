@@ -19,11 +19,10 @@ from rich.table import Table
 from agent.cli.output import OUT, print_progress
 from agent.errors import CommandError
 from agent.service.commands import operator_name, site_acts
-from agent.service.jobs import CANCELLED, DONE, FAILED, INTERRUPTED, MADE, REFUSED, TRAINING, JobStore
+from agent.service.jobs import CANCELLED, DONE, FAILED, INTERRUPTED, MADE, REFUSED, TRAINING, JobStore, standing
 
 _EVERY_S: Final = 0.5
 _STATUS: Final = {DONE: 0, REFUSED: 1, MADE: 1, CANCELLED: 1, FAILED: 70}
-_UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,22 +60,6 @@ def _print_list(_: argparse.Namespace, told: Mapping[str, Any]) -> None:
             str(one["number"]), one["command"], one["project"], one["state"], standing(one), _when(one["since"])
         )
     OUT.print(table)
-
-
-def standing(one: Mapping[str, Any]) -> str:
-    """A sentence on how a job stands: its step and what is left of it, or why it waits or ended."""
-    at = one["progress"]
-    if not at["step"] or one["reason"].startswith("held"):
-        return str(one["reason"])
-    part = f", {100 * at['done'] // at['of']} %" if at["of"] else ""
-    left = f", about {duration(at['left_s'])} left of this stage" if at["left_s"] is not None else ""
-    memory = f", {one['memory_bytes'] / 2**30:.1f} GiB" if one["memory_bytes"] else ""
-    return f"{at['step']}: {at['detail']}{part}{left}{memory}".replace(": ,", ",")
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the largest unit of which there are two or more."""
-    return next((f"{seconds // unit:.0f} {name}" for unit, name in _UNITS if seconds >= 2 * unit), f"{seconds:.0f} s")
 
 
 def _print_show(_: argparse.Namespace, told: Mapping[str, Any]) -> None:

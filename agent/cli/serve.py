@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from agent.cli.output import ERR, OUT, answered_ingest, print_progress
@@ -75,13 +76,15 @@ def _beside(
     """The console and metrics while this serves, as ``console.toml`` says; and systemd is told."""
     from agent.console.app import console_server  # noqa: PLC0415 - a web framework, which releases never need
     from agent.operations import metrics  # noqa: PLC0415 - as above
+    from agent.service.job_monitoring import put_jobs  # noqa: PLC0415 - as above
     from agent.service.job_runner import JobRunner  # noqa: PLC0415 - as above
     from agent.service.site import site_app  # noqa: PLC0415 - as above
     from protos.service.control_socket import ControlSocketError, control_socket  # noqa: PLC0415 - as above
     from protos.web.health import watched_over  # noqa: PLC0415 - as above
 
     store, now = runtime.site.ledger.store if runtime else None, lambda: dt.datetime.now(dt.UTC)
-    watched = metrics.MonitoredSite(home, read_ingestion(home), now, store, lambda: reception.listener)
+    jobs = partial(put_jobs, home)
+    watched = metrics.MonitoredSite(home, read_ingestion(home), now, store, lambda: reception.listener, jobs=jobs)
     with ExitStack() as stack:
         ledger = SharedLedger(runtime) if runtime else BorrowedLedger(home)
         console = stack.enter_context(console_server(home, ledger, log, reception))

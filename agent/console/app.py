@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from agent.console import optout, overview, pacs, releases
+from agent.console import jobs, optout, overview, pacs, proposals, releases
 from agent.console import policy as policies
 from agent.console import quarantine as queues
 from agent.console.context import SiteConsoleContext
@@ -42,6 +42,8 @@ def pages(context: SiteConsoleContext, settings: ConsoleSettings, logins: Pinned
     )
     for add in (
         overview.add,
+        proposals.add,  # before the pages of one job: their paths begin alike
+        jobs.add,
         releases.add,
         queues.add,
         pacs.add,

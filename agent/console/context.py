@@ -19,15 +19,19 @@ from agent.ingest.context import IngestContext, open_ingest
 from agent.ingest.service import IngestService
 from agent.microaggregation.released_clusters import place_of
 from agent.release.unsent import clear_of
-from agent.service.ledger_access import SiteLedger
+from agent.service.job_acts import ACTS
+from agent.service.ledger_access import Site, SiteLedger
+from agent.service.proposal_form import ProposalForm
 from agent.storage import projects
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.vault import Vault
 from policies.index.search import Index
+from policies.ledger.store import LedgerBusyError
 from policies.review.policy import Policy, strictest
 from policies.statements import Release, parse
 from protos.common.errors import RefusedError
+from protos.service.control_client import ask_or_do
 from protos.web.router import LoggedInPerson
 
 OPERATOR: Final = "operator"
@@ -66,6 +70,9 @@ class ConsoleState:
 
     shown: dict[str, Any] = field(default_factory=dict, repr=False)  # release -> its images, and what is like them
     looked: dict[str, Any] = field(default_factory=dict, repr=False)  # token -> an opt-out that is being decided
+    digests: dict[tuple[str, int, int], str] = field(default_factory=dict)  # of jobs' files, by path, size and time
+    forms: tuple[ProposalForm, ...] = ()  # of proposals; described once
+    checking: threading.Lock = field(default_factory=threading.Lock)  # one proposal is checked at a time
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
@@ -106,6 +113,26 @@ class SiteConsoleContext:
         """A project's ingest, for one look or act."""
         with open_ingest(self.home, project) as way:
             yield way
+
+    @property
+    def acting(self) -> Site:
+        """The site as the acts on jobs take it. In ``serve`` the jobs run in this very process."""
+        return Site(self.home, self.ledger, self.log, runs_jobs=self.reception is not None)
+
+    def job_act(self, act: str, **fields: Any) -> Any:
+        """An act on jobs, see :mod:`agent.service.job_acts`: by the service that runs them, or here.
+
+        Raises:
+            RefusedError, UnreachableError: it was not done; the text says why.
+        """
+
+        def here(name: str, **told: Any) -> Any:
+            return ACTS[name](self.acting, **told)
+
+        if self.reception is not None:
+            return here(act, **fields)
+        with ask_or_do(self.home.root, here, LedgerBusyError) as do:
+            return do(act, **fields)
 
     def projects(self) -> tuple[str, ...]:
         """The projects that have not ended."""

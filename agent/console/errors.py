@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from agent.console.context import NoSuchReleaseError
+from agent.console.proposal_process import ProposalNotCheckedError
 from agent.errors import CoordinatorUnreachableError, LedgerForkError, SiteStorageError
 from agent.ingest import errors as ingest_errors
+from agent.service.job_proposals import NotTheirApprovalError
+from agent.service.jobs import JobRecordError, JobStateError, NoSuchJobError
 from agent.storage.encrypted_sqlite import VaultError
 from policies.ledger.entries import InvalidEntryError
 from policies.ledger.state import KeyReusedError
@@ -16,6 +19,7 @@ from policies.ledger.store import LedgerBusyError, LedgerStoppedError, LedgerUns
 from policies.review.policy import PolicyError
 from policies.statements import StatementError
 from protos.artifacts.byte_source import ArtifactFormatError
+from protos.service.control_client import ServiceAnswerError, ServiceRefusedError
 from protos.web.router import PageError
 
 _BUSY: Final = (
@@ -31,6 +35,10 @@ _WORDS: Final = (
     PolicyError,
     VaultError,
     SiteStorageError,
+    JobRecordError,
+    JobStateError,
+    NotTheirApprovalError,
+    ServiceRefusedError,
 )
 
 
@@ -50,8 +58,8 @@ def errors_as_pages() -> Iterator[None]:
     """Let people read what went wrong.
 
     Raises:
-        PageError: 404 where no such release is kept (any more), 409 where something is in the way of what was asked,
-            503 where nothing can be asked at all.
+        PageError: 404 where there is no such job or release (any more), 409 where something is in the way of what was
+            asked, 503 where nothing can be asked at all.
     """
     try:
         yield
@@ -59,7 +67,9 @@ def errors_as_pages() -> Iterator[None]:
         raise PageError(503, _finished(f"stopped: {error}")) from None
     except CoordinatorUnreachableError as error:
         raise PageError(503, _finished(f"the coordinator cannot be reached: {error}")) from None
-    except NoSuchReleaseError as error:
+    except (ProposalNotCheckedError, ServiceAnswerError) as error:
+        raise PageError(503, _finished(str(error))) from None
+    except (NoSuchReleaseError, NoSuchJobError) as error:
         raise PageError(404, _finished(str(error))) from None
     except (LedgerBusyError, OSError, *_WORDS) as error:
         raise PageError(409, _finished(sentence(error))) from None

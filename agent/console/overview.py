@@ -17,6 +17,7 @@ from agent.console.errors import errors_as_pages
 from agent.console.quarantine import queue_of
 from agent.errors import SiteConfigError
 from agent.gateway.credentials import Credentials
+from agent.service.jobs import PROPOSED, JobStore
 from policies.accounting.rdp import epsilon_of
 from policies.accounting.rounding import epsilon_text, rounded_up
 from policies.audit.inclusion_proof import check
@@ -62,12 +63,14 @@ def _overview(pages: Router, context: SiteConsoleContext) -> None:
             state = context.ledger.read().state
             waiting = context.waiting() if looks else ()
             queues = tuple(queue_of(context, name) for name in context.projects()) if looks else ()
+            proposed = sum(job.state == PROPOSED for job in JobStore(context.home.root).all()) if looks else 0
         events = log_reader.read(context.home.root / "agent.log") if looks else []
         return asked.page(
             "overview.html",
             site=context.site,
             chart=chart(state, context.site),
             waiting=waiting,
+            proposed=proposed,
             queues=queues,
             faults=[e for e in reversed(events) if e.fault][:5],
             looks=looks,

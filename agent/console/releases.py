@@ -12,6 +12,7 @@ from agent.console import descriptions, image_rendering, review_images
 from agent.console.background_task import Progress
 from agent.console.context import DECIDERS, KEEPERS, LOOKERS, NoSuchReleaseError, PendingRelease, SiteConsoleContext
 from agent.console.errors import errors_as_pages, sentence
+from agent.console.jobs import job_of
 from agent.console.nearest_image import DISTANCE
 from agent.errors import CoordinatorUnreachableError, ReviewRejectedError
 from agent.release.approval import submit_approved, withdraw
@@ -66,15 +67,17 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
     def release(asked: RequestContext, release: str) -> Response:
         one = found(context, release)
         sees = asked.person.role in DECIDERS
+        errand = context.errand.told()  # before its result is looked for: what ends between is shown by the next look
         with errors_as_pages():
             shown = review_images.shown(context, one) if sees else None
             origin, against = context.ledger.read().origin, findings(context, one)
-            refused = refusals(context, one)
+            refused, job = refusals(context, one), job_of(context, release)
         level = level_of(one.release)
         r = one.release
         return asked.page(
             "release.html",
             one=one,
+            job=job,
             facts=tuple(descriptions.facts(r)),
             level=level,
             level_words=descriptions.LEVELS.get(level, ("No claim level", "")),
@@ -86,7 +89,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
             sheet_size=review_images.SHEET,
             distance=DISTANCE,
             hottest=image_rendering.HOTTEST,
-            errand=context.errand.told(),
+            errand=errand,
             signing=asked.signing(origin, release, "release", release, r.artifact_sha256)
             if sees and _may_approve(asked, one, refused)
             else None,

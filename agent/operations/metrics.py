@@ -47,6 +47,10 @@ CATALOGUE: Final = (
     Metric("lazaret_pacs_errors_total", "Failed retrievals from an archive since start.", ("archive",), "counter"),
     Metric("lazaret_pacs_last_pull_seconds", "Since the last good retrieval; absent before it.", ("archive",)),
     Metric("lazaret_link_online", "1: the link to the coordinator is up."),
+    Metric("lazaret_jobs", "Jobs that are kept, by state.", ("state",)),
+    Metric("lazaret_jobs_waiting_seconds", "Since the oldest queued job was queued; 0: none is."),
+    Metric("lazaret_job_done_ratio", "Part of its stage that a running job has done; absent if unknown.", ("lane",)),
+    Metric("lazaret_job_memory_bytes", "Resident memory of a running job.", ("lane",)),
     *OF_LOG,
     Metric("lazaret_disk_free_bytes", "Free bytes on the file system of the home directory."),
     Metric("lazaret_disk_size_bytes", "Size of that file system."),
@@ -66,6 +70,7 @@ class MonitoredSite:
     store: Store | None = None  # None: the ledger is not open; nothing is told of it then
     listener: Callable[[], Listener | None] = lambda: None  # of the reception, as it is now
     tally: EventCounters = PROCESS
+    jobs: Callable[[Samples], None] | None = None  # of the service that runs them
 
 
 def metrics(watched: MonitoredSite) -> MetricsPage:
@@ -78,6 +83,8 @@ def metrics(watched: MonitoredSite) -> MetricsPage:
         "disk": lambda told: put_disk(watched.home.root, partial(watermark, watched.ingestion), told),
         "certificates": lambda told: _certificates(watched, told),
     }
+    if watched.jobs is not None:
+        sources["jobs"] = watched.jobs
     store = watched.store
     if store is not None:
         refusals = RefusalCounts(store)

@@ -6,11 +6,11 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from agent.service import job_rules, job_runner, jobs
+from agent.service import job_proposals, job_rules, job_runner, jobs
 from agent.service.jobs import Event, Job, JobStateError, JobStore
 from agent.service.ledger_access import Site
 from agent.storage import projects
@@ -30,10 +30,27 @@ def add(site: Site, job: dict[str, Any], files: str = "") -> dict[str, Any]:
     Returns:
         ``number`` of the job.
     """
+    return _add(site, job, files, jobs.QUEUED)
+
+
+def propose(site: Site, job: dict[str, Any], files: str = "") -> dict[str, Any]:
+    """Propose a job. It is queued when every role that the site's policy names has approved it; at once if none is.
+
+    Args:
+        site: where.
+        job: see :func:`add`.
+        files: see :func:`add`.
+    Returns:
+        ``number`` of the job.
+    """
+    return _add(site, job, files, jobs.PROPOSED if job_proposals.approving(site) else jobs.QUEUED)
+
+
+def _add(site: Site, job: dict[str, Any], files: str, state: str) -> dict[str, Any]:
     words = tuple(map(str, job["words"]))
     if job["project"] not in projects.names(site.home):
         raise JobStateError(f"there is no project {job['project']}: `project list` shows them")
-    event = Event(round(time.time(), 3), jobs.QUEUED, "", str(job["by"]))
+    event = Event(round(time.time(), 3), state, "", str(job["by"]))
     made = Job(0, words, str(job["project"]), (event,), key=str(job["key"]), cuda=bool(job["cuda"]))
     grant = f"grant-{secrets.token_hex(8)}" if words[0] == _GRANTED else ""
     added = JobStore(site.home.root).add(replace(made, price=dict(job["price"]), grant=grant), files)
@@ -59,20 +76,21 @@ def shown(site: Site, number: int) -> dict[str, Any]:
 
     Returns:
         ``job``: see :func:`agent.service.job_runner.show`; ``history``: events with ``at``, ``state``, ``reason``,
-        ``by``.
+        ``by``, ``role``.
     """
     job = JobStore(site.home.root).read(number)
     reasons = _reasons(site, JobStore(site.home.root).all())
-    history = [{"at": one.at, "state": one.state, "reason": one.reason, "by": one.by} for one in job.history]
-    return {"job": job_runner.show(site.home, job, reasons), "history": history}
+    return {"job": job_runner.show(site.home, job, reasons), "history": [asdict(one) for one in job.history]}
 
 
 def _reasons(site: Site, found: list[Job]) -> Mapping[int, str]:
+    waits = job_proposals.reasons(site, found)
     if not site.runs_jobs:
-        return {job.number: NOBODY_RUNS for job in found if job.state in (jobs.QUEUED, jobs.RUNNING, jobs.LEAVING)}
+        at_work = (jobs.QUEUED, jobs.RUNNING, jobs.LEAVING)
+        return {job.number: NOBODY_RUNS for job in found if job.state in at_work} | waits
     settings = job_runner.settings_or_default(site.home)
     first, reasons = job_rules.choose(found, settings, lambda cards: job_runner.surroundings(site.home, cards))
-    return reasons if first is None else {first.number: "starts now", **reasons}
+    return {**({} if first is None else {first.number: "starts now"}), **reasons, **waits}
 
 
 def cancel(site: Site, number: int, by: str, spend: bool = False) -> dict[str, Any]:
@@ -116,6 +134,8 @@ def _may_end(job: Job) -> None:
 def retry(site: Site, number: int, by: str) -> dict[str, Any]:
     """Go on with an interrupted job now; or begin one that failed, was refused or cancelled anew, as a new job.
 
+    What was proposed is proposed again: an approval is for one start of the work and its price.
+
     Returns:
         ``number``: of the job that is queued.
     """
@@ -137,9 +157,18 @@ def retry(site: Site, number: int, by: str) -> dict[str, Any]:
     fresh = store.fresh_folder(files)
     shutil.copytree(store.folder(number) / "in", fresh / "in", symlinks=True, dirs_exist_ok=True)
     told = {"words": job.words, "project": job.project, "by": by, "price": {}, "cuda": job.cuda, "key": ""}
-    return add(site, told, files)
+    return (propose if job.history[0].state == jobs.PROPOSED else add)(site, told, files)
 
 
+# A proposal is approved and refused at the console alone (agent.service.job_proposals): this socket knows the user of
+# the operating system, and no person.
 ACTS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
-    {"jobs/add": add, "jobs/list": listed, "jobs/show": shown, "jobs/cancel": cancel, "jobs/retry": retry}
+    {
+        "jobs/add": add,
+        "jobs/propose": propose,
+        "jobs/list": listed,
+        "jobs/show": shown,
+        "jobs/cancel": cancel,
+        "jobs/retry": retry,
+    }
 )

@@ -111,6 +111,14 @@ def read_output(vault: Vault, store: JobStore, job: Job, name: str) -> bytes | N
     return vault.place(_place(job, name)).read()
 
 
+def trained_files(store: JobStore, job: Job) -> list[str]:
+    """What a finished training wrote, relative to its folder ``out``; of any other job none."""
+    folder = store.folder(job.number) / "out"
+    if job.lane != TRAINING or job.state != DONE:
+        return []
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors"))
+
+
 def clear_outputs(home: SiteDirectory, job: Job) -> None:
     """Delete what the job wrote, of the vault."""
     if output_names(job) and job.project in projects.names(home):

@@ -35,6 +35,7 @@ BUSY: Final = 75  # exit status of a job's process (EX_TEMPFAIL, sysexits.h): ag
 _LANES: Final = {"release": MAKING, "tune": MAKING, "evaluate": MAKING, "train": TRAINING}
 _COUNTED: Final = re.compile(r"(?:(.*): )?(\d+) of (\d+)")  # as agent.release.pipeline tells a stage
 _LAST_BYTES: Final = 1 << 16  # of a file's end that is looked at
+_UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _FEW: Final = 0.05  # of a stage: before it, nobody can say how long the rest takes
 
 
@@ -58,6 +59,7 @@ class Event:
     state: str
     reason: str = ""
     by: str = ""  # who asked for it; "": nobody
+    role: str = ""  # of an approval: the role that approves by this person; else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,11 @@ class Job:
         return self.history[-1].reason
 
     @property
+    def approved(self) -> dict[str, str]:
+        """Who has approved the proposal: role -> person."""
+        return {event.role: event.by for event in self.history if event.role}
+
+    @property
     def kind(self) -> str:
         """The command: "release ksalsa"."""
         return " ".join(self.words[: 2 if self.words[0] in ("release", "train") else 1])
@@ -107,6 +114,11 @@ class Job:
         """The same job in another state."""
         event = Event(round(time.time(), 3), state, reason, by)
         return replace(self, history=(*self.history, event), **changed)
+
+    def approving(self, role: str, by: str) -> Job:
+        """The same proposal, approved by one more role."""
+        event = Event(round(time.time(), 3), self.state, f"approved as {role}", by, role)
+        return replace(self, history=(*self.history, event))
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +365,25 @@ def counted(told: Mapping[str, Any]) -> tuple[str, int, int]:
         return str(told["step"]), int(told["done"]), int(told["of"])
     match = _COUNTED.fullmatch(str(told["detail"]))
     return (f"{told['step']} {match[1] or ''}", int(match[2]), int(match[3])) if match else (str(told["step"]), 0, 0)
+
+
+def standing(one: Mapping[str, Any]) -> str:
+    """A sentence on how a job stands: its step and what is left of it, or why it waits or ended.
+
+    ``one``: see :func:`agent.service.job_runner.show`.
+    """
+    at = one["progress"]
+    if not at["step"] or one["reason"].startswith("held"):
+        return str(one["reason"])
+    part = f", {100 * at['done'] // at['of']} %" if at["of"] else ""
+    left = f", about {duration(at['left_s'])} left of this stage" if at["left_s"] is not None else ""
+    memory = f", {one['memory_bytes'] / 2**30:.1f} GiB" if one["memory_bytes"] else ""
+    return f"{at['step']}: {at['detail']}{part}{left}{memory}".replace(": ,", ",")
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the largest unit of which there are two or more."""
+    return next((f"{seconds // unit:.0f} {name}" for unit, name in _UNITS if seconds >= 2 * unit), f"{seconds:.0f} s")
 
 
 def last_words(folder: Path) -> str:

@@ -14,6 +14,7 @@ from agent.gateway.enrolment import WAITING
 from agent.ingest import errors as ingest_errors
 from agent.ingest.config import read_ingestion
 from agent.release.unsent import statement_of
+from agent.service.job_monitoring import of_people
 from agent.storage import projects, read_only_access
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import SiteDirectory, origin
@@ -38,6 +39,7 @@ PARTS: Final = {
     "logs": ("agent.log*",),
     "search index": ("search.db*",),
     "rounds": ("flower",),
+    "jobs": ("jobs",),
 }
 _INVITED: Final = (
     "ask the coordinator for an invitation, then: lazaret-agent enrol FILE --fingerprint AS-HEARD-BY-PHONE"
@@ -58,6 +60,7 @@ def steps(home: SiteDirectory, now: dt.datetime) -> list[Step]:
         (IMAGES, "ingest.toml", partial(_roads, home)),
         (IMAGES, "images", partial(_images, home)),
         (RELEASE, "policy and people", partial(_people, home)),
+        (WAITS, "jobs", partial(_jobs, home)),
     ]
     return collect(looks if (home.root / "site.toml").exists() else looks[:1], _EXPECTED)
 
@@ -161,6 +164,11 @@ def _ready(home: SiteDirectory, store: Store) -> Iterator[Step]:
         else:
             words = f"lazaret-agent ledger propose {name} BUDGET, which two people approve"
             yield Step(RELEASE, f"budget {name}", "it is used up", words)
+
+
+def _jobs(home: SiteDirectory) -> Iterator[Step]:
+    for job, why, command in of_people(home):
+        yield Step(WAITS, f"job {job.number}, {job.kind}", why, command)
 
 
 def _waiting(home: SiteDirectory, store: Store, number: int, kept: dict[str, Any]) -> Step:

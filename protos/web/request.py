@@ -126,6 +126,7 @@ class RequestContext:
     encode: Callable[[str, tuple[str, ...]], bytes] | None = None
     query: Mapping[str, str] = field(default_factory=dict)
     at: float = 0.0  # when it was asked, in seconds since 1970
+    by_certificate: bool = False  # the login is by the person's own pinned certificate, not by OpenID
 
     @property
     def person(self) -> LoggedInPerson:

@@ -258,6 +258,7 @@ class Router:
             encode=self.encode,
             query=dict(request.query_params),
             at=self.now(),
+            by_certificate=session is not None and session.certificate != b"",
         )
 
     # ------------------------------------------------------------------ answers to what cannot be answered

@@ -54,7 +54,8 @@ class Shown:
 
 
 def test_a_field_is_described_by_what_stands_beside_it() -> None:
-    assert __main__.comments(Shown) == {"first": "after it,", "second": "and below it above the next", "third": ""}
+    said = {"first": "after it,", "second": "and below it above the next", "third": ""}
+    assert __main__.field_comments(Shown) == said
     assert [row[:3] for row in __main__.keys(Shown)] == [
         ("`first`", "whole number", "required"),
         ("`second`", "text", '`"x"`'),

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
+from agent.cli.serve import _beside as beside
 from agent.console.app import console_server
 from agent.console.context import SiteConsoleContext
 from agent.deidentify.record import Record
@@ -206,6 +207,18 @@ def serving(
     log = open_log(made.home.root / "agent.log")
     with console_server(made.home, ledger or BorrowedLedger(made.home), log, reception) as told:
         found = re.search(r"https://[^,]+", told)
+        assert found is not None
+        made.base = found[0].replace("127.0.0.1", "localhost")
+        yield made
+
+
+@contextmanager
+def in_service(made: Hospital) -> Iterator[Hospital]:
+    """Its console as ``serve`` opens it: beside the reception, the runner of jobs and the control socket."""
+    (made.home.root / "console.toml").write_text('listen = "127.0.0.1:0"\n')
+    log = open_log(made.home.root / "agent.log")
+    with IngestService(made.home, MAIN, log) as reception, beside(made.home, None, log, reception) as told:
+        found = re.search(r"https://[^,]+", told[0])
         assert found is not None
         made.base = found[0].replace("127.0.0.1", "localhost")
         yield made

@@ -37,6 +37,7 @@ PAGES = {
     "/ledger/0": 5,
     "/people": 5,
     "/policy": 5,
+    "/jobs": 5,
     "/releases": 4,
     "/ingest": 4,
     "/quarantine": 4,
@@ -111,6 +112,9 @@ def test_hostile_text_in_any_field_is_text_or_refused(place: Hospital) -> None:
             client.post("/pacs/pacs/..%2f..%2fetc/ask"),
             client.get("/releases/..%2f..%2fetc%2fpasswd"),
             client.get("/releases/<script>/refuse?why=other"),
+            client.get("/jobs/<script>"),
+            client.get("/jobs/1/files/..%2f..%2fetc%2fpasswd"),
+            client.post("/jobs/99/refuse", why=HOSTILE[:50]),
         ]
         for answer in tried:
             assert answer.status_code < 500, (answer.request.url, words(answer))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,24 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from agent.console import app
+from agent.console import app, proposals
 from agent.console import policy as policy_pages
 from agent.console.context import SiteConsoleContext
+from agent.console.proposal_process import CheckedProposal
 from agent.console.releases import REFUSE, refusal_serial
 from agent.event_log import open_log
 from agent.ingest.context import open_ingest
 from agent.runtime import open_runtime
+from agent.service.jobs import FAILED, INTERRUPTED, PROPOSED, QUEUED, Event, Job, JobStore
 from agent.service.ledger_access import SharedLedger
+from agent.service.proposal_form import FormField, FormGroup, ProposalForm
+from agent.storage import projects
 from agent.storage.site_directory import MAIN
 from agent.storage.spool import ReceivedFile
+from agent.storage.vault import JOB_OUTPUTS
 from policies.governance import amendments, decisions
 from policies.index.search import Index
-from policies.statements import parse
+from policies.statements import Release, parse
 from protos.web.client_certificates import PinnedCertificates
 from protos.web.login_cli import FOLDER
 from protos.web.settings import ConsoleSettings
@@ -39,9 +45,29 @@ INGEST = '[pacs.main]\naet = "MAINPACS"\nhost = "127.0.0.1"\nport = 9\ncalling =
 OUT = ("POST /logout", "POST /login")
 REFUSED = {
     "POST /pacs/{kind}/{name}/ask": [409],  # nobody listens there
+    "POST /jobs/{number}/refuse": [409],  # a text of the corpus was a reason
+    "POST /jobs/{number}/cancel": [303, 409],  # the release of one is made: it is refused under Releases
     "POST /releases/{release}/send": [409],  # somebody has refused it
     "POST /releases/{release}/withdraw": [404],  # the refusal before has done so
 }
+
+
+FORM = ProposalForm(
+    ("release", "ksame"),
+    "a form with every kind of field",
+    (
+        FormGroup(
+            "", "", (FormField("--basis", "file", choices=("random",), prefixes=("vgg",)), FormField("--k", "int"))
+        ),
+        FormGroup("cohort", "", (FormField("cohort.labels", "text", many=True), FormField("cohort.fit", "bool"))),
+        FormGroup(
+            "public", "", (FormField("public.pictures", "folder"), FormField("public.how", "choice", choices=("a",)))
+        ),
+        FormGroup("vetting", "", (FormField("vetting.top", "float"), FormField("vetting.file_sha256", "text")), True),
+    ),
+    config="--config",
+    mechanism="ksame",
+)
 
 
 class Clerk:
@@ -66,6 +92,11 @@ class Clerk:
         if form.path == "/opt-out/do":
             looked = [token for token, one in self.context.memory.looked.items() if one.who == name]
             return {"token": (looked[-1] if looked else "none",)}
+        if head == "/jobs/propose":
+            basis, eyes = ("networks/basis.safetensors",), ("networks/eyes",)
+            return {"--basis": basis, "public.pictures": eyes, "public.how": ("a",), "propose": ("yes",)}
+        if head.startswith("/jobs/"):
+            return {"why": ("the purpose is over",)} if tail == "refuse" else {}
         typed: dict[str, dict[str, Any]] = {
             "/opt-out/look": {"patients": (self.place.patient_id(99),)},
             "/opt-out/undo": {"patients": (self.place.patient_id(99),)},
@@ -94,9 +125,12 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
         hospital(tmp_path_factory.mktemp("place")) as place,
     ):
         heard = Heard.listening(patch)
+        patch.setattr(proposals, "read_all_forms", lambda: (FORM,))
+        patch.setattr(proposals, "check_proposal", lambda *_: CheckedProposal())  # the reader has tests of its own
         (place.home.root / "ingest.toml").write_text(INGEST)
         release = place.release()
         place.refuse(2, source=CORPUS[0])
+        has_jobs(place, release)
         for name in ROLES:
             place.login(name)
         with open_runtime(place.home.root, lambda *_: None) as opened:
@@ -108,6 +142,28 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
                 made = Trial(_side(place, context), heard)
                 _happens(place, context, made, release)
                 yield made
+
+
+def has_jobs(place: Hospital, release: str) -> None:
+    """Four jobs: one that is proposed, one queued, one that failed with a hostile text, and one with a paid price."""
+    (place.home.root / "networks" / "eyes").mkdir(parents=True)
+    (place.home.root / "networks" / "basis.safetensors").write_bytes(b"a basis")
+    with closing(projects.open_vault(place.home)) as vault:
+        made = parse((vault.note("pending") or {})[release]["statement"].encode())
+        assert isinstance(made, Release)
+        vault.place(f"{JOB_OUTPUTS}4/sheet.html").write(b"<html>a sheet</html>")
+    store, words = (
+        JobStore(place.home.root),
+        ("release", "ksame", "--k=5", "--sheet=out/sheet.html", f"--modality={CORPUS[0]}"),
+    )
+    for state, grant in ((PROPOSED, ""), (QUEUED, ""), (FAILED, ""), (INTERRUPTED, made.grant)):
+        events = (
+            Event(1.0, PROPOSED if state == PROPOSED else QUEUED, "", CORPUS[0][:60]),
+            Event(2.0, state, CORPUS[0]),
+        )
+        number = store.add(Job(0, words, MAIN, events[: 1 if state == PROPOSED else 2], grant=grant)).number
+        (store.folder(number) / "stdout").write_text(f"{CORPUS[0]}\n")
+        (store.folder(number) / "in" / "0-some.toml").write_text(f"# {CORPUS[0]}\n")
 
 
 def _side(place: Hospital, context: SiteConsoleContext) -> Side:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 import agent.console.releases
 import agent.runtime
 from agent.console import review_images
+from agent.console.context import PendingRelease, SiteConsoleContext
 from agent.console.descriptions import REFUSALS
 from agent.gateway.client import GatewayClient
 from agent.storage import projects
@@ -371,3 +373,22 @@ def test_an_opt_out_names_the_way_out_where_nobody_approves() -> None:
 
     told = " ".join(text for _, text in sentences(Consequences(1, 1, 0, (), ("release-a",), (), 0, 0, 0)))
     assert "`release withdraw`" in told
+
+
+def test_a_comparison_that_ends_while_its_page_is_made_is_shown_by_the_next_look_of_the_same_page(
+    made: Hospital, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, shown = made.release(), review_images.shown
+
+    def late(context: SiteConsoleContext, one: PendingRelease) -> review_images.ReleaseImages:
+        found = shown(context, one)
+        if threading.current_thread().name != "errand":  # the comparison looks, too
+            context.errand.wait(30)
+        return found
+
+    with serving(made), made.client("dora") as dora:
+        monkeypatch.setattr(agent.console.releases.review_images, "shown", late)
+        assert dora.post(f"/releases/{release}/compare").status_code == 303
+        page = dora.get(f"/releases/{release}").text
+        assert re.search(r'id="likeness" data-live|nearest real<', page), "it would stay as it is for ever"
+        assert "nearest real<" in dora.get(f"/releases/{release}").text
