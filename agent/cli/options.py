@@ -27,6 +27,7 @@ NETWORKS: Final = ("generator", "encoder", "features", "recogniser", "semantics"
 SIZES: Final = ("tiny32", "small64", "small128", "auto128", "auto256", "auto512", "auto1024")
 
 
+_RELEASE: Final = "its number, as `status` shows it, or its id"
 _HOME: Final = (
     "the site's directory. These commands need none: train, draw, deface IN OUT, audit, login make, ledger person, "
     "ledger ask, ledger sign"
@@ -269,13 +270,13 @@ def _add_releases(parser: argparse.ArgumentParser) -> None:
     for name, one in release.choices.items():
         one.set_defaults(mechanism=name)
     send = add(release, "send", "hand over a release that is kept here: approved, or not answered yet")
-    send.add_argument("release", help="its id, as `release` printed it")
+    send.add_argument("release", help=_RELEASE)
     _json(send)
     inspect = add(release, "inspect", "show what the approvers are asked to approve")
-    inspect.add_argument("release")
+    inspect.add_argument("release", help=_RELEASE)
     inspect.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
     withdraw = add(release, "withdraw", "withdraw a release that was not approved")
-    withdraw.add_argument("release")
+    withdraw.add_argument("release", help=_RELEASE)
 
 
 def _resumable(command: argparse.ArgumentParser) -> None:

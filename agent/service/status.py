@@ -7,13 +7,14 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from agent.gateway.credentials import Credentials, way_back
 from agent.gateway.enrolment import WAITING
 from agent.ingest import errors as ingest_errors
 from agent.ingest.config import read_ingestion
-from agent.release.unsent import statement_of
+from agent.service import pending
+from agent.service.commands import PROGRAM
 from agent.storage import projects, read_only_access
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import SiteDirectory, origin
@@ -132,12 +133,10 @@ def _people(home: SiteDirectory) -> Iterator[Step]:
     if not (home.root / "ledger.db").exists() or not (home.keys / "federation.toml").exists():
         yield Step(RELEASE, "ledger", "it begins with enrolment", "see above")
         return
-    with read_only_access.notes(home) as notes:
-        pending: dict[str, Any] = (notes.note("pending") if notes is not None else None) or {}
     with read_store(open_read_only(home.root / "ledger.db"), origin(home.settings().site), home.sign_key()) as store:
         yield from _ready(home, store)
-        for number, name in enumerate(sorted(pending), 1):
-            yield _waiting(home, store, number, pending[name])
+    for one in pending.waiting(home):
+        yield Step(WAITS, *one.next_step(PROGRAM))
 
 
 def _ready(home: SiteDirectory, store: Store) -> Iterator[Step]:
@@ -161,14 +160,3 @@ def _ready(home: SiteDirectory, store: Store) -> Iterator[Step]:
         else:
             words = f"lazaret-agent ledger propose {name} BUDGET, which two people approve"
             yield Step(RELEASE, f"budget {name}", "it is used up", words)
-
-
-def _waiting(home: SiteDirectory, store: Store, number: int, kept: dict[str, Any]) -> Step:
-    r = statement_of(kept)
-    given = store.state.approvals(r.release, "release", r.release, r.artifact_sha256)
-    missing = sorted(site_policy(home, store).approvals - set(given))
-    name = f"release {number}, {r.mechanism}"
-    if not missing:
-        return Step(WAITS, name, "it is made, and may leave", f"lazaret-agent release send {r.release}")
-    words = f"lazaret-agent release inspect {r.release} --out FOLDER"
-    return Step(WAITS, name, f"it is made; {' and '.join(missing)} must approve it", words)

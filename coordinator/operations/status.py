@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
-from coordinator.enrolment.enrolment_requests import Enrolments
+from coordinator.operations import pending
 from coordinator.storage.directory import ORIGIN, CoordinatorDirectory, look_at_ledger
 from policies.ledger.approvals import APPROVING
 from policies.ledger.read_only import read_store
-from policies.ledger.state import State
 from policies.ledger.store import LedgerUnsoundError
 from policies.review.policy import PolicyError
 from protos.common.errors import ConfigError, RefusedError, UnreachableError
-from protos.identity.certificates import fingerprint
 from protos.identity.key_files import KeyFileError
 from protos.operations.next_steps import Step, answered, collect, disk
 from protos.service.control_client import connect
@@ -87,23 +85,14 @@ def _ledger(home: CoordinatorDirectory, now: dt.datetime) -> Iterator[Step]:
             told = "after a restore nothing is granted before it has presented them"
             words = "its agent does so by itself; or: lazaret-coordinator ledger waive"
             yield Step(ROUNDS, f"receipts of {site}", told, words)
-        yield from _waiting(home, state, now)
-
-
-def _waiting(home: CoordinatorDirectory, state: State, now: dt.datetime) -> Iterator[Step]:
-    if not home.enrolments.exists():
-        return
-    number = 0
-    for record in Enrolments(home.enrolments).all():
-        asked, enrolled = record.asked, state.sites.get(record.site)
-        if asked is None or asked.state == "declined" or not now < asked.ends:
-            continue
-        if enrolled is not None and enrolled.envelope.hex() == asked.digest:
-            continue
-        number += 1
-        told = f"two people compare its fingerprint by phone, {fingerprint(asked.envelope)}, and sign"
-        words = f"lazaret-coordinator ledger sign enrol {record.site} {asked.digest} --serial NAME ..., then: approve"
-        yield Step(WAITS, f"request {number}, {record.site}", told, words)
+        for one in pending.of_store(home, store, now):
+            name, missing, command = one.next_step(pending.PROGRAM)
+            told = (
+                f"; they compare its fingerprint by phone: {one.fingerprint}"
+                if one.fingerprint and one.missing
+                else ""
+            )
+            yield Step(WAITS, name, missing + told, command)
 
 
 def run(arguments: argparse.Namespace) -> int:
