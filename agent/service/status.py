@@ -40,9 +40,7 @@ PARTS: Final = {
     "search index": ("search.db*",),
     "rounds": ("flower",),
 }
-_INVITED: Final = (
-    "ask the coordinator for an invitation, then: lazaret-agent enrol FILE --fingerprint AS-HEARD-BY-PHONE"
-)
+_INVITED: Final = "ask the coordinator for an invitation, then: lazaret-agent setup"
 _EXPECTED: Final = (*ingest_errors.EXPECTED, ConfigError, KeyFileError, LedgerUnsoundError, PolicyError, VaultError)
 
 
@@ -65,7 +63,7 @@ def steps(home: SiteDirectory, now: dt.datetime) -> list[Step]:
 
 def _directory(home: SiteDirectory) -> Iterator[Step]:
     if not (home.root / "site.toml").exists():
-        words = "lazaret-agent --home DIR init --site NAME --coordinator HOST:PORT --modality MODALITY"
+        words = "ask the coordinator for an invitation, then: lazaret-agent --home DIR setup"
         yield Step(IMAGES, "directory", "there is none yet", words)
         return
     settings = home.settings()
@@ -77,7 +75,7 @@ def _enrolment(home: SiteDirectory, now: dt.datetime) -> Iterator[Step]:
         request = home.root / "request.json"
         if (home.keys / WAITING).exists():
             told = f"the request waits for two people; its fingerprint: {fingerprint(request.read_bytes())}"
-            yield Step(IMAGES, "enrolment", told, "tell them the fingerprint by phone, then: lazaret-agent enrol")
+            yield Step(IMAGES, "enrolment", told, "tell them the fingerprint by phone, then: lazaret-agent setup")
         else:
             yield Step(IMAGES, "enrolment", "this site is not enrolled", _INVITED)
         return
@@ -111,7 +109,7 @@ def _images(home: SiteDirectory) -> Iterator[Step]:
     if read_only_access.records(home).most:  # how many patients is not said
         yield Step(IMAGES, "images", said="; ".join(filter(None, ("there are some", more))))
     else:
-        words = "send images to `serve`, or: lazaret-agent ingest"
+        words = "lazaret-agent serve, which receives them; or from a folder: lazaret-agent ingest"
         if waiting.total():
             words = f"lazaret-agent ingest --project {waiting.most_common(1)[0][0]}"
         yield Step(IMAGES, "images", "; ".join(filter(None, ("there are none yet", more))), words)
@@ -145,7 +143,7 @@ def _ready(home: SiteDirectory, store: Store) -> Iterator[Step]:
         told = "this site was restored from a backup, and is granted nothing before it has shown what it lost"
         yield Step(RELEASE, "recovery", told, "lazaret-agent recover --shared EXPORT, see deploy/docs/restore.md")
     for role in sorted(policy.approvals - state.office()):
-        words = f"lazaret-agent ledger person KEY-FILE, then: lazaret-agent ledger appoint NAME {role} PUBLIC-KEY"
+        words = "the person types: lazaret-agent ledger person FILE; then: lazaret-agent setup"
         yield Step(RELEASE, f"a person of {role}", "the policy wants one to approve, and nobody is appointed", words)
     if not policy.approvals - state.office():
         wanted = ", ".join(sorted(policy.approvals)) or "nobody"

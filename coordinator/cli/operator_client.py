@@ -20,14 +20,18 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from coordinator import errors as coordinator_errors
-from coordinator.cli.output import ERR, OUT
+from coordinator.admission import AdmissionService
+from coordinator.cli.output import ERR, OUT, say
+from coordinator.enrolment.authority import Authority, Invitation
 from coordinator.operations.pending import request_named, waiting
 from coordinator.storage import directory as homes
 from policies.accounting.rounding import epsilon_text
 from policies.governance.decisions import said_by
 from protos.common import durable_files
 from protos.common.text import MINUTE, utc
+from protos.operations.next_steps import SetupReport
 from protos.protocol_version import USER_AGENT
+from protos.service.control_client import is_serving
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 
@@ -47,17 +51,40 @@ def _stub(home: homes.CoordinatorDirectory) -> Iterator[Any]:
 
 def _invite(arguments: argparse.Namespace) -> int:
     """Make a one-use invitation: a file without secrets, and a token to be told another way."""
-    with _stub(homes.CoordinatorDirectory(arguments.home)) as stub:
-        reply = stub.Invite(gateway_pb2.InviteRequest(site=arguments.site), timeout=CALL_S)
-    durable_files.replace_file(arguments.out, reply.invitation)
-    if arguments.token_file:
-        durable_files.replace_file(arguments.token_file, reply.token.encode() + b"\n")
-    OUT.print(f"wrote {arguments.out.name}: send it to {arguments.site}; it contains no secret")
-    if not arguments.token_file:
-        OUT.print(f"token, valid for one request within 30 minutes: {reply.token}", soft_wrap=True)
-    OUT.print(f"fingerprint of the federation's root: {reply.fingerprint}", soft_wrap=True)
-    OUT.print("give both by phone; never send the token together with the file")
+    invite(homes.CoordinatorDirectory(arguments.home), arguments, SetupReport(False))
     return 0
+
+
+def invite(home: homes.CoordinatorDirectory, arguments: argparse.Namespace, report: SetupReport) -> None:
+    """The same for ``setup``, too: by the coordinator that serves, or here where none serves.
+
+    Raises:
+        CoordinatorConfigError: the coordinator refuses, in its words.
+    """
+    if is_serving(home.root):
+        try:
+            with _stub(home) as stub:
+                reply = stub.Invite(gateway_pb2.InviteRequest(site=arguments.site), timeout=CALL_S)
+        except grpc.RpcError as error:
+            raise coordinator_errors.CoordinatorConfigError(str(error.details())) from None
+        made = Invitation(reply.invitation, reply.token, reply.fingerprint)
+    else:
+        with homes.open_ledger(home) as store:
+            intake = AdmissionService.over(store, home.policy())
+            made = Authority(home, intake, lambda: dt.datetime.now(dt.UTC)).invite(arguments.site)
+    _hand_out(made, arguments, report)
+
+
+def _hand_out(made: Invitation, arguments: argparse.Namespace, report: SetupReport) -> None:
+    """Write an invitation to its file, and say what goes by phone."""
+    durable_files.replace_file(arguments.out, made.body)
+    report.wrote(arguments.out.name, f"send it to {arguments.site}; it contains no secret")
+    if arguments.token_file:
+        durable_files.replace_file(arguments.token_file, made.token.encode() + b"\n", 0o600)
+    else:
+        report.tell("token, valid for one request within 30 minutes", made.token)
+    report.tell("fingerprint of the federation's root", made.fingerprint)
+    report.say("give both by phone; never send the token together with the file")
 
 
 def _enrolments(arguments: argparse.Namespace) -> int:
@@ -107,7 +134,7 @@ def enrol_site(home: homes.CoordinatorDirectory, site: str, serial: str, approva
             stub.Approve(request, timeout=CALL_S)
     except grpc.RpcError as error:
         raise coordinator_errors.CoordinatorConfigError(str(error.details())) from None
-    OUT.print(f"{site} is enrolled; its agent notices this by itself, or with `lazaret-agent enrol`")
+    say(f"{site} is enrolled; its agent notices this by itself, or with `lazaret-agent setup`")
 
 
 def _revoke(arguments: argparse.Namespace) -> int:

@@ -50,7 +50,7 @@ def steps(home: CoordinatorDirectory, now: dt.datetime) -> list[Step]:
 
 def _directory(home: CoordinatorDirectory) -> Iterator[Step]:
     if not (home.root / "coordinator.toml").exists():
-        words = "lazaret-coordinator --home DIR init --listen HOST:PORT --policy PRESET"
+        words = "lazaret-coordinator --home DIR setup"
         yield Step(JOIN, "directory", "there is none yet", words)
         return
     home.policy()
@@ -73,13 +73,13 @@ def _ledger(home: CoordinatorDirectory, now: dt.datetime) -> Iterator[Step]:
     with read_store(look_at_ledger(home), ORIGIN, home.ledger_key()) as store:
         state = store.state
         for role in sorted(APPROVING - state.office()):
-            words = f"lazaret-coordinator ledger person FILE; lazaret-coordinator ledger appoint NAME {role} KEY"
+            words = "the person types: lazaret-coordinator ledger person FILE; then: lazaret-coordinator setup"
             yield Step(JOIN, f"a person of {role}", "two people of different roles approve each site", words)
         joined = sorted(set(state.sites) - set(state.revoked_sites))
         if joined:
             yield Step(ROUNDS, "sites", said=", ".join(joined))
         else:
-            words = "lazaret-coordinator invite SITE --out FILE"
+            words = "lazaret-coordinator setup --invite SITE"
             yield Step(ROUNDS, "sites", "no site is enrolled", words)
         for site in sorted(state.sites_awaited):
             told = "after a restore nothing is granted before it has presented them"
@@ -87,11 +87,7 @@ def _ledger(home: CoordinatorDirectory, now: dt.datetime) -> Iterator[Step]:
             yield Step(ROUNDS, f"receipts of {site}", told, words)
         for one in pending.of_store(home, store, now):
             name, missing, command = one.next_step(pending.PROGRAM)
-            told = (
-                f"; they compare its fingerprint by phone: {one.fingerprint}"
-                if one.fingerprint and one.missing
-                else ""
-            )
+            told = ", who hear its fingerprint by phone, and type it" if one.fingerprint and one.missing else ""
             yield Step(WAITS, name, missing + told, command)
 
 

@@ -76,16 +76,26 @@ def _person(arguments: argparse.Namespace, tools: CliContext) -> None:
     tools.say(base64.b64encode(key.public_key().public_bytes_raw()).decode())
 
 
-def _appoint(arguments: argparse.Namespace, tools: CliContext) -> None:
+def read_person(name: str, key: str) -> tuple[str, bytes]:
+    """A person's name and public key, as people type them.
+
+    Raises:
+        InvalidEntryError: one of them is none.
+    """
     try:
-        key = _key(arguments.key)
+        public = _key(key)
     except ValueError:
         raise InvalidEntryError("the public key is not 32 bytes in base64, as `ledger person` prints it") from None
-    if not ID.fullmatch(arguments.person):
+    if not ID.fullmatch(name):
         raise InvalidEntryError("a person's name is 1 to 64 of a-z, 0-9, - and _")
+    return name, public
+
+
+def _appoint(arguments: argparse.Namespace, tools: CliContext) -> None:
+    person, key = read_person(arguments.person, arguments.key)
     with tools.acts(arguments) as do:
-        do("ledger/appoint", person=arguments.person, role=arguments.role, key=key.hex(), serial=arguments.serial)
-    tools.say(f"appointed {arguments.person}, {arguments.role}")
+        do("ledger/appoint", person=person, role=arguments.role, key=key.hex(), serial=arguments.serial)
+    tools.say(f"appointed {person}, {arguments.role}")
 
 
 def _dismiss(arguments: argparse.Namespace, tools: CliContext) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import getpass
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 from protos.common.errors import ConfigError
@@ -50,7 +50,7 @@ def ask(option: str, question: str, read: Callable[[str], T], default: str | Non
 
 
 def ask_secret(option: str, question: str, read: Callable[[str], T]) -> T:
-    """A secret: from the terminal, unseen, until it can be read; or a line of standard input. Never an option's value.
+    """A secret: from the terminal, unseen, until it can be read; or a line of standard input.
 
     Args:
         option: names a file that holds it.
@@ -88,6 +88,22 @@ def ask_or_take(option: str, text: str, question: str, read: Callable[[str], T],
         return read(text)
     except ValueError as error:
         raise BadAnswerError(f"{option}: {error}") from None
+
+
+def ask_pair(option: str, words: Sequence[str], question: str, read: Callable[[str, str], T]) -> T | None:
+    """Two words, from the option or the terminal; None for an empty line, and where nobody can be asked.
+
+    Raises:
+        BadAnswerError: the option's words cannot be read; the sentence names the option.
+    """
+
+    def split(text: str) -> T | None:
+        pair = text.split()
+        if pair and len(pair) != 2:
+            raise ValueError("two words, with a space between them")
+        return read(*pair) if pair else None
+
+    return ask_or_take(option, " ".join(words), question, split, "")
 
 
 def confirm(yes: bool, question: str) -> bool:
