@@ -31,7 +31,6 @@ from protos.common import durable_files
 from protos.common.text import MINUTE, utc
 from protos.operations.next_steps import SetupReport
 from protos.protocol_version import USER_AGENT
-from protos.service.control_client import is_serving
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 
@@ -61,15 +60,14 @@ def invite(home: homes.CoordinatorDirectory, arguments: argparse.Namespace, repo
     Raises:
         CoordinatorConfigError: the coordinator refuses, in its words.
     """
-    if is_serving(home.root):
-        try:
-            with _stub(home) as stub:
-                reply = stub.Invite(gateway_pb2.InviteRequest(site=arguments.site), timeout=CALL_S)
-        except grpc.RpcError as error:
-            raise coordinator_errors.CoordinatorConfigError(str(error.details())) from None
+    try:
+        with _stub(home) as stub:
+            reply = stub.Invite(gateway_pb2.InviteRequest(site=arguments.site), timeout=CALL_S)
         made = Invitation(reply.invitation, reply.token, reply.fingerprint)
-    else:
-        with homes.open_ledger(home) as store:
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise coordinator_errors.CoordinatorConfigError(str(error.details())) from None
+        with homes.open_ledger(home) as store:  # which nobody else can have open then
             intake = AdmissionService.over(store, home.policy())
             made = Authority(home, intake, lambda: dt.datetime.now(dt.UTC)).invite(arguments.site)
     _hand_out(made, arguments, report)

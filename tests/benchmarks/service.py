@@ -1,6 +1,6 @@
 """Short commands beside a running service: asked over its socket, or with a ledger that the command opens itself.
 
-And how many lines a hospital and a coordinator type, the approvers' among them, until the first image is in the vault.
+And how many lines each side types, the approvers' among them, until the first image is in the vault.
 Wall-clock times of whole processes, in turn; a ratio is that of the medians.
 """
 
