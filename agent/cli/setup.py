@@ -23,7 +23,7 @@ from agent.gateway import enrolment
 from agent.gateway.credentials import Credentials, way_back
 from agent.ingest import config as ingest
 from agent.service import status
-from agent.service.commands import site_acts
+from agent.service.commands import PROGRAM, site_acts
 from agent.storage import site_directory
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.site_ledger import site_policy
@@ -36,7 +36,7 @@ from policies.review.policy import preset
 from protos.common.dsse import key_id
 from protos.common.durable_files import create_file
 from protos.operations import questions
-from protos.operations.next_steps import SetupReport
+from protos.operations.next_steps import SetupReport, as_owner
 from protos.web import login_cli
 
 _PRESETS: Final = ("internal", "controlled", "public")
@@ -63,15 +63,16 @@ def enrol(arguments: argparse.Namespace) -> int:
 def setup(arguments: argparse.Namespace) -> int:
     """Go on with everything that is missing; exit 1 until the site is enrolled."""
     report, home = SetupReport(arguments.json), SiteDirectory(arguments.home)
-    site_directory.finish(home)
-    given = _directory(home, arguments, report)
-    _ways_in(home, arguments, report)
-    login_cli.open_console(home.root, arguments.console, arguments.login, report)
-    given = given or _missing_invitation(home, arguments)
-    enrolled = _join(home, given, arguments.wait, report)
-    if enrolled:
-        _people(home, arguments, report)
-    report.end(status.steps(home, dt.datetime.now(dt.UTC)))
+    with as_owner(PROGRAM):
+        site_directory.finish(home)
+        given = _directory(home, arguments, report)
+        _ways_in(home, arguments, report)
+        login_cli.open_console(home.root, arguments.console, arguments.login, report)
+        given = given or _missing_invitation(home, arguments)
+        enrolled = _join(home, given, arguments.wait, report)
+        if enrolled:
+            _people(home, arguments, report)
+        report.end(status.steps(home, dt.datetime.now(dt.UTC)))
     return 0 if enrolled else 1
 
 

@@ -75,11 +75,11 @@ def invite(home: homes.CoordinatorDirectory, arguments: argparse.Namespace, repo
 
 def _hand_out(made: Invitation, arguments: argparse.Namespace, report: SetupReport) -> None:
     """Write an invitation to its file, and say what goes by phone."""
+    if arguments.token_file:  # first: an invitation that is there has a token that is known
+        durable_files.replace_file(arguments.token_file, made.token.encode() + b"\n", 0o600)
     durable_files.replace_file(arguments.out, made.body)
     report.wrote(arguments.out.name, f"send it to {arguments.site}; it contains no secret")
-    if arguments.token_file:
-        durable_files.replace_file(arguments.token_file, made.token.encode() + b"\n", 0o600)
-    else:
+    if not arguments.token_file:
         report.tell("token, valid for one request within 30 minutes", made.token)
     report.tell("fingerprint of the federation's root", made.fingerprint)
     report.say("give both by phone; never send the token together with the file")

@@ -17,6 +17,7 @@ from coordinator.cli.output import OUT, say
 from coordinator.enrolment.enrolment_requests import Enrolments
 from coordinator.operations import status
 from coordinator.operations.control import ledger_acts
+from coordinator.operations.pending import PROGRAM
 from coordinator.storage import directory as homes
 from policies.governance.cli import read_person
 from policies.ledger.approvals import APPROVING
@@ -27,19 +28,20 @@ from policies.review.policy import preset
 from protos.federation import flower_environment
 from protos.identity.certificates import SITE_NAME
 from protos.operations import questions
-from protos.operations.next_steps import SetupReport
+from protos.operations.next_steps import SetupReport, as_owner
 from protos.web import login_cli
 
 
 def setup(arguments: argparse.Namespace) -> int:
     """Go on with everything that is missing."""
     report, home = SetupReport(arguments.json), homes.CoordinatorDirectory(arguments.home)
-    homes.finish(home)
-    _directory(home, arguments, report)
-    login_cli.open_console(home.root, arguments.console, arguments.login, report)
-    _people(home, arguments, report)
-    _invitation(home, arguments, report)
-    report.end(status.steps(home, dt.datetime.now(dt.UTC)))
+    with as_owner(PROGRAM):
+        homes.finish(home)
+        _directory(home, arguments, report)
+        login_cli.open_console(home.root, arguments.console, arguments.login, report)
+        _people(home, arguments, report)
+        _invitation(home, arguments, report)
+        report.end(status.steps(home, dt.datetime.now(dt.UTC)))
     return 0
 
 

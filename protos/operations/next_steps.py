@@ -5,16 +5,19 @@ Where a doctor judges what is there, this says what to do next. Both sides use i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+
+from protos.common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,26 @@ class SetupReport:
             if step.goal == missing[0].goal:
                 self.say(f"next: {step.name}: {step.missing}")
                 self.say(f"      {step.command}")
+
+
+class AccessDeniedError(ConfigError):
+    """This user may not read or write what the command needs."""
+
+
+@contextlib.contextmanager
+def as_owner(program: str) -> Iterator[None]:
+    """Say who must type ``setup``, where this user may not.
+
+    Raises:
+        AccessDeniedError: a file or folder is another user's.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        name = Path(str(error.filename or "")).name
+        raise AccessDeniedError(
+            f"{name}: {error.strerror}: run `{program} setup` as the user who owns it, such as the service's"
+        ) from None
 
 
 def _as_json(steps: Sequence[Step]) -> list[dict[str, Any]]:
