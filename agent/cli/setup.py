@@ -229,12 +229,22 @@ def _token(arguments: argparse.Namespace, read: Callable[[str], str]) -> str:
 
 
 def _missing_invitation(home: SiteDirectory, arguments: argparse.Namespace) -> enrolment.Given | None:
-    """The invitation of a site that has handed in no request, or was given another one."""
-    now = dt.datetime.now(dt.UTC)
-    begun = (
-        (home.keys / enrolment.WAITING).exists() or _is_enrolled(home, now) or way_back(home.keys, now) is not None
-    )
-    return None if begun and arguments.invitation is None else _invitation(arguments)[0]
+    """The invitation of a site that has handed in no request, or that still holds: a script names it every time."""
+    now, asking = dt.datetime.now(dt.UTC), (home.keys / "request.key").exists()
+    waits = (home.keys / enrolment.WAITING).exists()
+    if asking and not waits and (_is_enrolled(home, now) or way_back(home.keys, now) is not None):
+        return None
+    if waits and (arguments.invitation is None or not _holds(arguments.invitation, now)):
+        return None
+    return _invitation(arguments)[0]
+
+
+def _holds(invitation: Path, now: dt.datetime) -> bool:
+    """Whether a file is an invitation that can be used now."""
+    try:
+        return now.timestamp() < enrolment.read_invitation(invitation.read_bytes()).until
+    except (OSError, SiteConfigError):
+        return False
 
 
 def _is_enrolled(home: SiteDirectory, now: dt.datetime) -> bool:
