@@ -89,11 +89,9 @@ def test_an_operator_whose_coordinator_does_not_serve_is_told_so(
     assert coordinator.cli.main.main([*home, "init", "--listen", "127.0.0.1:1"]) == 0
     (tmp_path / "approval.json").write_text("{}")
     approve = ["approve", "site-a", str(tmp_path / "approval.json"), "--serial", "s-1"]
-    invite = ["invite", "site-a", "--out", str(tmp_path / "invitation")]
-    for words in (approve, invite, ["enrolments"], ["round", "stop", "r"], ["round", "watch", "r"]):
+    for words in (approve, ["enrolments"], ["round", "stop", "r"], ["round", "watch", "r"]):
         assert coordinator.cli.main.main([*home, *words]) == 1
         assert "refused: " in capsys.readouterr().err
-    assert not (tmp_path / "invitation").exists()
 
 
 def test_a_policy_with_problems_names_them_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

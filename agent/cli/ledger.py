@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
+from typing import TYPE_CHECKING
 
 from agent.cli.output import OUT, print_progress, say
-from agent.service.commands import site_acts
+from agent.service.commands import PROGRAM, site_acts
 from agent.storage import site_directory
 from policies.governance import cli
 from policies.ledger.backends.sqlite import export_file, read_lines
 from protos.common.dsse import key_id
+from protos.identity.certificates import same_fingerprint
 from protos.identity.key_files import pem, signing_key, write_private
+from protos.operations import questions
+
+if TYPE_CHECKING:
+    from policies.governance.pending import Pending
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -35,12 +41,32 @@ def _fingerprint(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _waiting(arguments: argparse.Namespace) -> list[Pending]:
+    from agent.service.pending import waiting  # noqa: PLC0415 - who only asks the service waits for none of this
+
+    return waiting(site_directory.SiteDirectory(arguments.home))
+
+
+def _next_step(arguments: argparse.Namespace, words: tuple[str, str, str, str]) -> None:
+    """Say who has not signed, or what carries out what was signed."""
+    serial, *rest = words
+    for one in _waiting(arguments):
+        if [one.serial, one.action, one.subject, one.value] == [serial, *rest]:
+            name, missing, command = one.next_step(PROGRAM)
+            say(f"{name}: {missing}: {command}")
+
+
 TOOLS = cli.CliContext(
     acts=lambda arguments: site_acts(arguments.home, partial(print_progress, silent=False)),
     origin=lambda arguments: site_directory.origin(site_directory.SiteDirectory(arguments.home).settings().site),
     read_key=signing_key,
     write_key=lambda path, key: write_private(path, pem(key)),
     say=say,
+    program=PROGRAM,
+    waiting=_waiting,
+    confirm=questions.confirm,
+    compare=same_fingerprint,
+    next_step=_next_step,
 )
 
 

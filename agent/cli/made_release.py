@@ -12,17 +12,18 @@ from agent.service.commands import read_verdict, site_acts
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Show approvers what they are asked to approve: files to look at, and the statement to sign."""
-    from agent.release.approval import waiting  # noqa: PLC0415 - who only asks the service waits for none of this
+    from agent.release import approval  # noqa: PLC0415 - who only asks the service waits for none of this
     from agent.reports.approval import show  # noqa: PLC0415 - as above
+    from agent.service import pending  # noqa: PLC0415 - as above
     from agent.service.ledger_access import BorrowedLedger  # noqa: PLC0415 - as above
     from agent.storage import projects  # noqa: PLC0415 - as above
     from agent.storage.site_directory import SiteDirectory  # noqa: PLC0415 - as above
     from agent.storage.site_ledger import site_policy  # noqa: PLC0415 - as above
 
-    home = SiteDirectory(arguments.home)
+    home, name = SiteDirectory(arguments.home), _named(arguments)
     store = BorrowedLedger(home).read()
     with closing(projects.open_vault(home)) as vault:
-        draft, artifact = waiting(vault, arguments.release)
+        draft, artifact = approval.waiting(vault, name)
     files = show(draft, artifact, arguments.out)
     given = store.state.approvals(draft.release, "release", draft.release, draft.artifact_sha256)
     missing = sorted(site_policy(home, store).approvals - set(given))
@@ -36,24 +37,40 @@ def inspect(arguments: argparse.Namespace) -> int:
         OUT.print(f"of planted copies, the vetting found {draft.vetting_power} or more")
     OUT.print(f"approved by: {', '.join(sorted(given)) or 'nobody yet'}; missing: {', '.join(missing) or 'nobody'}")
     line = f"ledger sign release {draft.release} {draft.artifact_sha256} --serial {draft.release}"
-    OUT.print(f"to approve: {line} --person NAME --key FILE --out FILE", soft_wrap=True)
+    OUT.print(f"to approve: ledger sign {pending.number_of(pending.waiting(home), name)} --person NAME --key FILE")
+    OUT.print(
+        f"or on another machine: {line} --person NAME --key FILE --ledger {store.origin} --out FILE", soft_wrap=True
+    )
     return 0
+
+
+def _named(arguments: argparse.Namespace) -> str:
+    """The release that was meant, by its name or by its short number."""
+    word: str = arguments.release
+    if not (word.isascii() and word.isdigit()):
+        return word
+    from agent.service.pending import release_named  # noqa: PLC0415 - as in :func:`inspect`
+    from agent.storage.site_directory import SiteDirectory  # noqa: PLC0415 - as above
+
+    return release_named(SiteDirectory(arguments.home), word)
 
 
 def send(arguments: argparse.Namespace) -> int:
     """Hand over a release that persons have approved; exit 1 when an approval is missing or a review refuses."""
+    name = _named(arguments)
     with site_acts(arguments.home, partial(print_progress, silent=arguments.json)) as do:
-        told = do("releases/send", release=arguments.release)
+        told = do("releases/send", release=name)
     verdict = read_verdict(told["verdict"])
-    print_verdict(arguments.release, told["mechanism"], verdict, arguments.json)
+    print_verdict(name, told["mechanism"], verdict, arguments.json)
     return 0 if verdict.admitted else 1
 
 
 def withdraw_release(arguments: argparse.Namespace) -> int:
     """Give up a release that persons did not approve; its grant is spent."""
+    name = _named(arguments)
     with site_acts(arguments.home, partial(print_progress, silent=False)) as do:
-        do("releases/withdraw", release=arguments.release)
-    OUT.print(f"{arguments.release} is withdrawn, and its grant is spent")
+        do("releases/withdraw", release=name)
+    OUT.print(f"{name} is withdrawn, and its grant is spent")
     return 0
 
 

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR0915 - a case a file of commands
     """Import what carries out the command, and nothing else: help and errors of usage wait for no library."""
     match arguments.command.split():
-        case ["init" | "enrol"]:
+        case ["setup" | "init" | "enrol"]:
             from agent.cli.setup import run
         case ["doctor" | "status"]:
             from agent.cli.doctor import run

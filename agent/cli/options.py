@@ -20,13 +20,14 @@ from agent.mechanisms.kanonymous import OPTIONS
 from agent.mechanisms.privimage import options as privimage
 from agent.mechanisms.remodel import options as remodel
 from policies.governance import options as governance_options
-from protos.operations.command_line import add, add_backup_commands, add_login_commands
+from protos.operations.command_line import add, add_backup_commands, add_login_commands, add_setup_options
 
 MAIN: Final = "main"  # agent.storage.site_directory.MAIN
 NETWORKS: Final = ("generator", "encoder", "features", "recogniser", "semantics")
 SIZES: Final = ("tiny32", "small64", "small128", "auto128", "auto256", "auto512", "auto1024")
 
 
+_RELEASE: Final = "its number, as `status` shows it, or its id"
 _HOME: Final = (
     "the site's directory. These commands need none: train, draw, deface IN OUT, audit, login make, ledger person, "
     "ledger ask, ledger sign"
@@ -125,22 +126,46 @@ def _sheet(command: argparse.ArgumentParser, needs: str = "") -> None:
 
 
 def _add_setup(commands: Any) -> None:
-    init = add(commands, "init", "make the site's directory, its keys and its request to join")
-    init.add_argument("--site", required=True, help="short lower-case name")
-    init.add_argument("--coordinator", default="127.0.0.1:7443", help="host:port")
-    init.add_argument("--proxy", default="", help="host:port of an HTTP proxy")
-    init.add_argument("--input", type=Path, default=Path("../input"), help="the folder that `ingest` reads")
-    init.add_argument("--policy", default="controlled", help="a preset or a .toml file")
-    init.add_argument("--modality", action="append", required=True, help="accepted modality; may be repeated")
-    init.add_argument("--secondary-capture-modality", action="append", default=[], help="see site.toml")
-    init.add_argument("--public-component", action="append", default=[], help="SHA-256; see site.toml")
-    enrol = add(commands, "enrol", "join the federation by invitation; again without one: ask for the answer")
+    text = "set the site up, step by step: directory, PACS, console, enrolment; again: go on with what is missing"
+    whole = add(commands, "setup", text)
+    _site(whole, required=False)
+    whole.add_argument("--invitation", type=Path, help="the file that the coordinator's operator sent")
+    whole.add_argument("--pacs", action="append", default=[], metavar="AE@ADDRESS", help="who sends; may be repeated")
+    whole.add_argument("--ae-title", default="", help="by which the PACS calls this server (LAZARET)")
+    whole.add_argument("--listen", default="0.0.0.0:11112", help="host:port for the PACS")
+    tls = "CERTIFICATE,KEY,CA; or `plain`, if another measure protects the network to the PACS"
+    whole.add_argument("--dicom-tls", default="", metavar="FILES", help=tls)
+    add_setup_options(whole)
+    _joining(whole)
+    _json(whole)
+    init = add(commands, "init", "one step of `setup`: make the site's directory, its keys and its request to join")
+    _site(init, required=True)
+    enrol = add(commands, "enrol", "one step of `setup`: join by invitation; without one: ask for the answer")
     enrol.add_argument("invitation", type=Path, nargs="?", help="the file that the coordinator's operator sent")
-    enrol.add_argument("--fingerprint", default="", help="the root's fingerprint, as you heard it by phone")
-    enrol.add_argument("--token-file", type=Path, help="file with the token (default: standard input)")
-    enrol.add_argument("--wait", type=float, default=0.0, help="seconds to wait for approval")
+    _joining(enrol)
     _json(add(commands, "doctor", "check configuration, keys and the connection to the coordinator"))
     _json(add(commands, "status", "show what is missing until images flow and a release can leave, and what to type"))
+
+
+def _site(command: argparse.ArgumentParser, *, required: bool) -> None:
+    """What a site's directory is made of. ``setup`` asks for what is not there, and an invitation says much of it."""
+    command.add_argument("--site", required=required, default="", help="short lower-case name")
+    address = "127.0.0.1:7443" if required else ""
+    command.add_argument("--coordinator", default=address, help="host:port")
+    command.add_argument("--proxy", default="", help="host:port of an HTTP proxy")
+    command.add_argument("--input", type=Path, default=Path("../input"), help="the folder that `ingest` reads")
+    command.add_argument("--policy", default="controlled" if required else "", help="a preset or a .toml file")
+    text = "accepted modality; may be repeated"
+    command.add_argument("--modality", action="append", required=required, default=[], help=text)
+    command.add_argument("--secondary-capture-modality", action="append", default=[], help="see site.toml")
+    command.add_argument("--public-component", action="append", default=[], help="SHA-256; see site.toml")
+
+
+def _joining(command: argparse.ArgumentParser) -> None:
+    """What goes with an invitation. The token is never the value of an option."""
+    command.add_argument("--fingerprint", default="", help="the root's fingerprint, as you heard it by phone")
+    command.add_argument("--token-file", type=Path, help="file with the token (default: standard input)")
+    command.add_argument("--wait", type=float, default=0.0, help="seconds to wait for approval")
 
 
 def _add_ingest(commands: Any) -> None:
@@ -282,13 +307,13 @@ def _add_releases(parser: argparse.ArgumentParser) -> None:
     for name, one in release.choices.items():
         one.set_defaults(mechanism=name)
     send = add(release, "send", "hand over a release that is kept here: approved, or not answered yet")
-    send.add_argument("release", help="its id, as `release` printed it")
+    send.add_argument("release", help=_RELEASE)
     _json(send)
     inspect = add(release, "inspect", "show what the approvers are asked to approve")
-    inspect.add_argument("release")
+    inspect.add_argument("release", help=_RELEASE)
     inspect.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
     withdraw = add(release, "withdraw", "withdraw a release that was not approved")
-    withdraw.add_argument("release")
+    withdraw.add_argument("release", help=_RELEASE)
 
 
 def _add_search(commands: Any) -> None:

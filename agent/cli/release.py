@@ -22,8 +22,10 @@ from agent.release.packaging import ReleaseFormat
 from agent.release.pipeline import made_as
 from agent.release.ports import ApprovalPending, SignedRelease
 from agent.release.preflight import ReleaseForecast, ReleaseRequest, preflight_review, quote
+from agent.release.unsent import listed
 from agent.runtime import OpenSite
 from agent.service.making import open_making
+from agent.service.pending import number_of, of_store
 from policies.accounting.accountant import NANO, epsilon_nano, tight_epsilon
 from policies.accounting.claims import Claim, Gaussian, KAnonymous
 from policies.accounting.rounding import epsilon_text
@@ -204,9 +206,8 @@ def print_waiting(runtime: OpenSite, waiting: ApprovalPending, as_lines: bool) -
         sys.stdout.write(json.dumps(line) + "\n")
     else:
         OUT.print(f"{waiting}", markup=False)
-        OUT.print(f"inspect it: release inspect {r.release} --out FOLDER")
-        OUT.print(
-            f"each approver signs: ledger sign release {r.release} {r.artifact_sha256} --serial {r.release} ..."
-        )
-        OUT.print(f"then: ledger approve FILES, and release send {r.release}")
+        number = number_of(of_store(runtime.home, runtime.site.ledger.store, listed(runtime.vault)), r.release)
+        OUT.print(f"inspect it: release inspect {number} --out FOLDER")
+        OUT.print(f"each approver signs: ledger sign {number} --person NAME --key FILE")
+        OUT.print(f"then: release send {number}")
     return 1

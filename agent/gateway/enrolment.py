@@ -58,6 +58,18 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
+class Invitation:
+    """What is in the operator's file."""
+
+    site: str
+    coordinator: str  # host:port
+    root: bytes  # of the federation, PEM
+    fingerprint: str  # of the root: to be compared with what was heard, and never shown
+    chain: bytes  # for the token's key, PEM
+    until: int  # seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
 class EnrolmentProgress:
     """Where the request stands."""
 
@@ -125,34 +137,67 @@ def _request_anew(home: SiteDirectory) -> None:
     replace_private(home.keys / "request.key", pem(key))
 
 
+def read_invitation(body: bytes) -> Invitation:
+    """An invitation's file. Nothing of it is believed yet.
+
+    Raises:
+        SiteConfigError: it is none.
+    """
+    try:
+        found = json.loads(body)
+        root, chain = found["root"].encode(), found["certificate"].encode()
+        known = root_fingerprint(root)
+        return Invitation(str(found["site"]), str(found["coordinator"]), root, known, chain, int(found["until"]))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise SiteConfigError("the invitation cannot be read: ask for its file again") from None
+
+
+def check_fingerprint(invitation: Invitation, typed: str) -> str:
+    """The fingerprint, as heard by telephone, if it is that of the root in the invitation.
+
+    Raises:
+        SiteConfigError: it is not.
+    """
+    if not same_fingerprint(typed, invitation.fingerprint):
+        raise SiteConfigError("the fingerprint does not match the root in the invitation: compare it again by phone")
+    return typed
+
+
+def check_token(invitation: Invitation, typed: str, now: dt.datetime) -> str:
+    """The token as typed, if the invitation is for it, and still holds.
+
+    Raises:
+        SiteConfigError: mistyped, or another one's; or the invitation has expired.
+    """
+    _way_in(invitation, typed, now)
+    return typed
+
+
 def _invited(given: Given, site: str, now: dt.datetime) -> _Way:
     """Check an invitation against what the operator was told.
 
     Raises:
         SiteConfigError: in one clear sentence, what is wrong with it.
     """
-    try:
-        invitation = json.loads(given.invitation)
-        root, chain = invitation["root"].encode(), invitation["certificate"].encode()
-        whose, until = str(invitation["site"]), int(invitation["until"])
-        known = root_fingerprint(root)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise SiteConfigError("the invitation cannot be read: ask for its file again") from None
-    if whose != site:
+    invitation = read_invitation(given.invitation)
+    if invitation.site != site:
         raise SiteConfigError("the invitation is for another site than this one")
-    if not same_fingerprint(given.root_fingerprint, known):
-        raise SiteConfigError("the fingerprint does not match the root in the invitation: compare it again by phone")
+    check_fingerprint(invitation, given.root_fingerprint)
+    return _way_in(invitation, given.token, now)
+
+
+def _way_in(invitation: Invitation, token: str, now: dt.datetime) -> _Way:
     try:
-        key = token_key(read_token(given.token))
+        key = token_key(read_token(token))
     except TokenError as error:
         raise SiteConfigError(str(error)) from None
-    if not now.timestamp() < until:
+    if not now.timestamp() < invitation.until:
         raise SiteConfigError("the invitation has expired after half an hour: ask for a new one")
     try:
-        checked_chain(chain, root, joining_name(site), key.public_key(), now)
+        checked_chain(invitation.chain, invitation.root, joining_name(invitation.site), key.public_key(), now)
     except CertificateError as error:
         raise SiteConfigError(f"the token does not match this invitation: {error}") from None
-    return _Way(root, key, chain)
+    return _Way(invitation.root, key, invitation.chain)
 
 
 def _waiting(home: SiteDirectory, now: dt.datetime) -> _Way:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from policies.ledger.store import LedgerBusyError
 from policies.review.rules import Finding, Verdict
@@ -20,6 +20,8 @@ from protos.service.control_client import ask_or_do
 
 if TYPE_CHECKING:
     from policies.governance.acts import Acts
+
+PROGRAM: Final = "lazaret-agent"  # in sentences that say what to type
 
 
 @contextmanager

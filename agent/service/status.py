@@ -7,13 +7,14 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from agent.gateway.credentials import Credentials, way_back
 from agent.gateway.enrolment import WAITING
 from agent.ingest import errors as ingest_errors
 from agent.ingest.config import read_ingestion
-from agent.release.unsent import statement_of
+from agent.service import pending
+from agent.service.commands import PROGRAM
 from agent.service.job_monitoring import of_people
 from agent.storage import projects, read_only_access
 from agent.storage.encrypted_sqlite import VaultError
@@ -41,9 +42,7 @@ PARTS: Final = {
     "rounds": ("flower",),
     "jobs": ("jobs",),
 }
-_INVITED: Final = (
-    "ask the coordinator for an invitation, then: lazaret-agent enrol FILE --fingerprint AS-HEARD-BY-PHONE"
-)
+_INVITED: Final = "ask the coordinator for an invitation, then: lazaret-agent setup"
 _EXPECTED: Final = (*ingest_errors.EXPECTED, ConfigError, KeyFileError, LedgerUnsoundError, PolicyError, VaultError)
 
 
@@ -67,7 +66,7 @@ def steps(home: SiteDirectory, now: dt.datetime) -> list[Step]:
 
 def _directory(home: SiteDirectory) -> Iterator[Step]:
     if not (home.root / "site.toml").exists():
-        words = "lazaret-agent --home DIR init --site NAME --coordinator HOST:PORT --modality MODALITY"
+        words = "ask the coordinator for an invitation, then: lazaret-agent --home DIR setup"
         yield Step(IMAGES, "directory", "there is none yet", words)
         return
     settings = home.settings()
@@ -79,7 +78,7 @@ def _enrolment(home: SiteDirectory, now: dt.datetime) -> Iterator[Step]:
         request = home.root / "request.json"
         if (home.keys / WAITING).exists():
             told = f"the request waits for two people; its fingerprint: {fingerprint(request.read_bytes())}"
-            yield Step(IMAGES, "enrolment", told, "tell them the fingerprint by phone, then: lazaret-agent enrol")
+            yield Step(IMAGES, "enrolment", told, "tell them the fingerprint by phone, then: lazaret-agent setup")
         else:
             yield Step(IMAGES, "enrolment", "this site is not enrolled", _INVITED)
         return
@@ -113,7 +112,7 @@ def _images(home: SiteDirectory) -> Iterator[Step]:
     if read_only_access.records(home).most:  # how many patients is not said
         yield Step(IMAGES, "images", said="; ".join(filter(None, ("there are some", more))))
     else:
-        words = "send images to `serve`, or: lazaret-agent ingest"
+        words = "lazaret-agent serve, which receives them; or from a folder: lazaret-agent ingest"
         if waiting.total():
             words = f"lazaret-agent ingest --project {waiting.most_common(1)[0][0]}"
         yield Step(IMAGES, "images", "; ".join(filter(None, ("there are none yet", more))), words)
@@ -135,12 +134,10 @@ def _people(home: SiteDirectory) -> Iterator[Step]:
     if not (home.root / "ledger.db").exists() or not (home.keys / "federation.toml").exists():
         yield Step(RELEASE, "ledger", "it begins with enrolment", "see above")
         return
-    with read_only_access.notes(home) as notes:
-        pending: dict[str, Any] = (notes.note("pending") if notes is not None else None) or {}
     with read_store(open_read_only(home.root / "ledger.db"), origin(home.settings().site), home.sign_key()) as store:
         yield from _ready(home, store)
-        for number, name in enumerate(sorted(pending), 1):
-            yield _waiting(home, store, number, pending[name])
+    for one in pending.waiting(home):
+        yield Step(WAITS, *one.next_step(PROGRAM))
 
 
 def _ready(home: SiteDirectory, store: Store) -> Iterator[Step]:
@@ -149,7 +146,7 @@ def _ready(home: SiteDirectory, store: Store) -> Iterator[Step]:
         told = "this site was restored from a backup, and is granted nothing before it has shown what it lost"
         yield Step(RELEASE, "recovery", told, "lazaret-agent recover --shared EXPORT, see deploy/docs/restore.md")
     for role in sorted(policy.approvals - state.office()):
-        words = f"lazaret-agent ledger person KEY-FILE, then: lazaret-agent ledger appoint NAME {role} PUBLIC-KEY"
+        words = "the person types: lazaret-agent ledger person FILE; then: lazaret-agent setup"
         yield Step(RELEASE, f"a person of {role}", "the policy wants one to approve, and nobody is appointed", words)
     if not policy.approvals - state.office():
         wanted = ", ".join(sorted(policy.approvals)) or "nobody"
@@ -169,14 +166,3 @@ def _ready(home: SiteDirectory, store: Store) -> Iterator[Step]:
 def _jobs(home: SiteDirectory) -> Iterator[Step]:
     for job, why, command in of_people(home):
         yield Step(WAITS, f"job {job.number}, {job.kind}", why, command)
-
-
-def _waiting(home: SiteDirectory, store: Store, number: int, kept: dict[str, Any]) -> Step:
-    r = statement_of(kept)
-    given = store.state.approvals(r.release, "release", r.release, r.artifact_sha256)
-    missing = sorted(site_policy(home, store).approvals - set(given))
-    name = f"release {number}, {r.mechanism}"
-    if not missing:
-        return Step(WAITS, name, "it is made, and may leave", f"lazaret-agent release send {r.release}")
-    words = f"lazaret-agent release inspect {r.release} --out FOLDER"
-    return Step(WAITS, name, f"it is made; {' and '.join(missing)} must approve it", words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import secrets
 import tomllib
 from collections.abc import Iterator
@@ -21,7 +20,14 @@ from policies.review.policy import parse as parse_policy
 from policies.statements import HEX, PAYLOAD_TYPE, Amendment, Enrolment, StatementError, encode
 from policies.statements import parse as parse_statement
 from protos.common.dsse import EnvelopeError, open_sealed, seal
-from protos.common.durable_files import flush_directory
+from protos.common.durable_files import (
+    create_file,
+    exclusively,
+    fill_folder,
+    finish_filling,
+    flush_directory,
+    is_half_filled,
+)
 from protos.identity.certificates import SITE_NAME, agent_name, node_public, request
 from protos.identity.key_files import ec_key, pem, read_private, signing_key, write_private
 from protos.operations.confinement import AVAILABLE, DEMANDS
@@ -35,6 +41,7 @@ _KEYS = {
     "public_components": list,
 }
 _OPTIONAL = {"proxy": str, "partners": list, "least_partners": int, "confinement": str}
+_GOES_ON = "; to go on with it: lazaret-agent setup"
 MAIN = "main"  # the project that every site has from the beginning
 _NOT_ENROLLED = "the site is not enrolled: run `lazaret-agent enrol` with the coordinator's invitation"
 
@@ -214,7 +221,9 @@ def origin(site: str) -> str:
 
 
 def create(root: Path, settings: str, policy: str) -> SiteDirectory:
-    """Make a site's directory, its keys and its sealed request to take part; nothing is overwritten.
+    """Make a site's directory, its keys and its sealed request to take part, whole or not at all.
+
+    Nothing is overwritten.
 
     Args:
         root: the directory, which must be new or empty.
@@ -223,16 +232,36 @@ def create(root: Path, settings: str, policy: str) -> SiteDirectory:
     Raises:
         SiteConfigError: the directory holds something, or a text is not valid.
     """
-    if root.exists() and any(root.iterdir()):
-        raise SiteConfigError(f"{root.name} is not empty: nothing was written")
     parse_policy(policy, "policy.toml")
     parse_settings(root, settings)
-    root.mkdir(parents=True, exist_ok=True)
-    root.chmod(0o700)
     home = SiteDirectory(root)
-    (root / "site.toml").write_text(settings)
-    (root / "policy.toml").write_text(policy)
-    home.settings()
+    root.mkdir(parents=True, exist_ok=True)
+    with exclusively(root):
+        if finish_filling(root, "site.toml"):
+            raise SiteConfigError(f"{root.name} was begun by an interrupted command and is complete now{_GOES_ON}")
+        if any(root.iterdir()):
+            more = _GOES_ON if (root / "site.toml").exists() else ""
+            raise SiteConfigError(f"{root.name} is not empty: nothing was written{more}")
+        root.chmod(0o700)
+        fill_folder(root, lambda folder: _fill(SiteDirectory(folder), settings, policy), "site.toml")
+    return home
+
+
+def finish(home: SiteDirectory) -> None:
+    """Finish, or clear away, what a killed :func:`create` left.
+
+    Raises:
+        BlockingIOError: another process makes it just now.
+    """
+    if is_half_filled(home.root):
+        with exclusively(home.root):
+            finish_filling(home.root, "site.toml")
+
+
+def _fill(home: SiteDirectory, settings: str, policy: str) -> None:
+    """Everything that a site's directory begins with."""
+    (home.root / "site.toml").write_text(settings)
+    (home.root / "policy.toml").write_text(policy)
     home.keys.mkdir(mode=0o700)
     write_private(home.keys / "sign.key", pem(Ed25519PrivateKey.generate()))
     write_private(home.keys / "request.key", pem(ec.generate_private_key(ec.SECP256R1())))
@@ -243,8 +272,7 @@ def create(root: Path, settings: str, policy: str) -> SiteDirectory:
         write_private(home.keys / f"{name}.key", secrets.token_bytes(32))
     home.project_keys.mkdir(mode=0o700)
     new_key(home.project_keys / MAIN)
-    (root / "request.json").write_bytes(enrolment(home))
-    return home
+    (home.root / "request.json").write_bytes(enrolment(home))
 
 
 def new_key(folder: Path) -> None:
@@ -254,13 +282,8 @@ def new_key(folder: Path) -> None:
         FileExistsError: there is one; a key is never replaced, since what it sealed would be lost.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    part = folder / f"key.{secrets.token_hex(8)}.part"
-    write_private(part, secrets.token_bytes(32))
-    try:
-        os.link(part, folder / "key")  # refuses, unlike a renaming, when there is one
-    finally:
-        part.unlink()
-    for place in (folder, folder.parent, folder.parent.parent):
+    create_file(folder / "key", secrets.token_bytes(32), 0o600)
+    for place in (folder.parent, folder.parent.parent):
         flush_directory(place)
 
 

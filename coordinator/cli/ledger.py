@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime as dt
 import secrets
 import sys
 
 from coordinator.cli import backup
 from coordinator.cli.output import ERR, OUT, say
 from coordinator.errors import CoordinatorConfigError
+from coordinator.operations import pending
 from coordinator.operations.control import ledger_acts
 from coordinator.storage import directory as homes
 from coordinator.storage.ledger_evidence import set_aside
@@ -21,7 +23,10 @@ from policies.ledger.entries import Enrolled, Record
 from policies.ledger.store import export, lines
 from protos.common import durable_files
 from protos.common.dsse import key_id
+from protos.identity.certificates import same_fingerprint
 from protos.identity.key_files import pem, signing_key, write_private
+from protos.operations import questions
+from protos.service.control_client import is_serving
 
 
 def records(home: homes.CoordinatorDirectory) -> list[Record]:
@@ -101,12 +106,40 @@ def _waive(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _compare(given: str, wanted: str) -> bool:
+    """Whether an approver has typed the fingerprint, which nothing has shown before."""
+    said = given or questions.ask(
+        "--fingerprint", "the request's fingerprint, as the hospital reads it out by phone", str
+    )
+    return same_fingerprint(said, wanted)
+
+
+def _next_step(arguments: argparse.Namespace, words: tuple[str, str, str, str]) -> None:
+    """Say who has not signed; enrol a site that both roles have approved, or say what carries out what was signed."""
+    from coordinator.cli.operator_client import enrol_site  # noqa: PLC0415 - gRPC, which no other command here needs
+
+    home = homes.CoordinatorDirectory(arguments.home)
+    for one in TOOLS.waiting(arguments):
+        if (one.serial, one.action, one.subject, one.value) != words:
+            continue
+        if one.action == "enrol" and not one.missing and is_serving(home.root):
+            enrol_site(home, one.subject, one.serial, ())
+        else:
+            name, missing, command = one.next_step(pending.PROGRAM)
+            say(f"{name}: {missing}: {command}")
+
+
 TOOLS = cli.CliContext(
     acts=ledger_acts,
     origin=lambda _arguments: homes.ORIGIN,
     read_key=signing_key,
     write_key=lambda path, key: write_private(path, pem(key)),
     say=say,
+    program=pending.PROGRAM,
+    waiting=lambda arguments: pending.waiting(homes.CoordinatorDirectory(arguments.home), dt.datetime.now(dt.UTC)),
+    confirm=questions.confirm,
+    compare=_compare,
+    next_step=_next_step,
 )
 
 

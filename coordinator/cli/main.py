@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901 - a case a file of commands
     """Import what carries out the command, and nothing else: help and errors of usage wait for no library."""
     match arguments.command.split():
-        case ["init" | "renew-ca" | "serve"]:
+        case ["setup" | "init" | "renew-ca" | "serve"]:
             from coordinator.cli.setup import run
         case ["round", "simulate"]:
             from coordinator.cli.simulate import run

@@ -10,7 +10,7 @@ import contextlib
 import datetime as dt
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -20,11 +20,16 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from coordinator import errors as coordinator_errors
-from coordinator.cli.output import ERR, OUT
+from coordinator.admission import AdmissionService
+from coordinator.cli.output import ERR, OUT, say
+from coordinator.enrolment.authority import Authority, Invitation
+from coordinator.operations.pending import request_named, waiting
 from coordinator.storage import directory as homes
 from policies.accounting.rounding import epsilon_text
+from policies.governance.decisions import said_by
 from protos.common import durable_files
 from protos.common.text import MINUTE, utc
+from protos.operations.next_steps import SetupReport
 from protos.protocol_version import USER_AGENT
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
@@ -35,8 +40,7 @@ _MORE = {"strategy": dict, "all_or_none": bool, "secure": bool}  # may be left o
 
 
 @contextlib.contextmanager
-def _stub(arguments: argparse.Namespace) -> Iterator[Any]:
-    home = homes.CoordinatorDirectory(arguments.home)
+def _stub(home: homes.CoordinatorDirectory) -> Iterator[Any]:
     key, chain = homes.operator_certificate(home, dt.datetime.now(dt.UTC))
     credentials = grpc.ssl_channel_credentials(home.root_crt(), key, chain)
     options = [("grpc.enable_http_proxy", 0), ("grpc.primary_user_agent", USER_AGENT)]
@@ -46,46 +50,89 @@ def _stub(arguments: argparse.Namespace) -> Iterator[Any]:
 
 def _invite(arguments: argparse.Namespace) -> int:
     """Make a one-use invitation: a file without secrets, and a token to be told another way."""
-    with _stub(arguments) as stub:
-        reply = stub.Invite(gateway_pb2.InviteRequest(site=arguments.site), timeout=CALL_S)
-    durable_files.replace_file(arguments.out, reply.invitation)
-    if arguments.token_file:
-        durable_files.replace_file(arguments.token_file, reply.token.encode() + b"\n")
-    OUT.print(f"wrote {arguments.out.name}: send it to {arguments.site}; it contains no secret")
-    if not arguments.token_file:
-        OUT.print(f"token, valid for one request within 30 minutes: {reply.token}", soft_wrap=True)
-    OUT.print(f"fingerprint of the federation's root: {reply.fingerprint}", soft_wrap=True)
-    OUT.print("give both by phone; never send the token together with the file")
+    invite(homes.CoordinatorDirectory(arguments.home), arguments, SetupReport(False))
     return 0
+
+
+def invite(home: homes.CoordinatorDirectory, arguments: argparse.Namespace, report: SetupReport) -> None:
+    """The same for ``setup``, too: by the coordinator that serves, or here where none serves.
+
+    Raises:
+        CoordinatorConfigError: the coordinator refuses, in its words.
+    """
+    try:
+        with _stub(home) as stub:
+            reply = stub.Invite(gateway_pb2.InviteRequest(site=arguments.site), timeout=CALL_S)
+        made = Invitation(reply.invitation, reply.token, reply.fingerprint)
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise coordinator_errors.CoordinatorConfigError(str(error.details())) from None
+        with homes.open_ledger(home) as store:  # which nobody else can have open then
+            intake = AdmissionService.over(store, home.policy())
+            made = Authority(home, intake, lambda: dt.datetime.now(dt.UTC)).invite(arguments.site)
+    _hand_out(made, arguments, report)
+
+
+def _hand_out(made: Invitation, arguments: argparse.Namespace, report: SetupReport) -> None:
+    """Write an invitation to its file, and say what goes by phone."""
+    if arguments.token_file:  # first: an invitation that is there has a token that is known
+        durable_files.replace_file(arguments.token_file, made.token.encode() + b"\n", 0o600)
+    durable_files.replace_file(arguments.out, made.body)
+    report.wrote(arguments.out.name, f"send it to {arguments.site}; it contains no secret")
+    if not arguments.token_file:
+        report.tell("token, valid for one request within 30 minutes", made.token)
+    report.tell("fingerprint of the federation's root", made.fingerprint)
+    report.say("give both by phone; never send the token together with the file")
 
 
 def _enrolments(arguments: argparse.Namespace) -> int:
     """Who was invited, and who waits for approval."""
-    with _stub(arguments) as stub:
+    with _stub(homes.CoordinatorDirectory(arguments.home)) as stub:
         pending = stub.Enrolments(gateway_pb2.EnrolmentsRequest(), timeout=CALL_S).pending
     if arguments.json:
         names = ("site", "state", "fingerprint", "digest", "until")
         sys.stdout.write(json.dumps([{n: getattr(p, n) for n in names} for p in pending], indent=2) + "\n")
         return 0
     digest = Column("digest: what persons approve", overflow="fold")  # all of it, on a narrow terminal too
-    table = Table("site", "state", "fingerprint of its request", "until (UTC)", digest)
+    table = Table("#", "site", "state", "fingerprint of its request", "until (UTC)", digest)
+    home = homes.CoordinatorDirectory(arguments.home)
+    of = {one.value: str(one.number) for one in waiting(home, dt.datetime.now(dt.UTC)) if one.action == "enrol"}
     for p in pending:
         until = utc(p.until, MINUTE) if p.until else ""
-        table.add_row(p.site, p.state, p.fingerprint, until, p.digest)
+        table.add_row(of.get(p.digest, ""), p.site, p.state, p.fingerprint, until, p.digest)
     OUT.print(table)
     OUT.print("each approver compares the fingerprint with the hospital by phone, and signs:")
-    OUT.print("  ledger sign enrol SITE DIGEST --serial NAME ...   then: approve SITE FILES --serial NAME")
+    OUT.print("  ledger sign # --person NAME --key FILE; the second one enrols the site. Or on another machine:")
+    OUT.print("  ledger sign enrol SITE DIGEST --serial NAME ...   then: approve SITE FILES")
     return 0
 
 
 def _approve(arguments: argparse.Namespace) -> int:
     """Hand in persons' approvals of a request; with those of both roles the site is enrolled."""
-    sealed = [path.read_bytes() for path in arguments.approvals]
-    request = gateway_pb2.ApproveRequest(site=arguments.site, serial=arguments.serial, approvals=sealed)
-    with _stub(arguments) as stub:
-        stub.Approve(request, timeout=CALL_S)
-    OUT.print(f"{arguments.site} is enrolled; its agent notices this by itself, or with `lazaret-agent enrol`")
+    home = homes.CoordinatorDirectory(arguments.home)
+    sealed = tuple(path.read_bytes() for path in arguments.approvals)
+    if arguments.serial and not arguments.site.isdigit():
+        enrol_site(home, arguments.site, arguments.serial, sealed)
+        return 0
+    one = request_named(home, arguments.site, dt.datetime.now(dt.UTC))
+    serial = arguments.serial or (said_by(sealed[0]).serial if sealed else one.serial)
+    enrol_site(home, one.subject, serial, sealed)
     return 0
+
+
+def enrol_site(home: homes.CoordinatorDirectory, site: str, serial: str, approvals: Sequence[bytes]) -> None:
+    """Have the coordinator that serves enrol a site, once both roles have approved its request under that serial.
+
+    Raises:
+        CoordinatorConfigError: it does not, in its words.
+    """
+    request = gateway_pb2.ApproveRequest(site=site, serial=serial, approvals=approvals)
+    try:
+        with _stub(home) as stub:
+            stub.Approve(request, timeout=CALL_S)
+    except grpc.RpcError as error:
+        raise coordinator_errors.CoordinatorConfigError(str(error.details())) from None
+    say(f"{site} is enrolled; its agent notices this by itself, or with `lazaret-agent setup`")
 
 
 def _revoke(arguments: argparse.Namespace) -> int:
@@ -98,7 +145,7 @@ def _revoke(arguments: argparse.Namespace) -> int:
     request = gateway_pb2.RevokeRequest(
         site=arguments.site, certificate=arguments.certificate, reason=arguments.reason
     )
-    with _stub(arguments) as stub:
+    with _stub(homes.CoordinatorDirectory(arguments.home)) as stub:
         stub.Revoke(request, timeout=CALL_S)
     what = f"certificate {arguments.certificate} of {arguments.site}" if arguments.certificate else arguments.site
     OUT.print(f"{what} is revoked: its open calls are closed, and new ones are refused")
@@ -133,7 +180,7 @@ def _request(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 def _plan(arguments: argparse.Namespace) -> int:
     """What a run would cost each site; exit 1 when it could not go. Nothing is held."""
     request, job = _request(arguments)
-    with _stub(arguments) as stub:
+    with _stub(homes.CoordinatorDirectory(arguments.home)) as stub:
         reply = stub.Plan(request, timeout=CALL_S)
     if arguments.json:
         names = ("site", "fits", "epsilon", "delta", "amount", "left", "reason")
@@ -153,25 +200,25 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _launch(arguments: argparse.Namespace) -> int:
     """Start a run, or follow the one of that name; exit 1 when it failed or was stopped."""
     request, job = _request(arguments)
-    with _stub(arguments) as stub:
+    with _stub(homes.CoordinatorDirectory(arguments.home)) as stub:
         return _show(stub.Launch(request), arguments.json, job["rounds"])
 
 
 def _watch(arguments: argparse.Namespace) -> int:
     """Follow a run; exit 1 when it failed or was stopped."""
-    with _stub(arguments) as stub:
+    with _stub(homes.CoordinatorDirectory(arguments.home)) as stub:
         return _show(stub.Watch(gateway_pb2.RunRequest(run=arguments.run)), arguments.json, 0)
 
 
 def _resume(arguments: argparse.Namespace) -> int:
     """Go on with a stopped run, and follow it."""
-    with _stub(arguments) as stub:
+    with _stub(homes.CoordinatorDirectory(arguments.home)) as stub:
         return _show(stub.Resume(gateway_pb2.RunRequest(run=arguments.run)), arguments.json, 0)
 
 
 def _stop(arguments: argparse.Namespace) -> int:
     """Stop a run after the round in progress; its grants stay held."""
-    with _stub(arguments) as stub:
+    with _stub(homes.CoordinatorDirectory(arguments.home)) as stub:
         state = stub.Stop(gateway_pb2.RunRequest(run=arguments.run), timeout=CALL_S).state
     OUT.print({"unknown": "there is no run of that name"}.get(state, f"{arguments.run}: {state}"))
     return 0 if state == "stopping" else 1

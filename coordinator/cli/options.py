@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from policies.governance import options as governance_options
-from protos.operations.command_line import add, add_backup_commands, add_login_commands
+from protos.operations.command_line import add, add_backup_commands, add_login_commands, add_setup_options
 
 _LINES = "one JSON object per line"
 
@@ -46,16 +46,30 @@ def _json(command: argparse.ArgumentParser, text: str | None = None) -> None:
 
 
 def _add_setup(commands: Any) -> None:
-    init = add(commands, "init", "make the directory, keys, CA and an empty ledger")
-    init.add_argument("--listen", default="127.0.0.1:7443", help="host:port for agents; they need no other port")
-    init.add_argument("--address", default="", help="host:port at which sites reach it, if different")
-    init.add_argument(
-        "--ledger", default="", help="PostgreSQL's address, see `ledger install` (default: a file here)"
-    )
-    init.add_argument("--policy", default="controlled", help="a preset or a .toml file")
+    text = "set the coordinator up, step by step: directory, console, persons, an invitation; again: what is missing"
+    whole = add(commands, "setup", text)
+    _directory(whole, listen="", policy="")
+    add_setup_options(whole)
+    whole.add_argument("--invite", default="", metavar="SITE", help="invite this hospital, unless it was invited")
+    text = "file for the invitation; it contains no secret (default: SITE.invitation)"
+    whole.add_argument("--out", type=Path, help=text)
+    whole.add_argument("--token-file", type=Path, help="write the token here instead of showing it")
+    _json(whole)
+    init = add(commands, "init", "one step of `setup`: make the directory, keys, CA and an empty ledger")
+    _directory(init, listen="127.0.0.1:7443", policy="controlled")
     add(commands, "serve", "serve agents and run federated rounds; resumes after a crash")
     renew = add(commands, "renew-ca", "make a new intermediate CA with the offline root, once a year")
     renew.add_argument("root", type=Path, help="the folder with root.key and root.crt on the offline medium")
+
+
+def _directory(command: argparse.ArgumentParser, *, listen: str, policy: str) -> None:
+    """What the coordinator's directory is made of."""
+    command.add_argument("--listen", default=listen, help="host:port for agents; they need no other port")
+    command.add_argument("--address", default="", help="host:port at which sites reach it, if different")
+    command.add_argument(
+        "--ledger", default="", help="PostgreSQL's address, see `ledger install` (default: a file here)"
+    )
+    command.add_argument("--policy", default=policy, help="a preset or a .toml file")
 
 
 def _add_members(commands: Any) -> None:
@@ -65,9 +79,9 @@ def _add_members(commands: Any) -> None:
     invite.add_argument("--token-file", type=Path, help="write the token here instead of showing it")
     _json(add(commands, "enrolments", "list invitations, and requests waiting for approval"))
     approve = add(commands, "approve", "enrol a site that two people have approved")
-    approve.add_argument("site")
+    approve.add_argument("site", help="its name, or the number that `status` shows")
     approve.add_argument("approvals", type=Path, nargs="*", help="files that `ledger sign enrol` wrote")
-    approve.add_argument("--serial", required=True, help="the proposal ID that they signed")
+    approve.add_argument("--serial", default="", help="the proposal ID that they signed (default: found out)")
     revoke = add(commands, "revoke", "end a certificate, or a site's part in the federation, now")
     revoke.add_argument("site")
     revoke.add_argument("--certificate", default="", help="its serial number (default: the whole site)")

@@ -13,11 +13,9 @@ from types import MappingProxyType
 from typing import Final
 
 from policies.accounting.rounding import format_rounded_up
-from policies.governance import decisions
+from policies.governance.pending import missing_roles, words_of
 from policies.ledger.approvals import APPROVING, ASKING
-from policies.ledger.entries import InvalidEntryError
 from policies.ledger.state import State
-from policies.statements import Approval, Request
 from protos.identity.certificates import fingerprint
 
 ACTIONS: Final[Mapping[str, str]] = MappingProxyType(
@@ -132,7 +130,7 @@ def proposals_of(state: State, envelope: Callable[[bytes], bytes | None], me: st
 
 def proposal_of(state: State, envelope: Callable[[bytes], bytes | None], me: str, serial: str) -> ProposalView | None:
     """One proposal; None if there is none of that serial, or its words cannot be read."""
-    said = _said(state, envelope, serial)
+    said = words_of(state, envelope, serial)
     if said is None:
         return None
     asked, kept = state.asked.get(serial), state.proposals.get(serial)
@@ -140,7 +138,7 @@ def proposal_of(state: State, envelope: Callable[[bytes], bytes | None], me: str
     approved = tuple((name, state.persons[name].role) for name in agreeing)
     done = kept is not None and kept.used
     given = tuple(kept.approvals) if kept is not None else ()
-    missing = () if done else _missing(state, said, frozenset(role for _, role in approved))
+    missing = () if done else missing_roles(state, said, {role for _, role in approved})
     by = asked.person if asked is not None else ""
     may, why = _may(state, me, by, given, done)
     return ProposalView(
@@ -159,38 +157,6 @@ def proposal_of(state: State, envelope: Callable[[bytes], bytes | None], me: str
         may_approve=may,
         why_not=why,
     )
-
-
-def _said(state: State, envelope: Callable[[bytes], bytes | None], serial: str) -> Approval | Request | None:
-    """The words of a proposal: of the request, or of the first approval where nobody asked for it here."""
-    asked, kept = state.asked.get(serial), state.proposals.get(serial)
-    digests = [asked.envelope] if asked is not None else []
-    digests += [digest for _, digest in kept.approvals.values()] if kept is not None else []
-    for digest in digests:
-        try:
-            return decisions.said_by(envelope(digest) or b"")
-        except InvalidEntryError:
-            continue
-    return None
-
-
-def _missing(state: State, said: Approval | Request, roles: frozenset[str]) -> tuple[str, ...]:
-    """Who must approve it still: every role in office; or, of a limit that is lowered, any one of them."""
-    office = state.office()
-    if said.action == "limit" and lowers(state, said.subject, said.value):
-        return () if roles else (" or ".join(sorted(office)),)
-    return tuple(sorted(office - roles))
-
-
-def lowers(state: State, account: str, value: str) -> bool:
-    """Whether a budget as signed is not above the account's limit of today."""
-    known = state.accounts.get(account)
-    if known is None:
-        return False
-    try:
-        return float(value) <= (float(known.epsilon) if known.opened.order else known.limit)
-    except ValueError:
-        return False
 
 
 def _may(state: State, me: str, by: str, given: tuple[str, ...], done: bool) -> tuple[bool, str]:

@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
-from coordinator.enrolment.enrolment_requests import Enrolments
+from coordinator.operations import pending
 from coordinator.storage.directory import ORIGIN, CoordinatorDirectory, look_at_ledger
 from policies.ledger.approvals import APPROVING
 from policies.ledger.read_only import read_store
-from policies.ledger.state import State
 from policies.ledger.store import LedgerUnsoundError
 from policies.review.policy import PolicyError
 from protos.common.errors import ConfigError, RefusedError, UnreachableError
-from protos.identity.certificates import fingerprint
 from protos.identity.key_files import KeyFileError
 from protos.operations.next_steps import Step, answered, collect, disk
 from protos.service.control_client import connect
@@ -52,7 +50,7 @@ def steps(home: CoordinatorDirectory, now: dt.datetime) -> list[Step]:
 
 def _directory(home: CoordinatorDirectory) -> Iterator[Step]:
     if not (home.root / "coordinator.toml").exists():
-        words = "lazaret-coordinator --home DIR init --listen HOST:PORT --policy PRESET"
+        words = "lazaret-coordinator --home DIR setup"
         yield Step(JOIN, "directory", "there is none yet", words)
         return
     home.policy()
@@ -75,35 +73,22 @@ def _ledger(home: CoordinatorDirectory, now: dt.datetime) -> Iterator[Step]:
     with read_store(look_at_ledger(home), ORIGIN, home.ledger_key()) as store:
         state = store.state
         for role in sorted(APPROVING - state.office()):
-            words = f"lazaret-coordinator ledger person FILE; lazaret-coordinator ledger appoint NAME {role} KEY"
+            words = "the person types: lazaret-coordinator ledger person FILE; then: lazaret-coordinator setup"
             yield Step(JOIN, f"a person of {role}", "two people of different roles approve each site", words)
         joined = sorted(set(state.sites) - set(state.revoked_sites))
         if joined:
             yield Step(ROUNDS, "sites", said=", ".join(joined))
         else:
-            words = "lazaret-coordinator invite SITE --out FILE"
+            words = "lazaret-coordinator setup --invite SITE"
             yield Step(ROUNDS, "sites", "no site is enrolled", words)
         for site in sorted(state.sites_awaited):
             told = "after a restore nothing is granted before it has presented them"
             words = "its agent does so by itself; or: lazaret-coordinator ledger waive"
             yield Step(ROUNDS, f"receipts of {site}", told, words)
-        yield from _waiting(home, state, now)
-
-
-def _waiting(home: CoordinatorDirectory, state: State, now: dt.datetime) -> Iterator[Step]:
-    if not home.enrolments.exists():
-        return
-    number = 0
-    for record in Enrolments(home.enrolments).all():
-        asked, enrolled = record.asked, state.sites.get(record.site)
-        if asked is None or asked.state == "declined" or not now < asked.ends:
-            continue
-        if enrolled is not None and enrolled.envelope.hex() == asked.digest:
-            continue
-        number += 1
-        told = f"two people compare its fingerprint by phone, {fingerprint(asked.envelope)}, and sign"
-        words = f"lazaret-coordinator ledger sign enrol {record.site} {asked.digest} --serial NAME ..., then: approve"
-        yield Step(WAITS, f"request {number}, {record.site}", told, words)
+        for one in pending.of_store(home, store, now):
+            name, missing, command = one.next_step(pending.PROGRAM)
+            told = ", who hear its fingerprint by phone, and type it" if one.fingerprint and one.missing else ""
+            yield Step(WAITS, name, missing + told, command)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from policies.ledger.backends.sqlite import open_read_only, open_sqlite
 from policies.ledger.store import LedgerBackend, Store
 from policies.review.policy import Policy
 from policies.review.policy import parse as parse_policy
+from protos.common.durable_files import exclusively, fill_folder, finish_filling, is_half_filled
 from protos.identity.certificates import (
     CA,
     COORDINATOR,
@@ -42,6 +43,7 @@ from protos.identity.key_files import (
 from protos.operations import toml_file
 
 ORIGIN = "lazaret/coordinator"
+_GOES_ON = "; to go on with it: lazaret-coordinator setup"
 _RENEW_AT = 1 / 3  # of a leaf's life, when so much of it remains
 _OFFLINE = """The federation's root key. Move this folder to an offline medium now, and keep it locked away.
 
@@ -184,18 +186,41 @@ def create(root: Path, settings: str, policy: str, now: dt.datetime) -> Coordina
     Raises:
         CoordinatorConfigError: the directory holds something, or a text is not valid.
     """
-    if root.exists() and any(root.iterdir()):
-        raise CoordinatorConfigError(f"{root.name} is not empty: nothing was written")
     parse_policy(policy, "policy.toml")
-    root.mkdir(parents=True, exist_ok=True)
-    root.chmod(0o700)
+    toml_file.parse(settings, CoordinatorSettings, "coordinator.toml", root, CoordinatorConfigError)
     home = CoordinatorDirectory(root)
-    (root / "coordinator.toml").write_text(settings)
-    (root / "policy.toml").write_text(policy)
+    root.mkdir(parents=True, exist_ok=True)
+    with exclusively(root):
+        if finish_filling(root, "coordinator.toml"):
+            told = f"{root.name} was begun by an interrupted command and is complete now{_GOES_ON}"
+            raise CoordinatorConfigError(told)
+        if any(root.iterdir()):
+            more = _GOES_ON if (root / "coordinator.toml").exists() else ""
+            raise CoordinatorConfigError(f"{root.name} is not empty: nothing was written{more}")
+        root.chmod(0o700)
+        fill_folder(root, lambda made: _fill(CoordinatorDirectory(made), settings, policy, now), "coordinator.toml")
+    return home
+
+
+def finish(home: CoordinatorDirectory) -> None:
+    """Finish, or clear away, what a killed :func:`create` left.
+
+    Raises:
+        BlockingIOError: another process makes it just now.
+    """
+    if is_half_filled(home.root):
+        with exclusively(home.root):
+            finish_filling(home.root, "coordinator.toml")
+
+
+def _fill(home: CoordinatorDirectory, settings: str, policy: str, now: dt.datetime) -> None:
+    """Everything that a coordinator's directory begins with."""
+    (home.root / "coordinator.toml").write_text(settings)
+    (home.root / "policy.toml").write_text(policy)
     home.keys.mkdir(mode=0o700)
     write_private(home.keys / "ledger.key", pem(Ed25519PrivateKey.generate()))
     root_ca = make_root(now)
-    offline = root / "offline"
+    offline = home.root / "offline"
     offline.mkdir(mode=0o700)
     write_private(offline / "root.key", root_ca[0])
     (offline / "root.crt").write_bytes(root_ca[1])
@@ -207,7 +232,6 @@ def create(root: Path, settings: str, policy: str, now: dt.datetime) -> Coordina
     own_certificate(home, now)
     operator_certificate(home, now)
     home.enrolments.mkdir(mode=0o700)
-    return home
 
 
 def renew_intermediate(home: CoordinatorDirectory, folder: Path, now: dt.datetime) -> None:

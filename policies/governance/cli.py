@@ -1,7 +1,8 @@
 """The commands by which persons decide about a ledger; both sides have them, over their own ledger and keys.
 
-A proposal is a serial, an action, a subject and a value. Each person signs it on a machine of their own (``sign``);
-the sealed approvals are handed to whoever runs the ledger (``approve``), and the action then names the serial.
+A proposal is a serial, an action, a subject and a value. Each person signs it with their own key (``sign``): on a
+machine of their own, and then whoever runs the ledger hands the sealed approvals in (``approve``); or beside the
+ledger, where a short number stands for what waits. The action then names the serial.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -25,7 +25,8 @@ from rich.table import Table
 from policies.audit.display import as_json, rows
 from policies.governance import decisions
 from policies.governance.acts import Acts
-from policies.governance.options import VALUES
+from policies.governance.options import VALUES, by_number
+from policies.governance.pending import Pending, choose
 from policies.ledger.approvals import APPROVING
 from policies.ledger.ed25519 import is_owned
 from policies.ledger.entries import InvalidEntryError, Record
@@ -42,6 +43,12 @@ class CliContext:
     read_key: Callable[[Path], Ed25519PrivateKey]
     write_key: Callable[[Path, Ed25519PrivateKey], None]
     say: Callable[[str], None]
+    program: str  # the command of this side
+    waiting: Callable[[argparse.Namespace], Sequence[Pending]]  # what can be signed by its number
+    confirm: Callable[[bool, str], bool]  # --yes, or a person's answer
+    compare: Callable[[str, str], bool]  # a fingerprint as given, or asked for, and the one that it must be
+    # after something was signed: carry it out, or say what comes next; serial, action, subject, value
+    next_step: Callable[[argparse.Namespace, tuple[str, str, str, str]], None]
 
 
 def run(arguments: argparse.Namespace, tools: CliContext) -> int:
@@ -69,16 +76,26 @@ def _person(arguments: argparse.Namespace, tools: CliContext) -> None:
     tools.say(base64.b64encode(key.public_key().public_bytes_raw()).decode())
 
 
-def _appoint(arguments: argparse.Namespace, tools: CliContext) -> None:
+def read_person(name: str, key: str) -> tuple[str, bytes]:
+    """A person's name and public key, as people type them.
+
+    Raises:
+        InvalidEntryError: one of them is none.
+    """
     try:
-        key = _key(arguments.key)
+        public = _key(key)
     except ValueError:
         raise InvalidEntryError("the public key is not 32 bytes in base64, as `ledger person` prints it") from None
-    if not ID.fullmatch(arguments.person):
+    if not ID.fullmatch(name):
         raise InvalidEntryError("a person's name is 1 to 64 of a-z, 0-9, - and _")
+    return name, public
+
+
+def _appoint(arguments: argparse.Namespace, tools: CliContext) -> None:
+    person, key = read_person(arguments.person, arguments.key)
     with tools.acts(arguments) as do:
-        do("ledger/appoint", person=arguments.person, role=arguments.role, key=key.hex(), serial=arguments.serial)
-    tools.say(f"appointed {arguments.person}, {arguments.role}")
+        do("ledger/appoint", person=person, role=arguments.role, key=key.hex(), serial=arguments.serial)
+    tools.say(f"appointed {person}, {arguments.role}")
 
 
 def _dismiss(arguments: argparse.Namespace, tools: CliContext) -> None:
@@ -87,20 +104,66 @@ def _dismiss(arguments: argparse.Namespace, tools: CliContext) -> None:
     tools.say(f"{arguments.person} is no longer active")
 
 
-def _sealed(kind: str, verb: str, a: argparse.Namespace, tools: CliContext) -> None:
-    """A person's word, signed with the person's own key, in a file."""
-    value = _value(a.action, a.subject, a.value)
+def _ask(a: argparse.Namespace, tools: CliContext) -> None:
+    """A person's request."""
+    _in_words("request/v1", "asks for", a, tools)
+
+
+def _sign(a: argparse.Namespace, tools: CliContext) -> None:
+    """A person's approval: of what waits under a number, or of words."""
+    if not by_number(a.words):
+        _in_words("approval/v1", "approves", a, tools)
+        return
+    one = choose(tools.waiting(a), a.words[0], tools.program)
+    key = tools.read_key(a.key)
+    tools.say(one.shown(one.name))
+    for line in (*one.details, *([f"to look at it first: {one.shown(one.look)}"] if one.look else [])):
+        tools.say(f"  {line}")
+    if one.fingerprint and not tools.compare(a.fingerprint, one.fingerprint):
+        raise InvalidEntryError(
+            "that is not the fingerprint of this request; nothing was signed. Compare it again by telephone; if it "
+            "differs, somebody else sent this request: revoke it, and invite the hospital again"
+        )
+    words = f"approve {one.action} {one.subject} {one.value}, serial {one.serial}, ledger {tools.origin(a)}"
+    tools.say(f"{a.person} signs: {words}")
+    if not tools.confirm(a.yes, "sign exactly this?"):
+        raise InvalidEntryError(f"nothing was signed; `{tools.program} status` shows what waits")
+    _hand_over("approval/v1", key, (one.serial, one.action, one.subject, one.value), a, tools)
+
+
+def _in_words(kind: str, verb: str, a: argparse.Namespace, tools: CliContext) -> None:
+    """A person's word, signed as it was typed."""
+    action, subject, *rest = a.words
+    value = _value(action, subject, rest)
     if not a.ledger and a.home is None:
         raise InvalidEntryError(
             "name the ledger: --ledger lazaret/coordinator, --ledger lazaret/SITE, or --home DIR before the command"
         )
-    raw = decisions.statement_bytes(
-        kind, (a.person, a.ledger or tools.origin(a), a.serial, a.action, a.subject, value)
-    )
-    sealed = seal(raw, PAYLOAD_TYPE, tools.read_key(a.key))
-    with a.out.open("xb") as out:
-        out.write(sealed)
-    tools.say(f"{a.person} {verb} {a.action} {a.subject} {value}: give {a.out.name} to the operator of the ledger")
+    _hand_over(kind, tools.read_key(a.key), (a.serial, action, subject, value), a, tools)
+    if a.out:
+        tools.say(f"{a.person} {verb} {action} {subject} {value}: give {a.out.name} to the operator of the ledger")
+
+
+def _hand_over(
+    kind: str, key: Ed25519PrivateKey, words: tuple[str, str, str, str], a: argparse.Namespace, tools: CliContext
+) -> None:
+    """Sign serial, action, subject and value with the person's own key: into a file, or into the ledger at once."""
+    raw = decisions.statement_bytes(kind, (a.person, a.ledger or tools.origin(a), *words))
+    sealed = seal(raw, PAYLOAD_TYPE, key)
+    if a.out:
+        with a.out.open("xb") as out:
+            out.write(sealed)
+        return
+    with tools.acts(a) as do:
+        _write_down(do, sealed, tools)
+    tools.next_step(a, words)
+
+
+def _write_down(do: Acts, sealed: bytes, tools: CliContext) -> None:
+    """A sealed word, into the ledger."""
+    word = do("ledger/approve", envelope=base64.b64encode(sealed).decode())
+    verb = "asks for" if word["asks"] else "approves"
+    tools.say(f"{word['person']} {verb} {word['action']} {word['subject']} ({word['serial']})")
 
 
 def _key(text: str) -> bytes:
@@ -159,9 +222,7 @@ def _approve(arguments: argparse.Namespace, tools: CliContext) -> None:
     envelopes = [path.read_bytes() for path in arguments.approvals]  # all of them, before anything is written
     with tools.acts(arguments) as do:
         for envelope in envelopes:
-            word = do("ledger/approve", envelope=base64.b64encode(envelope).decode())
-            verb = "asks for" if word["asks"] else "approves"
-            tools.say(f"{word['person']} {verb} {word['action']} {word['subject']} ({word['serial']})")
+            _write_down(do, envelope, tools)
 
 
 _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace, CliContext], None]]] = MappingProxyType(
@@ -169,8 +230,8 @@ _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace, CliContext], None]]]
         "person": _person,
         "appoint": _appoint,
         "dismiss": _dismiss,
-        "ask": partial(_sealed, "request/v1", "asks for"),
-        "sign": partial(_sealed, "approval/v1", "approves"),
+        "ask": _ask,
+        "sign": _sign,
         "propose": _propose,
         "limit": _limit,
         "approve": _approve,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -46,9 +46,12 @@ def add_commands(group: Any, add: Callable[[Any, str, str], argparse.ArgumentPar
     dismiss.add_argument("person")
     dismiss.add_argument("--serial", default="", help="ID of the approved proposal")
     ask = add(group, "ask", "as a person: sign a request for `ledger approve`; others approve it")
-    sign = add(group, "sign", "as a person: sign an approval of a proposal for `ledger approve`")
-    for command in (ask, sign):
-        _add_signing(command)
+    sign = add(group, "sign", "as a person: sign an approval of what waits, by its number, or of a proposal in words")
+    _add_signing(ask, "")
+    _add_signing(sign, "the number that `status` shows; or, also on another machine, ")
+    text = "an enrolment's fingerprint, as the hospital read it out by telephone (default: it is asked for)"
+    sign.add_argument("--fingerprint", default="", help=text)
+    sign.add_argument("--yes", action="store_true", help="sign what the number stands for without being asked")
     propose = add(group, "propose", "print what must be signed to change a limit")
     limit = add(group, "limit", "change a limit as approved: two roles to raise it, one to lower it")
     for command in (propose, limit):
@@ -59,16 +62,44 @@ def add_commands(group: Any, add: Callable[[Any, str, str], argparse.ArgumentPar
     approve.add_argument("approvals", type=Path, nargs="+")
 
 
-def _add_signing(command: argparse.ArgumentParser) -> None:
-    command.add_argument("action", choices=sorted(VALUES))
-    command.add_argument("subject", help="the account, the person's name, the release or the site")
-    text = "the budget; a role, with the key of a new person; the SHA-256 of the artifact or request; or the restore"
-    command.add_argument("value", nargs="+", help=text)
+def _add_signing(command: argparse.ArgumentParser, words: str) -> None:
+    """What both ways to sign have in common; ``words``: the help of what is signed."""
+    actions = ", ".join(sorted(VALUES))
+    command.add_argument(
+        "words", nargs="+", metavar="WORD", help=f"{words}ACTION SUBJECT VALUE; ACTION is one of {actions}"
+    )
     command.add_argument("--person", required=True, help="who signs")
-    command.add_argument("--serial", required=True, help="ID of the proposal, the same for all who sign")
+    command.add_argument("--serial", default="", help="ID of the proposal, the same for all who sign")
     command.add_argument("--key", type=Path, required=True, help="the person's private key")
     command.add_argument(
         "--ledger", default="", help="the ledger's name, as the console shows it (default: that of --home)"
     )
-    command.add_argument("--out", type=Path, required=True)
-    command.set_defaults(homeless=True)
+    command.add_argument("--out", type=Path, help="write a file for `ledger approve` (default: hand it in at once)")
+    command.set_defaults(homeless=True, usage_check=_of_signing(command))
+
+
+def _of_signing(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
+    """What goes with a number, and what with words; what is left out is in the home directory."""
+
+    def check(arguments: argparse.Namespace) -> None:
+        words: list[str] = arguments.words
+        if by_number(words) and parser.prog.endswith("sign"):
+            if arguments.serial or arguments.ledger:
+                parser.error("a number stands for all of it: leave out --serial and --ledger")
+            if arguments.home is None:
+                parser.error("a number is known in its directory alone: give --home before the command, or all words")
+            return
+        if len(words) < 3 or words[0] not in VALUES:
+            parser.error(f"sign what? A number of `status`, or ACTION SUBJECT VALUE: {', '.join(sorted(VALUES))}")
+        needed = ["--serial"] * (not arguments.serial) + ["--out"] * (
+            arguments.out is None and arguments.home is None
+        )
+        if needed:
+            parser.error(f"the following arguments are required: {', '.join(needed)}")
+
+    return check
+
+
+def by_number(words: Sequence[str]) -> bool:
+    """Whether these words are a short number."""
+    return len(words) == 1 and words[0].isascii() and words[0].isdigit()

@@ -8,8 +8,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterable
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Final
+
+_FILLING: Final = ".filling"  # in a folder: what is being made for it, and was never used
+_FILLED: Final = ".filled"  # the same, whole: only to be moved
 
 
 def flush_directory(folder: Path) -> None:
@@ -54,6 +60,26 @@ def write_new(path: Path, body: bytes | Iterable[bytes], mode: int = 0o666) -> N
             out.write(piece)
         out.flush()
         os.fsync(out.fileno())
+
+
+def create_file(path: Path, body: bytes, mode: int = 0o666) -> None:
+    """Create a file whole or not at all, and never over another one; durable when this returns.
+
+    Args:
+        path: of the file.
+        body: its bytes.
+        mode: its permissions, before the umask.
+    Raises:
+        FileExistsError: there is something at ``path``.
+        OSError: it could not be written.
+    """
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    try:
+        write_new(part, body, mode)
+        os.link(part, path)  # refuses, unlike a renaming, where there is one
+    finally:
+        part.unlink(missing_ok=True)
+    flush_directory(path.parent)
 
 
 def replace_file(path: Path, body: bytes | Iterable[bytes], mode: int = 0o666) -> None:
@@ -117,3 +143,70 @@ def move_durably(source: Path, target: Path) -> None:
     os.replace(source, target)
     for folder in (target.parent, target.parent.parent, source.parent):
         flush_directory(folder)
+
+
+@contextlib.contextmanager
+def exclusively(folder: Path) -> Iterator[None]:
+    """Keep every other process that asks for the same away from a folder.
+
+    Raises:
+        BlockingIOError: another process is there.
+        OSError: there is no such folder.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def fill_folder(folder: Path, fill: Callable[[Path], None], last: str) -> None:
+    """Fill an empty folder, whole or not at all; the folder itself may be a mount, which cannot be exchanged.
+
+    After a kill nothing of it is there, or :func:`finish_filling` finishes it.
+
+    Args:
+        folder: it is there, and empty.
+        fill: writes everything into the folder that it is given.
+        last: what appears last: once it is there, everything is.
+    Raises:
+        OSError: it could not be written; nothing is left.
+    """
+    making = folder / _FILLING
+    making.mkdir(mode=0o700)
+    try:
+        fill(making)
+        for path in making.rglob("*"):
+            (flush_directory if path.is_dir() else flush_file)(path)
+        flush_directory(making)
+        os.replace(making, folder / _FILLED)
+    except BaseException:
+        shutil.rmtree(making, ignore_errors=True)
+        raise
+    finish_filling(folder, last)
+
+
+def is_half_filled(folder: Path) -> bool:
+    """Whether a kill left something of :func:`fill_folder`, or another process is at it."""
+    return (folder / _FILLING).exists() or (folder / _FILLED).exists()
+
+
+def finish_filling(folder: Path, last: str) -> bool:
+    """Finish, or clear away, what a kill left of :func:`fill_folder`. The caller keeps others away.
+
+    Returns:
+        Whether there was something to finish: everything is in its place now.
+    """
+    if (folder / _FILLING).exists():  # it was not whole, so nobody has used anything of it
+        shutil.rmtree(folder / _FILLING)
+    filled = folder / _FILLED
+    if not filled.exists():
+        return False
+    for path in sorted(filled.iterdir(), key=lambda one: one.name == last):
+        if path.name == last:
+            flush_directory(folder)
+        os.replace(path, folder / path.name)
+    filled.rmdir()
+    flush_directory(folder)
+    return True

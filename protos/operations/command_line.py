@@ -110,3 +110,14 @@ def add_login_commands(commands: Any) -> None:
     gone.add_argument("name")
     listed = add(group, "list", "list the pinned certificates and their end")
     listed.add_argument("--json", action="store_true")
+
+
+def add_setup_options(command: argparse.ArgumentParser) -> None:
+    """What ``setup`` of both sides can be told: the console, a login, and the first two persons."""
+    console = "by which browsers reach the console, NAME or NAME:PORT"
+    command.add_argument("--console", default="", metavar="NAME", help=console)
+    login = "pin the first login: a person's name, and the certificate that `login make` wrote"
+    command.add_argument("--login", nargs=2, default=(), metavar=("NAME", "FILE"), help=login)
+    for role in ("compliance", "hospital"):
+        person = f"first person of {role}: a name, and the public key that `ledger person` printed"
+        command.add_argument(f"--{role}", nargs=2, default=(), metavar=("NAME", "KEY"), help=person)

@@ -5,15 +5,19 @@ Where a doctor judges what is there, this says what to do next. Both sides use i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+
+from protos.common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,69 @@ def collect(
         except Exception as error:  # noqa: BLE001 - its text may quote anything
             found.append(Step(goal, name, f"cannot be told ({type(error).__name__})", "run `doctor`"))
     return found
+
+
+@dataclass(slots=True)
+class SetupReport:
+    """What ``setup`` has done: told line by line to people, or at the end as one object to a program."""
+
+    as_json: bool
+    written: list[str] = field(default_factory=list)  # files, by name
+    telephone: dict[str, str] = field(default_factory=dict)  # what somebody must hear by telephone
+
+    def say(self, text: str) -> None:
+        """A line for people. It is not broken, since some are copied."""
+        if not self.as_json:
+            Console(highlight=False).print(text, markup=False, soft_wrap=True)
+
+    def wrote(self, name: str, text: str) -> None:
+        """A file was made."""
+        self.written.append(name)
+        self.say(f"wrote {name}: {text}")
+
+    def tell(self, what: str, value: str) -> None:
+        """Something must be told by telephone."""
+        self.telephone[what] = value
+        self.say(f"{what}: {value}")
+
+    def end(self, steps: Sequence[Step]) -> None:
+        """Say what is missing for the first goal that is not reached; a program hears all."""
+        if self.as_json:
+            told = {"written": self.written, "telephone": self.telephone, "steps": _as_json(steps)}
+            sys.stdout.write(json.dumps(told, indent=2) + "\n")
+            return
+        missing = [step for step in steps if step.missing]
+        for step in missing:
+            if step.goal == missing[0].goal:
+                self.say(f"next: {step.name}: {step.missing}")
+                self.say(f"      {step.command}")
+
+
+class AccessDeniedError(ConfigError):
+    """This user may not read or write what the command needs."""
+
+
+@contextlib.contextmanager
+def as_owner(program: str) -> Iterator[None]:
+    """Say who must type ``setup``, where this user may not.
+
+    Raises:
+        AccessDeniedError: a file or folder is another user's.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        name = Path(str(error.filename or "")).name
+        raise AccessDeniedError(
+            f"{name}: {error.strerror}: run `{program} setup` as the user who owns it, such as the service's"
+        ) from None
+
+
+def _as_json(steps: Sequence[Step]) -> list[dict[str, Any]]:
+    return [
+        {"goal": s.goal, "name": s.name, "done": not s.missing, "said": s.missing or s.said, "command": s.command}
+        for s in steps
+    ]
 
 
 def disk(root: Path, parts: Mapping[str, Sequence[str]]) -> dict[str, int]:
@@ -85,11 +152,7 @@ def answered(steps: Sequence[Step], sizes: Mapping[str, int], as_json: bool) -> 
     """
     missing = [step for step in steps if step.missing]
     if as_json:
-        lines = [
-            {"goal": s.goal, "name": s.name, "done": not s.missing, "said": s.missing or s.said, "command": s.command}
-            for s in steps
-        ]
-        sys.stdout.write(json.dumps({"steps": lines, "disk": dict(sizes)}, indent=2) + "\n")
+        sys.stdout.write(json.dumps({"steps": _as_json(steps), "disk": dict(sizes)}, indent=2) + "\n")
         return 1 if missing else 0
     out, number, goal = Console(highlight=False), 0, ""
     for step in steps:

@@ -129,6 +129,19 @@ def connect(home: Path, patience_s: float = _ABOUT_S) -> ControlClient | None:
     return ControlClient(connection, about)
 
 
+def is_serving(home: Path) -> bool:
+    """Whether a service runs in a home directory.
+
+    Raises:
+        ServiceRefusedError, ServiceAnswerError: as :func:`connect`.
+    """
+    service = connect(home)
+    if service is None:
+        return False
+    with service:
+        return True
+
+
 @contextlib.contextmanager
 def ask_or_do(home: Path, here: Callable[..., Any], busy: type[Exception]) -> Iterator[Callable[..., Any]]:
     """Acts, by name and fields, that the running service carries out; where none runs, they are done here.

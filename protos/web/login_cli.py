@@ -11,20 +11,50 @@ import datetime as dt
 import json
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from cryptography.hazmat.primitives import hashes
 
+from protos.common.durable_files import create_file
 from protos.identity.key_files import write_private
+from protos.operations.next_steps import SetupReport
+from protos.operations.questions import ask_or_take
+from protos.web import settings
 from protos.web.client_certificates import LoginConfigError, PinnedCertificates, make
 
 FOLDER = "logins"
 _GROUP = 4  # digits that are read aloud together
 
 Say = Callable[[str], None]
+
+
+def open_console(home: Path, name: str, login: Sequence[str], report: SetupReport) -> None:
+    """For ``setup``: write ``console.toml`` and pin the first person's certificate; what is there already stays.
+
+    Args:
+        home: the directory of a side.
+        name: that browsers reach the console by, from its option; "": it is asked for.
+        login: a person's name and a certificate's file; empty: none.
+        report: hears what was done.
+    Raises:
+        LoginConfigError, BadAnswerError: the name or the certificate cannot be used.
+    """
+    if not (home / settings.FILE).exists():
+        question = "name by which browsers reach the console, NAME or NAME:PORT (Enter: no console yet)"
+        text = ask_or_take("--console", name, question, lambda typed: settings.draft(typed) if typed else "", "")
+        if text:
+            settings.parse(text, home)
+            create_file(home / settings.FILE, text.encode())
+            report.wrote(settings.FILE, "`serve` opens the console; `login make` and `login trust` let people in")
+    if login and login[0] not in PinnedCertificates(home / FOLDER).names():
+        digest = PinnedCertificates(home / FOLDER).trust(login[0], Path(login[1]).read_bytes())
+        report.written.append(f"{FOLDER}/{login[0]}.crt")
+        report.tell(
+            f"{login[0]} may log in, if these are the digits that they read out by phone", _read_aloud(digest)
+        )
 
 
 def run(arguments: argparse.Namespace, say: Say) -> int:

@@ -7,6 +7,7 @@ means that there is no console.
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -127,6 +128,23 @@ class ConsoleSettings:
         if not 1 <= self.hours <= 24:
             found.append("hours must lie in 1 to 24")
         return found
+
+
+def draft(name: str) -> str:
+    """The text of a ``console.toml`` for one name under which browsers reach the console.
+
+    A name of this very machine makes a console that nobody else reaches.
+
+    Args:
+        name: NAME or NAME:PORT.
+    Raises:
+        ValueError: it is no such name.
+    """
+    host, _, port = name.partition(":")
+    if not is_host(host) or not (port or "0").isdigit() or int(port or 0) > 65_535:
+        raise ValueError("a name in lower case as browsers reach this machine, such as console.hospital.example")
+    listen = f"{'127.0.0.1' if is_loopback(host) else '0.0.0.0'}:{port or 8743}"  # noqa: S104 - browsers of the hospital
+    return f"listen = {json.dumps(listen)}\nnames = {json.dumps([host])}\n"
 
 
 def parse(text: str, home: Path) -> ConsoleSettings:

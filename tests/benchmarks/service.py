@@ -1,5 +1,6 @@
 """Short commands beside a running service: asked over its socket, or with a ledger that the command opens itself.
 
+And how many lines each side types, the approvers' among them, until the first image is in the vault.
 Wall-clock times of whole processes, in turn; a ratio is that of the medians.
 """
 
@@ -15,6 +16,7 @@ from typing import Final
 
 from tests.benchmarks.report import Report, Row
 from tests.support.federation_world import Federation
+from tests.support.first_image import first_image
 from tests.support.release_site import filled
 from tests.support.site_serving import serving
 
@@ -31,12 +33,18 @@ def main() -> Report:
         with serving(site):
             asked = [_seconds(words) for _ in range(ROUNDS)][1:]
         nothing = [_seconds([sys.executable, "-c", "pass"]) for _ in range(ROUNDS)][1:]
+        with first_image(Path(folder) / "first") as both:
+            lines = {"coordinator": len(both.coordinator.lines), "hospital": len(both.hospital.lines)}
+            questions = max(len(both.coordinator.answered), len(both.hospital.answered))
     rows = [
         Row("ledger limit, by itself", median(alone) * 1e3, "ms"),
         Row("ledger limit, asked over the socket", median(asked) * 1e3, "ms"),
         Row("python -c pass", median(nothing) * 1e3, "ms"),
+        *(Row(f"typed lines to the first image, {side}", count, "") for side, count in lines.items()),
+        Row("questions to the first image, the side with more", questions, ""),
     ]
-    return Report(tuple(rows), {"socket_vs_start": median(alone) / median(asked)})
+    ratios = {"socket_vs_start": median(alone) / median(asked), "typed_lines_to_first_image": max(lines.values())}
+    return Report(tuple(rows), ratios)
 
 
 def _seconds(words: list[str]) -> float:

@@ -387,7 +387,7 @@ def test_the_page_leads_from_the_bundle_to_an_enrolled_agent_with_a_green_doctor
 def test_a_bundle_of_somebody_else_is_not_run_however_the_page_is_typed(thin: Bundle, tmp_path: Path) -> None:
     """Pasted into a shell that goes on after a line that failed, as every interactive shell does."""
     shutil.copy(thin.tar, tmp_path)
-    typed = blocks((ROOT / "deploy" / "docs" / "install.md").read_text()).partition("lazaret-agent init")[0]
+    typed = blocks((ROOT / "deploy" / "docs" / "install.md").read_text()).partition("lazaret-agent setup")[0]
     told = {"PUBLISHER": "0000 " * 8, "LAZARET_PREFIX": f"{tmp_path}/opt", "LAZARET_STATE": f"{tmp_path}/var"}
     done = subprocess.run(
         ["bash", "-c", typed], cwd=tmp_path, env={**BARE, **told}, capture_output=True, text=True, check=False
@@ -402,7 +402,7 @@ def test_unpacking_writes_nothing_beside_the_bundles_own_folder(thin: Bundle, tm
     with tarfile.open(tmp_path / thin.tar.name, "w") as made:
         for name in (".bashrc", f"{thin.folder.name}/release.pub"):
             made.addfile(tarfile.TarInfo(name), io.BytesIO())
-    typed = blocks((ROOT / "deploy" / "docs" / "install.md").read_text()).partition("lazaret-agent init")[0]
+    typed = blocks((ROOT / "deploy" / "docs" / "install.md").read_text()).partition("lazaret-agent setup")[0]
     told = {"PUBLISHER": "0000 " * 8, "LAZARET_PREFIX": f"{tmp_path}/opt", "LAZARET_STATE": f"{tmp_path}/var"}
     done = subprocess.run(
         ["bash", "-c", typed], cwd=tmp_path, env={**BARE, **told}, capture_output=True, text=True, check=False

@@ -11,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from protos.common.durable_files import flush_directory, move_durably, replace_file, write_new
+from protos.common.durable_files import (
+    create_file,
+    exclusively,
+    fill_folder,
+    finish_filling,
+    flush_directory,
+    is_half_filled,
+    move_durably,
+    replace_file,
+    write_new,
+)
 
 
 def test_a_new_file_is_never_written_over(tmp_path: Path) -> None:
@@ -92,3 +102,65 @@ def test_a_move_takes_the_file_whole(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
     with pytest.raises(NotADirectoryError):
         flush_directory(tmp_path / "into" / "b")
+
+
+def test_a_file_is_created_whole_and_never_over_another_one(tmp_path: Path) -> None:
+    create_file(tmp_path / "one", b"first", 0o600)
+    with pytest.raises(FileExistsError):
+        create_file(tmp_path / "one", b"second")
+    assert ((tmp_path / "one").read_bytes(), os.listdir(tmp_path)) == (b"first", ["one"])
+    assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == 0o600
+
+
+def fill(folder: Path) -> None:
+    (folder / "keys").mkdir(mode=0o700)
+    (folder / "keys" / "a.key").write_bytes(os.urandom(8))
+    (folder / "aaa.toml").write_text("last")
+    (folder / "zzz.toml").write_text("first")
+
+
+def test_a_folder_is_filled_whole_or_not_at_all(tmp_path: Path) -> None:
+    def fails(folder: Path) -> None:
+        fill(folder)
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        fill_folder(tmp_path, fails, "aaa.toml")
+    assert os.listdir(tmp_path) == []
+    fill_folder(tmp_path, fill, "aaa.toml")
+    assert sorted(os.listdir(tmp_path)) == ["aaa.toml", "keys", "zzz.toml"]
+
+
+def test_what_a_kill_left_of_a_filled_folder_is_finished_or_cleared_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.replace
+    for number in range(1, 5):
+        folder, left = tmp_path / str(number), number
+        folder.mkdir()
+
+        def dies(source: Path, target: Path) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                os._exit(9)
+            real(source, target)
+
+        if not (child := os.fork()):
+            monkeypatch.setattr(os, "replace", dies)
+            fill_folder(folder, fill, "aaa.toml")
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        assert not (folder / "aaa.toml").exists(), "what comes last says that all is there"
+        assert is_half_filled(folder)
+        assert finish_filling(folder, "aaa.toml") is (number > 1)
+        assert not is_half_filled(folder)
+        assert finish_filling(folder, "aaa.toml") is False
+        assert sorted(os.listdir(folder)) == (["aaa.toml", "keys", "zzz.toml"] if number > 1 else [])
+
+
+def test_one_at_a_time_is_in_a_folder(tmp_path: Path) -> None:
+    with exclusively(tmp_path), pytest.raises(BlockingIOError), exclusively(tmp_path):
+        pass
+    with exclusively(tmp_path):
+        pass

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from protos.web.settings import ConsoleConfigError, ConsoleSettings, parse, read
+from protos.web.settings import ConsoleConfigError, ConsoleSettings, draft, parse, read
 
 HOME = Path("home")
 GOOD = """
@@ -97,3 +97,23 @@ def test_two_claims_are_not_one_person() -> None:
 def test_an_address_is_host_and_port(listen: str) -> None:
     with pytest.raises(ConsoleConfigError, match="listen must be host:port"):
         ConsoleSettings(listen=listen)
+
+
+@pytest.mark.parametrize(
+    ("name", "listen"),
+    [
+        ("console.hospital.example", "0.0.0.0:8743"),
+        ("console.hospital.example:9000", "0.0.0.0:9000"),
+        ("localhost", "127.0.0.1:8743"),
+        ("127.0.0.1:1", "127.0.0.1:1"),
+    ],
+)
+def test_a_draft_for_one_name_is_a_console(name: str, listen: str) -> None:
+    made = parse(draft(name), HOME)
+    assert (made.listen, made.names) == (listen, (name.partition(":")[0],))
+
+
+@pytest.mark.parametrize("name", ["", "Not A Name", "a:b", "a:70000", 'a"', "a:1:2"])
+def test_what_is_no_name_makes_no_draft(name: str) -> None:
+    with pytest.raises(ValueError, match="a name in lower case"):
+        draft(name)
