@@ -170,6 +170,8 @@ class Tryout:
         callers = ", ".join(f'{{ ae_title = "{title}", addresses = ["127.0.0.1"] }}' for title in CALLERS)
         with (home / "ingest.toml").open("a") as settings:
             settings.write(_RECEIVER.format(title=AE_TITLE, port=self.ports.receiver, callers=callers))
+        (home / "networks").mkdir(mode=0o700)  # what a proposal may choose from
+        shutil.copy(self.scene.work / "basis.safetensors", home / "networks")
         (home / "console.toml").write_text(f'listen = "127.0.0.1:{self.ports.hospital}"\n')
         console = f'listen = "127.0.0.1:{self.ports.coordinator}"\n'
         (self.scene.work / "coordinator" / "console.toml").write_text(console)
@@ -271,7 +273,7 @@ class Tryout:
         yield f"  {_fingerprint(work / 'coordinator.out')}  at {self._coordinator_address}"
 
     def _first_steps(self) -> Iterator[str]:
-        """A walk in the browser; what no form does yet is typed."""
+        """A walk in the browser; the cohort may be counted, and a set made, by command, too."""
         work, hospital, coordinator = self.scene.work, self._hospital_address, self._coordinator_address
         agent = f"{_program('lazaret-agent')} --home {_as_typed(work / SITE)}"
         ours, theirs = _names("b"), _names("1")
@@ -286,10 +288,12 @@ class Tryout:
         yield f"   {_as_typed(work / 'samples')} has {SAMPLES} images, each of another patient."
         yield f"2. See it counted, some seconds later: {hospital}/ingest as {ours['hospital']}. Or type"
         yield f"     {agent} cohort"
-        yield "3. Make a synthetic set, beside the running service:"
+        yield f"3. Propose a synthetic set: {hospital}/jobs/propose as {ours['researcher']}. Choose ksame, its basis,"
+        yield f"   modality OT, k {K} and {L} labels. {ours['hospital']} approves at {hospital}/jobs, and the job runs."
+        yield "   Or type it, beside the running service:"
         yield f"     {agent} {shlex.join(release)} --basis {_as_typed(work / 'basis.safetensors')}"
-        yield f"   It waits for {ours['hospital']}. Before you make another one, send all samples: each set needs"
-        yield f"   {K} patients or more who are in none yet."
+        yield f"   The set waits for {ours['hospital']}. Before you make another, send all samples: each set needs {K}"
+        yield "   patients or more who are in none yet."
         yield f"4. Look, and let it leave: {hospital}/releases as {ours['hospital']}."
         yield f"   Compare it, approve it with the key file {key}, and send it."
         yield f"5. See what arrived: {coordinator}/releases as {theirs['researcher']}."
