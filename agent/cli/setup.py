@@ -69,7 +69,11 @@ def setup(arguments: argparse.Namespace) -> int:
         _ways_in(home, arguments, report)
         login_cli.open_console(home.root, arguments.console, arguments.login, report)
         given = given or _missing_invitation(home, arguments)
-        enrolled = _join(home, given, arguments.wait, report)
+        waits = given is not None or (home.keys / enrolment.WAITING).exists()
+        there = not waits and _is_enrolled(home, dt.datetime.now(dt.UTC))
+        enrolled = there or _join(home, given, arguments.wait, report)
+        if there:
+            report.say("this site is enrolled")
         if enrolled:
             _people(home, arguments, report)
         report.end(status.steps(home, dt.datetime.now(dt.UTC)))
@@ -255,12 +259,9 @@ def _is_enrolled(home: SiteDirectory, now: dt.datetime) -> bool:
 def _join(home: SiteDirectory, given: enrolment.Given | None, wait: float, report: SetupReport) -> bool:
     """Hand the request in, or ask what became of it; whether the site is enrolled."""
     if given is None and not (home.keys / enrolment.WAITING).exists():
-        now = dt.datetime.now(dt.UTC)
-        if enrolment.come_back(home, enrolment.return_over_grpc(home.settings().proxy), now):
+        ask = enrolment.return_over_grpc(home.settings().proxy)
+        if enrolment.come_back(home, ask, dt.datetime.now(dt.UTC)):
             report.say("the certificate had ended: there is a new one")
-            return True
-        if _is_enrolled(home, now):
-            report.say("this site is enrolled")
             return True
     until, told = time.monotonic() + wait, ""
     while True:

@@ -47,7 +47,8 @@ _EXPECTED: Final = (*ingest_errors.EXPECTED, ConfigError, KeyFileError, LedgerUn
 
 
 def steps(home: SiteDirectory, now: dt.datetime) -> list[Step]:
-    """Everything that has to be there, in the order in which a hospital does it; nothing is written.
+    """Everything that has to be there, in the order in which a hospital does it; nothing but short numbers
+    is written.
 
     Args:
         home: the site's directory, which may be empty.

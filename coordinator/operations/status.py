@@ -34,7 +34,7 @@ _EXPECTED: Final = (ConfigError, KeyFileError, LedgerUnsoundError, PolicyError, 
 
 
 def steps(home: CoordinatorDirectory, now: dt.datetime) -> list[Step]:
-    """Everything that has to be there, in the order in which it is done; nothing is written.
+    """Everything that has to be there, in the order in which it is done; nothing but short numbers is written.
 
     Args:
         home: the coordinator's directory, which may be empty.

@@ -6,9 +6,10 @@ after every mistake of usage.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, TypeVar
 
 from protos.common.errors import ConfigError
@@ -38,7 +39,8 @@ def ask(option: str, question: str, read: Callable[[str], T], default: str | Non
     while True:
         sys.stderr.write(f"{question}{f' [{default}]' if default else ''}: ")
         sys.stderr.flush()
-        line = sys.stdin.readline()
+        with _interrupted():
+            line = sys.stdin.readline()
         if not line:
             missing(option)
         if not line.strip() and default is None:
@@ -61,10 +63,11 @@ def ask_secret(option: str, question: str, read: Callable[[str], T]) -> T:
         ValueError: as ``read``, where nobody is at a terminal.
     """
     while True:
-        try:
-            text = getpass.getpass(f"{question}: ") if sys.stdin.isatty() else sys.stdin.readline()
-        except EOFError:
-            text = ""
+        with _interrupted():
+            try:
+                text = getpass.getpass(f"{question}: ") if sys.stdin.isatty() else sys.stdin.readline()
+            except EOFError:
+                text = ""
         if not text.strip():
             missing(option)
         try:
@@ -109,6 +112,16 @@ def ask_pair(option: str, words: Sequence[str], question: str, read: Callable[[s
 def confirm(yes: bool, question: str) -> bool:
     """Whether a person says y; ``yes``: the option ``--yes`` was given."""
     return yes or ask("--yes", f"{question} (y/n)", _yes_or_no)
+
+
+@contextlib.contextmanager
+def _interrupted() -> Iterator[None]:
+    """Ctrl-C at a question ends the command, without a trace of calls."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write("\nstopped here: type the command again to go on\n")
+        raise SystemExit(130) from None
 
 
 def missing(option: str) -> NoReturn:

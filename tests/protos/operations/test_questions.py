@@ -91,3 +91,19 @@ def test_a_secret_is_asked_for_again_at_a_terminal_alone(keyboard: type[Keyboard
 def test_a_confirmation_is_y_or_n(keyboard: type[Keyboard], text: str, meant: bool) -> None:
     keyboard(text)
     assert confirm(False, "sign?") is meant
+
+
+def test_an_interrupt_at_a_question_ends_the_command_with_a_sentence(
+    keyboard: type[Keyboard], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    keyboard("")
+    monkeypatch.setattr(sys.stdin, "readline", interrupted)
+    monkeypatch.setattr(questions.getpass, "getpass", interrupted)
+    for act in (lambda: ask("--n", "how many", even), lambda: ask_secret("--n", "secret", str)):
+        with pytest.raises(SystemExit) as ended:
+            act()
+        assert ended.value.code == 130
+    assert capsys.readouterr().err.count("type the command again to go on") == 2

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from protos.operations.command_line import add_login_commands
+from protos.operations.next_steps import SetupReport
 from protos.web.client_certificates import PinnedCertificates
-from protos.web.login_cli import FOLDER, run
+from protos.web.login_cli import FOLDER, open_console, run
 
 
 class Terminal:
@@ -69,3 +70,21 @@ def test_nothing_is_made_over_what_is_there(terminal: Terminal, tmp_path: Path) 
     with pytest.raises(FileExistsError):
         terminal("make", "anna", "--out", str(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_setup_opens_a_console_with_its_first_login_and_replaces_neither(terminal: Terminal, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("own", "other"):
+        assert terminal("make", "anna", "--out", str(tmp_path / name)) == 0
+    report = SetupReport(as_json=True)
+    open_console(home, "console.example:9000", ("anna", str(tmp_path / "own" / "anna.crt")), report)
+    assert report.written == ["console.toml", "logins/anna.crt"]
+    (digits,) = report.telephone.values()
+    before = (home / "console.toml").read_text(), (home / FOLDER / "anna.crt").read_bytes()
+    assert terminal("list") == 0
+    assert digits in terminal.said[0]
+    again = SetupReport(as_json=True)
+    open_console(home, "elsewhere.example", ("anna", str(tmp_path / "other" / "anna.crt")), again)
+    assert (again.written, again.telephone) == ([], {})
+    assert before == ((home / "console.toml").read_text(), (home / FOLDER / "anna.crt").read_bytes())
