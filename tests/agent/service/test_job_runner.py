@@ -138,7 +138,12 @@ def test_the_price_and_who_asked_are_in_the_record_and_in_jobs_show(world: World
     world.wait(1, jobs.DONE)
     said = world.jobs("show", 1)
     assert "price: 1 of the 1 that were left when it was queued" in said.out
-    assert [event.state for event in world.store.read(1).history] == ["queued", "running", "done"]
+    states = [event.state for event in world.store.read(1).history]
+    assert [state for state in states if state != "leaving"] == [
+        "queued",
+        "running",
+        "done",
+    ]  # it may leave in between
     assert "done" in world.jobs("list").out
     assert world.jobs("list", "--json").line["jobs"][0]["release"].startswith("release-")
 
