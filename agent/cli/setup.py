@@ -31,8 +31,8 @@ from policies.governance.cli import read_person
 from policies.ledger.approvals import APPROVING
 from policies.ledger.backends.sqlite import open_read_only
 from policies.ledger.read_only import read_store
+from policies.review.policy import named, preset
 from policies.review.policy import parse as parse_policy
-from policies.review.policy import preset
 from protos.common.dsse import key_id
 from protos.common.durable_files import create_file
 from protos.operations import questions
@@ -95,9 +95,7 @@ def _make(arguments: argparse.Namespace, report: SetupReport) -> None:
         f"public_components = {json.dumps(arguments.public_component)}  # SHA-256 of bases you vouch to be public\n"
     )
     settings += f"proxy = {json.dumps(arguments.proxy)}\n" if arguments.proxy else ""
-    policy = Path(arguments.policy)
-    text = policy.read_text() if policy.suffix == ".toml" else preset(arguments.policy)
-    site_directory.create(arguments.home, settings, text)
+    site_directory.create(arguments.home, settings, named(arguments.policy))
     report.written += ["site.toml", "policy.toml", "request.json"]
     report.say(f"made the directory {arguments.home.name}: site.toml, policy.toml, and keys, which never leave it")
 
@@ -135,11 +133,7 @@ def _modalities(text: str) -> list[str]:
 
 
 def _policy(text: str) -> str:
-    """A preset or a file, which can be read as a policy."""
-    try:
-        parse_policy(Path(text).read_text() if text.endswith(".toml") else preset(text), text)
-    except OSError:
-        raise ValueError(f"{Path(text).name} cannot be read") from None
+    named(text)
     return text
 
 
