@@ -8,6 +8,7 @@ from functools import partial
 
 from agent.cli.output import OUT, print_progress, print_verdict
 from agent.service.commands import read_verdict, site_acts
+from protos.operations.questions import confirm
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -68,6 +69,9 @@ def send(arguments: argparse.Namespace) -> int:
 def withdraw_release(arguments: argparse.Namespace) -> int:
     """Give up a release that persons did not approve; its grant is spent."""
     name = _named(arguments)
+    if name != arguments.release and not confirm(arguments.yes, f"withdraw {name}? Its grant is spent"):
+        OUT.print("nothing was withdrawn")
+        return 1
     with site_acts(arguments.home, partial(print_progress, silent=False)) as do:
         do("releases/withdraw", release=name)
     OUT.print(f"{name} is withdrawn, and its grant is spent")

@@ -314,6 +314,7 @@ def _add_releases(parser: argparse.ArgumentParser) -> None:
     inspect.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
     withdraw = add(release, "withdraw", "withdraw a release that was not approved")
     withdraw.add_argument("release", help=_RELEASE)
+    withdraw.add_argument("--yes", action="store_true", help="do not ask whether the number stands for the right one")
 
 
 def _add_search(commands: Any) -> None:

@@ -31,8 +31,8 @@ from policies.governance.cli import read_person
 from policies.ledger.approvals import APPROVING
 from policies.ledger.backends.sqlite import open_read_only
 from policies.ledger.read_only import read_store
+from policies.review.policy import named, preset
 from policies.review.policy import parse as parse_policy
-from policies.review.policy import preset
 from protos.common.dsse import key_id
 from protos.common.durable_files import create_file
 from protos.operations import questions
@@ -68,12 +68,7 @@ def setup(arguments: argparse.Namespace) -> int:
         given = _directory(home, arguments, report)
         _ways_in(home, arguments, report)
         login_cli.open_console(home.root, arguments.console, arguments.login, report)
-        given = given or _missing_invitation(home, arguments)
-        waits = given is not None or (home.keys / enrolment.WAITING).exists()
-        there = not waits and _is_enrolled(home, dt.datetime.now(dt.UTC))
-        enrolled = there or _join(home, given, arguments.wait, report)
-        if there:
-            report.say("this site is enrolled")
+        enrolled = _enrolled(home, given, arguments, report)
         if enrolled:
             _people(home, arguments, report)
         report.end(status.steps(home, dt.datetime.now(dt.UTC)))
@@ -95,9 +90,7 @@ def _make(arguments: argparse.Namespace, report: SetupReport) -> None:
         f"public_components = {json.dumps(arguments.public_component)}  # SHA-256 of bases you vouch to be public\n"
     )
     settings += f"proxy = {json.dumps(arguments.proxy)}\n" if arguments.proxy else ""
-    policy = Path(arguments.policy)
-    text = policy.read_text() if policy.suffix == ".toml" else preset(arguments.policy)
-    site_directory.create(arguments.home, settings, text)
+    site_directory.create(arguments.home, settings, named(arguments.policy))
     report.written += ["site.toml", "policy.toml", "request.json"]
     report.say(f"made the directory {arguments.home.name}: site.toml, policy.toml, and keys, which never leave it")
 
@@ -115,7 +108,13 @@ def _directory(home: SiteDirectory, arguments: argparse.Namespace, report: Setup
         return None
     given = None
     if not (arguments.site and arguments.coordinator) or arguments.invitation is not None:
-        given, invitation = _invitation(arguments)
+        given = _invitation(arguments)
+        if given is None:
+            raise SiteConfigError(
+                "ask the coordinator's operator for an invitation, then type `lazaret-agent setup` again; to make "
+                "the directory before: --site NAME --coordinator HOST:PORT"
+            )
+        invitation = enrolment.read_invitation(given.invitation)
         if arguments.site not in ("", invitation.site):
             raise SiteConfigError("the invitation is for another site than this one")
         arguments.site, arguments.coordinator = invitation.site, arguments.coordinator or invitation.coordinator
@@ -135,11 +134,7 @@ def _modalities(text: str) -> list[str]:
 
 
 def _policy(text: str) -> str:
-    """A preset or a file, which can be read as a policy."""
-    try:
-        parse_policy(Path(text).read_text() if text.endswith(".toml") else preset(text), text)
-    except OSError:
-        raise ValueError(f"{Path(text).name} cannot be read") from None
+    named(text)
     return text
 
 
@@ -203,20 +198,29 @@ def _tls(text: str) -> str:
 # -- joining
 
 
-def _invitation(arguments: argparse.Namespace) -> tuple[enrolment.Given, enrolment.Invitation]:
-    """The invitation, the fingerprint as heard by phone and the token as typed; each is checked, nothing is sent."""
-    question = "file of the invitation, which the coordinator's operator sent"
-    named = str(arguments.invitation or "")
-    body = questions.ask_or_take("--invitation", named, question, _body)
+def _invitation(arguments: argparse.Namespace) -> enrolment.Given | None:
+    """The invitation, the fingerprint as heard by phone and the token as typed; each is checked, nothing is sent.
+
+    Returns:
+        None: a person says that there is none yet.
+    """
+    question = "file of the invitation, which the coordinator's operator sent (Enter: not there yet)"
+    named_file, later = str(arguments.invitation or ""), "" if questions.can_ask() else None
+    body = questions.ask_or_take("--invitation", named_file, question, _body, later)
+    if not body:
+        return None
     invitation = enrolment.read_invitation(body)
     question = "the root's fingerprint, as you hear it from the operator by phone"
     check = partial(enrolment.check_fingerprint, invitation)
     heard = questions.ask_or_take("--fingerprint", arguments.fingerprint, question, check)
     token = _token(arguments, lambda text: enrolment.check_token(invitation, text, dt.datetime.now(dt.UTC)))
-    return enrolment.Given(body, token, heard), invitation
+    return enrolment.Given(body, token, heard)
 
 
 def _body(name: str) -> bytes:
+    """An invitation's file; b"" for no name."""
+    if not name:
+        return b""
     try:
         body = Path(name).read_bytes()
     except OSError as error:
@@ -232,15 +236,24 @@ def _token(arguments: argparse.Namespace, read: Callable[[str], str]) -> str:
     return questions.ask_secret("--token-file", "token, as you hear it from the operator by phone", read)
 
 
-def _missing_invitation(home: SiteDirectory, arguments: argparse.Namespace) -> enrolment.Given | None:
-    """The invitation of a site that has handed in no request, or that still holds: a script names it every time."""
-    now, asking = dt.datetime.now(dt.UTC), (home.keys / "request.key").exists()
+def _enrolled(
+    home: SiteDirectory, given: enrolment.Given | None, arguments: argparse.Namespace, report: SetupReport
+) -> bool:
+    """Go on with joining, from wherever it stands; whether the site is enrolled.
+
+    A script names its invitation every time: one that has ended, or that is not needed any more, is left aside.
+    """
+    now, asked = dt.datetime.now(dt.UTC), (home.keys / "request.key").exists()
     waits = (home.keys / enrolment.WAITING).exists()
-    if asking and not waits and (_is_enrolled(home, now) or way_back(home.keys, now) is not None):
-        return None
-    if waits and (arguments.invitation is None or not _holds(arguments.invitation, now)):
-        return None
-    return _invitation(arguments)[0]
+    if given is None and asked and not waits:
+        if _is_enrolled(home, now):
+            report.say("this site is enrolled")
+            return True
+        if way_back(home.keys, now) is not None:
+            return _join(home, None, arguments.wait, report)
+    if given is None and (not waits or (arguments.invitation is not None and _holds(arguments.invitation, now))):
+        given = _invitation(arguments)
+    return (waits or given is not None) and _join(home, given, arguments.wait, report)
 
 
 def _holds(invitation: Path, now: dt.datetime) -> bool:

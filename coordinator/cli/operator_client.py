@@ -131,7 +131,7 @@ def enrol_site(home: homes.CoordinatorDirectory, site: str, serial: str, approva
         with _stub(home) as stub:
             stub.Approve(request, timeout=CALL_S)
     except grpc.RpcError as error:
-        raise coordinator_errors.CoordinatorConfigError(str(error.details())) from None
+        raise coordinator_errors.CoordinatorConfigError(_sentence(error)) from None
     say(f"{site} is enrolled; its agent notices this by itself, or with `lazaret-agent setup`")
 
 
@@ -296,5 +296,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _COMMANDS[arguments.command](arguments)
     except grpc.RpcError as error:
-        ERR.print(f"refused: {error.details()}", markup=False)
+        ERR.print(f"refused: {_sentence(error)}", markup=False)
         return 1
+
+
+def _sentence(error: Any) -> str:
+    """What a failed call means to the operator."""
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return "the coordinator does not serve from this directory: lazaret-coordinator serve"
+    return str(error.details())

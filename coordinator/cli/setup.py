@@ -23,8 +23,7 @@ from policies.governance.cli import read_person
 from policies.ledger.approvals import APPROVING
 from policies.ledger.read_only import read_store
 from policies.ledger.state import State
-from policies.review.policy import parse as parse_policy
-from policies.review.policy import preset
+from policies.review.policy import named
 from protos.federation import flower_environment
 from protos.identity.certificates import SITE_NAME
 from protos.operations import questions
@@ -56,9 +55,7 @@ def _make(arguments: argparse.Namespace, report: SetupReport) -> None:
     settings = f"listen = {json.dumps(arguments.listen)}\n"
     settings += f"address = {json.dumps(arguments.address)}\n" if arguments.address else ""
     settings += f"ledger = {json.dumps(arguments.ledger)}\n" if arguments.ledger else ""
-    path = Path(arguments.policy)
-    policy = path.read_text() if path.suffix == ".toml" else preset(arguments.policy)
-    home = homes.create(arguments.home, settings, policy, dt.datetime.now(dt.UTC))
+    home = homes.create(arguments.home, settings, named(arguments.policy), dt.datetime.now(dt.UTC))
     with homes.open_ledger(home):
         pass
     report.written += ["coordinator.toml", "policy.toml"]
@@ -92,11 +89,7 @@ def _address(text: str) -> str:
 
 
 def _policy(text: str) -> str:
-    """A preset or a file, which can be read as a policy."""
-    try:
-        parse_policy(Path(text).read_text() if text.endswith(".toml") else preset(text), text)
-    except OSError:
-        raise ValueError(f"{Path(text).name} cannot be read") from None
+    named(text)
     return text
 
 

@@ -121,6 +121,20 @@ def preset(name: str) -> str:
     return known[name].read_text()
 
 
+def named(name: str) -> str:
+    """The TOML text of a preset, or of a file whose name ends in ``.toml``; it can be read as a policy.
+
+    Raises:
+        PolicyError: there is no such preset or file, or with every problem in it.
+    """
+    try:
+        text = Path(name).read_text(encoding="utf-8") if name.endswith(".toml") else preset(name)
+    except (OSError, UnicodeDecodeError):
+        raise PolicyError(f"{Path(name).name} cannot be read") from None
+    parse(text, Path(name).name)
+    return text
+
+
 def strictest(a: Policy, b: Policy) -> Policy:
     """What both policies admit, and nothing else. Commutes, and ``strictest(a, a) == a``."""
     return Policy(

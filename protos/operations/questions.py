@@ -21,6 +21,11 @@ class BadAnswerError(ConfigError, ValueError):
     """What was typed for a question, or given as its option, cannot be used. The text says why."""
 
 
+def can_ask() -> bool:
+    """Whether somebody is at a terminal."""
+    return sys.stdin.isatty()
+
+
 def ask(option: str, question: str, read: Callable[[str], T], default: str | None = None) -> T:
     """Ask at the terminal until the answer can be read; prompts go to standard error.
 
@@ -32,7 +37,7 @@ def ask(option: str, question: str, read: Callable[[str], T], default: str | Non
     Raises:
         SystemExit: with status 2, where nobody can be asked and there is no default, or standard input ends.
     """
-    if not sys.stdin.isatty():
+    if not can_ask():
         if default is None:
             missing(option)
         return read(default)
@@ -65,7 +70,7 @@ def ask_secret(option: str, question: str, read: Callable[[str], T]) -> T:
     while True:
         with _interrupted():
             try:
-                text = getpass.getpass(f"{question}: ") if sys.stdin.isatty() else sys.stdin.readline()
+                text = getpass.getpass(f"{question}: ") if can_ask() else sys.stdin.readline()
             except EOFError:
                 text = ""
         if not text.strip():
@@ -73,7 +78,7 @@ def ask_secret(option: str, question: str, read: Callable[[str], T]) -> T:
         try:
             return read(text)
         except ValueError as error:
-            if not sys.stdin.isatty():
+            if not can_ask():
                 raise
             sys.stderr.write(f"{error}\n")
 

@@ -20,6 +20,7 @@ from tests.support.command_line import CommandResult, Typed, typed
 from tests.support.command_server import python
 from tests.support.federation_world import Federation
 from tests.support.ledger_world import Person
+from tests.support.terminal import Terminal
 from tests.support.unchanged import files_of
 
 __all__ = ["typed"]  # a fixture
@@ -253,3 +254,15 @@ def test_a_kill_before_any_write_loses_nothing(federation: Federation, tmp_path:
     else:
         pytest.fail("it never came to its end")
     assert number > 20, "there were writes to be killed before"
+
+
+def test_a_person_without_an_invitation_is_told_what_to_do_and_asked_no_more(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path)
+    said = terminal.type("lazaret-agent --home new setup", ("file of the invitation", ""), status=1)
+    assert "ask the coordinator's operator for an invitation" in said
+    assert "--site NAME --coordinator HOST:PORT" in said
+    assert not (tmp_path / "new").exists()
+    words = "lazaret-agent --home new setup --site site-z --coordinator localhost:1 --modality CT --policy public"
+    said = terminal.type(words, ("PACS", ""), ("console", ""), ("file of the invitation", ""), status=1)
+    assert "next: enrolment: this site is not enrolled" in said
+    assert SiteDirectory(tmp_path / "new").settings().site == "site-z"

@@ -57,6 +57,8 @@ def test_a_release_is_looked_at_signed_and_sent_by_its_number(staffed: Site, typ
     with pytest.raises(SystemExit) as usage:  # nobody can be asked
         sign(typed, staffed, 1, HEAD)
     assert usage.value.code == 2
+    with pytest.raises(SystemExit):  # what a number stands for is shown before it is given up
+        typed(*at(staffed), "release", "withdraw", 1)
     signed = sign(typed, staffed, 1, HEAD, "--yes")
     assert f"head-1 signs: approve release {name}" in signed.out
     assert "release 1, ksame: it is approved, and can be carried out: lazaret-agent release send 1" in signed.out

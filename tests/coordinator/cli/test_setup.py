@@ -225,7 +225,8 @@ def test_who_signs_while_nothing_serves_is_told_what_comes_next(hub: tuple[int, 
         found, out, _ = sign(typed, 1, person, "--fingerprint", heard, "--yes")
         assert found == 0
     assert "it is approved, and can be carried out: lazaret-coordinator approve 1" in out
-    assert typed("approve", "1")[0] == 1
+    found, _, err = typed("approve", "1")
+    assert (found, "does not serve from this directory: lazaret-coordinator serve" in err) == (1, True)
     with serving(["--home", str(hub[1] / "hub")]):
         assert typed("approve", "1")[0] == 0
 

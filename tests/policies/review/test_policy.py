@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.review.policy import Policy, PolicyError, parse, preset, strictest
+from policies.review.policy import Policy, PolicyError, named, parse, preset, strictest
 from tests.support.ledger_world import policy
 
 NAMES = st.frozensets(st.sampled_from(["ksame", "federated", "other"]))
@@ -89,3 +91,16 @@ def test_strictest_admits_exactly_what_both_admit(a: Policy, b: Policy, k: int, 
         return k >= p.k_min and eps <= p.epsilon and mechanism in p.mechanisms
 
     assert admits(strictest(a, b)) == (admits(a) and admits(b))
+
+
+def test_a_policy_is_named_by_its_preset_or_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(policy(k_min=7))
+    assert (named("public"), named(str(file))) == (preset("public"), policy(k_min=7))
+    file.write_text(policy(k_min=1))
+    with pytest.raises(PolicyError, match=r"own.toml.*k_min"):
+        named(str(file))
+    file.write_bytes(b"\xff")
+    for name in (str(file), str(tmp_path / "none.toml")):
+        with pytest.raises(PolicyError, match=r"\A(own|none).toml cannot be read"):
+            named(name)
