@@ -27,6 +27,7 @@ from agent.service.commands import PROGRAM, site_acts
 from agent.storage import site_directory
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.site_ledger import site_policy
+from policies.accounting.rounding import epsilon_text
 from policies.governance.cli import read_person
 from policies.ledger.approvals import APPROVING
 from policies.ledger.backends.sqlite import open_read_only
@@ -141,7 +142,7 @@ def _policy(text: str) -> str:
 def _described(name: str) -> str:
     policy = parse_policy(preset(name), name)
     approve = " and ".join(sorted(policy.approvals)) or "nobody"
-    return f"{name} (k {policy.k_min}, epsilon {policy.epsilon:g}, approved by {approve})"
+    return f"{name} (k {policy.k_min}, epsilon {epsilon_text(policy.epsilon)}, approved by {approve})"
 
 
 # -- images

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 from functools import partial
@@ -70,7 +69,6 @@ if TYPE_CHECKING:  # what learns imports torch: a release that learns nothing do
     from agent.release.cluster_vetting import VettingRequest
 
 HandIn = Callable[[str, bytes, bytes], Verdict]  # of the gateway: key, envelope, artifact
-_QUIET_S: Final = 15.0  # without a word of a long making
 _UNSHOWN: Final = "suppressed, or dropped as like somebody (by chance, too) or as not to be judged"
 
 
@@ -414,14 +412,13 @@ def made_as(mechanism: Synthesis | Resumable | Remodel, rule: object) -> str:
 
 
 def _told(site: SiteContext) -> Callable[[str, int, int], None]:
-    """Progress of a long making: twenty times in each stage, and at least every quarter of a minute."""
-    last: dict[str, tuple[int, float]] = {}
+    """Progress of a long making, twenty times in each stage."""
+    last: dict[str, int] = {}
 
     def say(stage: str, step: int, of: int) -> None:
-        part, now = 20 * step // max(of, 1), time.monotonic()
-        told, at = last.get(stage, (-1, now))
-        if told != part or now > at + _QUIET_S:
-            last[stage] = (part, now)
+        part = 20 * step // max(of, 1)
+        if last.get(stage) != part:
+            last[stage] = part
             site.say("make", f"{stage}: {step} of {of}")
 
     return say

@@ -344,6 +344,11 @@ def _signed(folder: Path, *words: str) -> bytes:
         read_key=lambda _path: CAREFUL.key,
         write_key=lambda _path, _key: None,
         say=lambda _text: None,
+        program="lazaret-test",
+        waiting=lambda _arguments: (),
+        confirm=lambda _yes, _question: True,
+        compare=lambda _given, _meant: True,
+        next_step=lambda _arguments, _word: None,
     )
     line = ["sign", *words, "--person", "dpo-1", "--serial", "s-1", "--key", "dpo.key", "--out", str(out)]
     line += ["--ledger", "lazaret/test"]
