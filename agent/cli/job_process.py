@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from agent.service.jobs import BUSY, Job, JobStore
+from agent.service.jobs import BUSY, TRAINING, Job, JobStore
 from protos.common.durable_files import replace_file
 from protos.operations.confinement import end_with
 
@@ -32,6 +33,7 @@ _OOM_SCORE: Final = "900"  # of 1000: when memory runs out, the kernel ends a jo
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IDLE: Final = 3 << 13  # IOPRIO_CLASS_IDLE, ioprio_set(2)
 _EVERY_S: Final = 1.0
+_OF_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def bound(memory: int) -> None:
@@ -111,13 +113,17 @@ def run(store: JobStore, job: Job, send: Sequence[str]) -> int:
 
 def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
     from agent.cli import main, options, output  # noqa: PLC0415 - rich, and what it brings: the bounds come first
-    from agent.service.job_outputs import seal_outputs  # noqa: PLC0415 - as above
+    from agent.errors import SiteStorageError  # noqa: PLC0415 - as above
+    from agent.service.job_outputs import output_names, seal_outputs  # noqa: PLC0415 - as above
     from agent.service.making_lock import MakingBusyError  # noqa: PLC0415 - as above
+    from agent.storage import projects  # noqa: PLC0415 - as above
     from agent.storage.site_directory import SiteDirectory  # noqa: PLC0415 - as above
     from policies.ledger.store import LedgerBusyError  # noqa: PLC0415 - as above
     from protos.common.errors import UnreachableError  # noqa: PLC0415 - as above
     from protos.operations.command_line import run_main  # noqa: PLC0415 - as above
 
+    home = SiteDirectory(store.root.parent)
+    gone = projects.opted_out(home) if output_names(job) and job.lane != TRAINING else frozenset()
     folder, exhausted = store.folder(job.number), list[MemoryError]()
     output.LISTENERS.append(_Told(folder / "said.jsonl"))
 
@@ -125,14 +131,19 @@ def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
         arguments.grant = job.grant
         try:
             return main.carry_out(arguments)
-        except (MakingBusyError, LedgerBusyError, UnreachableError) as error:
+        except (MakingBusyError, LedgerBusyError, UnreachableError, SiteStorageError) as error:
             output.print_stderr(f"refused: {error}")
+            return BUSY
+        except OSError as error:
+            if error.errno not in _OF_DISK:
+                raise
+            output.print_stderr(f"refused: {error.strerror}")
             return BUSY
         except MemoryError as error:  # of the command itself; a making has a sentence of its own
             exhausted.append(error)
             return 70
         finally:
-            seal_outputs(SiteDirectory(store.root.parent), store, job)
+            seal_outputs(home, store, job, gone)
 
     status = run_main(options.build_parser(), carry_out, ["--home", str(store.root.parent), *words])
     if exhausted:
@@ -151,6 +162,7 @@ def main(words: Sequence[str]) -> int:
         job = store.read(number)
         bound(int(os.environ.get("LAZARET_JOB_MEMORY", "0")))
         status = run(store, job, words[3:])
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its end is written down, whoever wants it now
         sys.stdout.flush()
         end: dict[str, Any] = {"status": status, "attempt": job.attempts}
         with contextlib.suppress(OSError):  # then how it ended is asked of the ledger

@@ -51,10 +51,11 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
     @pages.get("/jobs", READERS)
     def listed(asked: RequestContext) -> Response:
         with errors_as_pages():
-            found = context.job_act("jobs/list")["jobs"]
+            told = context.job_act("jobs/list")
         return asked.page(
             "jobs.html",
-            jobs=list(reversed(found)),
+            jobs=list(reversed(told["jobs"])),
+            broken=told["broken"],
             standing=standing,
             badges=_BADGES,
             words=_EVENTS,

@@ -114,13 +114,13 @@ def cancel(site: Site, number: int, by: str, spend: bool = False) -> dict[str, A
 
     def want(known: Job) -> Job:
         _may_end(known)
-        return replace(known, wanted=jobs.CANCELLED, wanted_by=by)
+        return replace(known, wanted=jobs.SPENT if spend else jobs.CANCELLED, wanted_by=by)
 
     wanted = store.change(number, want)
     if wanted.state in (jobs.RUNNING, jobs.LEAVING) and site.runs_jobs:
         return {"state": jobs.RUNNING}
     if fate.grant == "held":
-        job_runner.give_up(site.ledger, wanted)
+        job_runner.give_up(site.home, site.ledger, wanted)
     store.change(number, lambda known: known.now(jobs.CANCELLED, "", by))
     site.log.info("job", job=number, state=jobs.CANCELLED)
     return {"state": jobs.CANCELLED}
@@ -156,7 +156,8 @@ def retry(site: Site, number: int, by: str) -> dict[str, Any]:
     files = secrets.token_hex(8)
     fresh = store.fresh_folder(files)
     shutil.copytree(store.folder(number) / "in", fresh / "in", symlinks=True, dirs_exist_ok=True)
-    told = {"words": job.words, "project": job.project, "by": by, "price": {}, "cuda": job.cuda, "key": ""}
+    told = {"words": job.words, "project": job.project, "by": by, "price": {}, "cuda": job.cuda}
+    told["key"] = f"retry-{number}"  # asked twice, it is done once
     return (propose if job.history[0].state == jobs.PROPOSED else add)(site, told, files)
 
 

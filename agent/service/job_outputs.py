@@ -25,11 +25,16 @@ def output_names(job: Job) -> list[str]:
     return sorted({value.removeprefix("out/") for value in values if value.startswith("out/")})
 
 
-def seal_outputs(home: SiteDirectory, store: JobStore, job: Job) -> None:
+def seal_outputs(home: SiteDirectory, store: JobStore, job: Job, opted_out: Set[str]) -> None:
     """Move what a job wrote into the vault.
 
+    Args:
+        home: the site's directory.
+        store: of its jobs.
+        job: which has ended.
+        opted_out: who had opted out before it began; if anybody has since, nothing is kept.
     Raises:
-        VaultError, OSError: the vault or the disk failed; what was written is deleted with the next attempt.
+        VaultError, OSError: the vault or the disk failed; the service deletes what was written.
     """
     folder = store.folder(job.number) / "out"
     written = [name for name in output_names(job) if (folder / name).is_file()]
@@ -38,6 +43,8 @@ def seal_outputs(home: SiteDirectory, store: JobStore, job: Job) -> None:
     with closing(projects.open_vault(home, job.project)) as vault:
         for name in written:
             vault.place(_place(job, name)).write((folder / name).read_bytes())
+        if vault.opted_out() != opted_out:  # asked when all is written: who opts out later finds it there
+            vault.clear_job_outputs()
     shutil.rmtree(folder)
 
 

@@ -106,9 +106,10 @@ def choose(
 
 
 def _busy(jobs: Iterable[Job]) -> Iterable[Job]:
-    """Jobs at work, and an interrupted release with a price that has been paid: no other is made before it."""
+    """Jobs at work, and a release that was begun and goes on: no other is made before it."""
     for job in jobs:
-        if job.state in (RUNNING, LEAVING) or (job.state == INTERRUPTED and job.grant and job.lane == MAKING):
+        begun = job.state in (INTERRUPTED, QUEUED) and job.grant and job.lane == MAKING and job.attempts > 0
+        if job.state in (RUNNING, LEAVING) or begun:
             yield job
 
 

@@ -28,19 +28,21 @@ from agent.service.jobs import Fate, Job, JobProgress, JobStore
 from agent.service.ledger_access import LedgerMissingError, SiteLedger
 from agent.service.making_lock import MakingBusyError, making_lock
 from agent.storage import projects, read_only_access
-from agent.storage.site_directory import SiteDirectory
+from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.site_ledger import site_policy
 from policies.ledger.entries import Reserved
 from policies.statements import release_id
 from protos.common.errors import LazaretError
-from protos.service.supervisor import Ended, Supervisor, SupervisorError
+from protos.service.supervisor import Ended, NotStartedError, Supervisor, SupervisorError
 
 _TICK_S: Final = 1.0
 _GRACE_S: Final = 20.0  # for a job that is told to end; then it is ended
 _FAULT_S: Final = 10.0
 _SWEEP_S: Final = 3600.0
 _LATE_S: Final = 60.0  # of an image that waits to be read
-_TURN_S: Final = 60.0  # most that jobs are held at once, and least that they then have
+_TURN_S: Final = (
+    10.0  # most that jobs are held at once, and least that they then have; a lock of the vault waits 30 s
+)
 _INHERITED: Final = (
     "HOME", "LANG", "LANGUAGE", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV",
     "SSL_CERT_FILE", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES",
@@ -97,6 +99,8 @@ class JobRunner:
         self._store, self._settings = JobStore(home.root), job_rules.read_settings(home.root)
         self._supervisor: Supervisor | None = None
         self._told_to_end: dict[int, float] = {}  # when it was first told
+        self._mine, self._ended = set[int](), dict[int, int]()  # started here; ended, and not written down yet
+        self._wished = 0.0  # when a wish that could not be fulfilled is looked at again
         self._held: float | None = None  # since when jobs are held for images
         self._turned = time.monotonic() - _TURN_S
         self._over, self._swept = threading.Event(), 0.0
@@ -114,9 +118,9 @@ class JobRunner:
         self._thread.join()
 
     def recover(self) -> None:
-        """Give every job that an earlier service left at work its next state."""
+        """Give every job that an earlier service left at work its next state; what fails now, a later look does."""
         for job in self._at_work():
-            self._settle(job, self._written_end(job))
+            self._guarded(self._settle, job, None)
 
     # -- the thread
 
@@ -126,26 +130,37 @@ class JobRunner:
                 self.look()
             except SupervisorError as error:
                 self._log.warning("jobs_supervisor_ended", fault=type(error).__name__)
-                self._lose_supervisor()
+                self._guarded(self._lose_supervisor)
             except Exception as error:  # noqa: BLE001 - a fault of one look; texts may quote anything (P14)
                 self._log.error("jobs_fault", fault=type(error).__name__)
                 self._over.wait(_FAULT_S)
-        self._end_all()
+        self._guarded(self._end_all)
+
+    def _guarded(self, act: Callable[..., None], *told: Any) -> None:
+        """One job's fault stops no other's work."""
+        try:
+            act(*told)
+        except SupervisorError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            self._log.error("jobs_fault", fault=type(error).__name__)
 
     def look(self) -> None:
         """One round: who has ended, who is to end, who starts."""
-        for ended in self._wait():
-            self._settle(self._store.read(int(ended.name)), ended.status)
+        self._ended |= {int(ended.name): ended.status for ended in self._wait()}
+        for job in self._at_work():  # also one whose end could not be written down before
+            if job.number in self._ended or job.number not in self._mine:
+                self._guarded(self._settle, job, self._ended.get(job.number))
         found = self._store.all()
         for job in found:
-            self._watch(job)
+            self._guarded(self._watch, job)
         self._images_first(found)
         first, _ = job_rules.choose(self._store.all(), self._settings, self._surroundings)
         if first is not None:
-            self._start(first)
+            self._guarded(self._start, first)
         if time.monotonic() > self._swept:
             self._swept = time.monotonic() + _SWEEP_S
-            self._sweep()
+            self._guarded(self._sweep)
 
     def _wait(self) -> Iterable[Ended]:
         if self._supervisor is None:
@@ -159,6 +174,9 @@ class JobRunner:
                 self._tell_to_end(job)
             elif job.state == jobs.RUNNING and jobs.progress_of(self._store.folder(job.number)).step == "leave":
                 self._change(job, jobs.LEAVING)
+        elif job.wanted and job.state not in jobs.ENDED and time.monotonic() > self._wished:
+            self._wished = time.monotonic() + _FAULT_S
+            self._settle(job, None)  # what kept it from ending may be over
         elif job.state == jobs.MADE:
             fate = fate_of(self._home, self._ledger, job, 1, "")
             if not fate.kept:
@@ -207,20 +225,29 @@ class JobRunner:
         )
         if started.wanted:
             return
+        self._log.info("job", job=job.number, state=jobs.RUNNING, count=started.attempts)
         try:
-            self._log.info("job", job=job.number, state=jobs.RUNNING, count=started.attempts)
             with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as errors:
                 descriptors = out.fileno(), errors.fileno()
                 pid = self._supervisor.start(str(job.number), words, self._environment(job), *descriptors, folder)
+        except (NotStartedError, OSError) as error:  # it is said to run, and does not
+            told = str(error) if isinstance(error, NotStartedError) else error.strerror or type(error).__name__
+            again = min(60.0 * 2 ** min(started.attempts - 1, 6), 3600.0)
+            self._change(started, jobs.INTERRUPTED, told, not_before=time.time() + again)
+            return
+        self._mine.add(job.number)
+        with contextlib.suppress(OSError):  # then its memory is not told
             (folder / "pid").write_text(f"{pid}")
-        except Exception:  # it is said to run, and does not
-            self._settle(started, None)
-            raise
 
     def _environment(self, job: Job) -> dict[str, str]:
         told = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         told |= {name: value for name, value in os.environ.items() if name.startswith("LAZARET_")}
-        told |= {"COLUMNS": "118", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        told |= {
+            "COLUMNS": "118",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
         told["LAZARET_JOB_MEMORY"] = str(int(self._settings.memory_gib * 2**30))
         if not job.cuda:
             told["CUDA_VISIBLE_DEVICES"] = ""
@@ -237,20 +264,36 @@ class JobRunner:
             return None
 
     def _settle(self, job: Job, status: int | None) -> None:
-        """Give a job whose process is gone its next state."""
-        self._told_to_end.pop(job.number, None)
-        said = jobs.last_words(self._store.folder(job.number)) if status is not None and status >= 0 else ""
+        """Give a job whose process is gone its next state; where it wrote down an end, that counts."""
+        if status is None or status < 0:
+            written = self._written_end(job)
+            status = written if written is not None and written >= 0 else status
+        folder = self._store.folder(job.number)
+        said = jobs.last_words(folder) if status is not None and status >= 0 else ""
         fate = fate_of(self._home, self._ledger, job, status, said)
         state, reason = jobs.outcome(job, fate)
-        if (state == jobs.CANCELLED and job.grant) or (fate.grant == "held" and not fate.noted and not fate.kept):
+        kept_wish = False
+        if fate.grant == "held" and not fate.kept and (state == jobs.CANCELLED or not fate.noted):
             try:
-                give_up(self._ledger, job)
-            except LazaretError as error:  # the ledger is busy: tried again when it is cancelled again
-                state, reason = jobs.INTERRUPTED, str(error)
-        again = jobs.when_again(job, state, fate)
-        lost = job.lost + 1 if status is not None and status < 0 and not job.wanted else 0
+                give_up(self._home, self._ledger, job)
+            except LazaretError as error:  # the ledger is busy: a later look does it
+                state, reason, kept_wish = jobs.INTERRUPTED, str(error), True
+        again = None if kept_wish else jobs.when_again(job, state, fate)
+        lost = job.lost + (status is not None and status < 0 and not job.wanted)
         waits = -1.0 if again is None and state == jobs.INTERRUPTED else time.time() + (again or 0.0)
-        self._change(job, state, reason, job.wanted_by, lost=lost, not_before=waits, wanted="", wanted_by="")
+
+        def settled(known: Job) -> Job:
+            wish = known.wanted if kept_wish or known.wanted != job.wanted else ""  # one that came meanwhile stays
+            after = known.now(state, reason, job.wanted_by, not_before=waits, wanted=wish)
+            return replace(after, lost=lost if status is None or status < 0 else 0)
+
+        if job.lane != jobs.TRAINING:  # what a kill left there in clear; what it wrote in full is sealed
+            shutil.rmtree(folder / "out", ignore_errors=True)
+        self._store.change(job.number, settled)
+        self._log.info("job", job=job.number, state=state)
+        self._ended.pop(job.number, None)
+        self._told_to_end.pop(job.number, None)
+        self._mine.discard(job.number)
 
     def _change(self, job: Job, state: str, reason: str = "", by: str = "", **changed: Any) -> None:
         self._store.change(job.number, lambda j: j.now(state, reason, by, **changed))
@@ -263,8 +306,9 @@ class JobRunner:
         if self._supervisor is not None:
             self._supervisor.close()
             self._supervisor = None
+        self._mine.clear()
         for job in self._at_work():
-            self._settle(job, self._written_end(job))
+            self._guarded(self._settle, job, self._ended.get(job.number))
 
     def _end_all(self) -> None:
         """The service ends: so do its jobs, at a point where they can go on."""
@@ -279,7 +323,9 @@ class JobRunner:
                 for ended in self._supervisor.ended(_TICK_S):
                     number = int(ended.name)
                     waiting.discard(number)
-                    self._settle(self._store.read(number), ended.status if ended.status >= 0 else None)
+                    self._settle(
+                        self._store.read(number), ended.status if ended.status >= 0 else None
+                    )  # not its fault
         self._lose_supervisor()
 
     # -- what is kept
@@ -329,7 +375,7 @@ def surroundings(home: SiteDirectory, cards: bool) -> job_rules.Surroundings:
     return job_rules.Surroundings(dt.datetime.now().astimezone(), making, late, free, found)
 
 
-def give_up(ledger: SiteLedger, job: Job) -> None:
+def give_up(home: SiteDirectory, ledger: SiteLedger, job: Job) -> None:
     """Spend the grant of a job that is to see no release, if one is held; nothing of its making stays.
 
     Raises:
@@ -338,7 +384,8 @@ def give_up(ledger: SiteLedger, job: Job) -> None:
     from agent.release.budget import best_effort, expire_grant  # noqa: PLC0415 - as in agent.service.site
     from agent.release.resumable import abandon, held_for  # noqa: PLC0415 - as above
 
-    with ledger.work(job.project, greeted=False) as runtime:
+    project = job.project if job.project in projects.names(home) else MAIN  # one that has ended took the making along
+    with ledger.work(project, greeted=False) as runtime:
         if held_for(runtime.site) == job.grant:
             abandon(runtime.site)
         grant = runtime.site.ledger.store.state.grants.get(job.grant)

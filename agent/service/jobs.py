@@ -28,6 +28,7 @@ from protos.common.errors import RefusedError, StorageError
 
 PROPOSED, QUEUED, RUNNING, MADE, LEAVING, DONE = "proposed", "queued", "running", "made", "leaving", "done"
 INTERRUPTED, REFUSED, FAILED, CANCELLED = "interrupted", "refused", "failed", "cancelled"
+SPENT: Final = "spent"  # wanted: cancelled whatever it costs
 STATES: Final = (PROPOSED, QUEUED, RUNNING, MADE, LEAVING, DONE, INTERRUPTED, REFUSED, FAILED, CANCELLED)
 ENDED: Final = frozenset({DONE, REFUSED, FAILED, CANCELLED})
 MAKING, TRAINING, INTAKE = "making", "training", "intake"  # lanes: one job of each at a time
@@ -76,8 +77,8 @@ class Job:
     attempts: int = 0  # starts
     lost: int = 0  # of these, in a row, ended by a signal that nobody had asked for
     not_before: float = 0.0  # seconds since 1970
-    wanted: str = ""  # "cancelled": it is to end; by whom: `wanted_by`
-    wanted_by: str = ""
+    wanted: str = ""  # "cancelled": it is to end; "spent": also where its price is paid
+    wanted_by: str = ""  # who wants that
     key: str = ""  # of the request that made it: the same request makes no second job
 
     @property
@@ -298,8 +299,10 @@ def outcome(job: Job, fate: Fate) -> tuple[str, str]:
             return INTERRUPTED, fate.said or "it is made, and has not left yet"
         if fate.grant == "spent":
             return ended, fate.said or "it ended without a release, and its price is spent"
-    if job.wanted:
+    if job.wanted and (fate.grant != "held" or job.wanted == SPENT):
         return CANCELLED, ""
+    if job.wanted:
+        return INTERRUPTED, "its price was paid before it ended: `jobs cancel` with --spend, or `jobs retry`"
     if fate.grant == "held" and not fate.noted:
         return FAILED, fate.said or "what it had made was discarded, perhaps since a patient has opted out"
     return _of_process(fate, ended)
@@ -313,9 +316,8 @@ def _of_process(fate: Fate, ended: str) -> tuple[str, str]:
         return INTERRUPTED, f"its process was ended by signal {-fate.status}{_MEMORY if fate.status == -9 else ''}"
     if fate.status == 0:
         return DONE, ""
-    if fate.status == BUSY or fate.grant == "held":
-        return INTERRUPTED, fate.said
-    return ended, fate.said
+    said = fate.said or f"it ended with status {fate.status}: `jobs follow` shows what it said"
+    return (INTERRUPTED if fate.status == BUSY or fate.grant == "held" else ended), said
 
 
 _MEMORY: Final = ", perhaps since memory ran out"
@@ -324,17 +326,16 @@ _MEMORY: Final = ", perhaps since memory ran out"
 def when_again(job: Job, state: str, fate: Fate) -> float | None:
     """When an interrupted job starts again by itself, seconds from now; None: only when a person says so.
 
-    What was ended from outside starts again at once, three times in a row. What ended with a sentence under a held
-    grant waits for the coordinator or the disk, longer each time, up to an hour. After an internal fault a person
-    decides.
+    What was ended from outside starts again at once, three times in a row. What waits for the coordinator, the disk
+    or another command is tried again later and later, up to an hour. Otherwise a person decides.
     """
-    if state != INTERRUPTED:
+    if state != INTERRUPTED or job.wanted:
         return None
     if fate.status is None:
         return 0.0
     if fate.status < 0:
         return 0.0 if job.lost < _LOSSES else None
-    return min(60.0 * 2 ** min(job.attempts - 1, 6), 3600.0) if fate.status in (1, BUSY) else None
+    return min(60.0 * 2 ** min(job.attempts - 1, 6), 3600.0) if fate.status == BUSY else None
 
 
 _LOSSES: Final = 3
@@ -390,10 +391,10 @@ def last_words(folder: Path) -> str:
     """The last sentence of a process that ended: of its errors, else of what it printed."""
     for name in ("stderr", "stdout"):
         lines = [line.strip() for line in _last_lines(folder / name) if line.strip()]
-        if lines and name == "stderr":
-            return lines[-1].removeprefix("refused: ").removeprefix("stopped: ")
+        if name == "stderr":  # of a library's words nobody knows what they quote (P14)
+            lines = [line for line in lines if line.startswith(("refused: ", "stopped: "))]
         if lines:
-            return _refusal(lines)
+            return lines[-1].partition(": ")[2] if name == "stderr" else _refusal(lines)
     return ""
 
 

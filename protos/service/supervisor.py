@@ -31,6 +31,10 @@ class SupervisorError(WorkerError):
     """The process that starts jobs does not start, or has ended."""
 
 
+class NotStartedError(WorkerError):
+    """One job cannot be started; the others are as they were."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """How a job's process ended."""
@@ -85,7 +89,8 @@ class Supervisor:
         Returns:
             Its process number.
         Raises:
-            SupervisorError: the program cannot be started, or the supervisor has ended.
+            NotStartedError: the program cannot be started.
+            SupervisorError: the supervisor has ended.
         """
         told = {"start": name, "words": list(words), "environment": dict(environment), "folder": str(folder)}
         self._send(told, (out, errors))
@@ -96,7 +101,7 @@ class Supervisor:
             if heard.get("started") == name:
                 return int(heard["pid"])
             if heard.get("not_started") == name:
-                raise SupervisorError(f"a job cannot be started: {os.strerror(int(heard['errno']))}")
+                raise NotStartedError(f"a job cannot be started: {os.strerror(int(heard['errno']))}")
             self._earlier.append(heard)
 
     def signal(self, name: str, number: int) -> None:

@@ -211,14 +211,12 @@ def a_set_waits_is_approved_and_arrives(demo: Tried) -> None:
     """Typed beside the running service; the signature is made by the key file that was printed."""
     waits = typed(demo.line("release", "ksame"), status=1)
     (release,) = re.findall(r"(release-[0-9a-f]{32}) waits for approval by: hospital", waits)
-    (digest,) = re.findall(rf"ledger sign release {release} ([0-9a-f]{{64}})", waits)
+    (number,) = re.findall(r"ledger sign (\d+) --person NAME", waits)
     (key,) = re.findall(r"approve it with the key file (\S+),", demo.said)
-    agent, sealed = demo.line(" cohort")[:-1], str(demo.folder / "approved.json")
+    agent = demo.line(" cohort")[:-1]
     with demo.at("physician-b", SITE) as browser:
         assert release in browser.get("/releases").text
-    words = ["ledger", "sign", "release", release, digest, "--serial", release, "--person", "physician-b"]
-    typed([*agent, *words, "--key", key, "--out", sealed])
-    typed([*agent, "ledger", "approve", sealed])
+    typed([*agent, "ledger", "sign", number, "--person", "physician-b", "--key", key, "--yes"])
     assert f"admitted at level B: {release}" in typed([*agent, "release", "send", release])
     with demo.at("researcher-1", "coordinator") as browser:
         assert browser.get(f"/releases/{release}").status_code == 200

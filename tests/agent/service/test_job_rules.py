@@ -46,11 +46,12 @@ def test_one_job_of_a_lane_at_a_time_and_lanes_beside_one_another() -> None:
 
 def test_an_interrupted_release_goes_before_any_other() -> None:
     """Two makings would choose among the same patients, and only one can be noted as unfinished."""
-    stuck = job(1, state=jobs.INTERRUPTED, not_before=-1.0)
+    stuck = job(1, state=jobs.INTERRUPTED, not_before=-1.0, attempts=1)
     number, reasons = chosen(stuck, job(2), job(3, "train generator"))
     assert (number, reasons) == (3, {2: "job 1 goes first: `jobs retry 1` or `jobs cancel 1`"})
-    assert chosen(job(1, state=jobs.INTERRUPTED, not_before=1.0), job(2))[0] == 1
+    assert chosen(job(1, state=jobs.INTERRUPTED, not_before=1.0, attempts=1), job(2))[0] == 1
     assert chosen(job(1, "tune", jobs.INTERRUPTED, not_before=-1.0), job(2))[0] == 2
+    assert chosen(job(1), job(2, attempts=3)) == (2, {1: "job 2 goes first"}), "a person said `jobs retry 2`"
 
 
 def test_what_is_proposed_made_wanted_cancelled_or_ended_does_not_start() -> None:

@@ -178,7 +178,7 @@ def every_fate() -> list[Fate]:
 
 
 def test_every_end_leads_to_one_state_and_a_reason_where_it_does_not_speak_for_itself() -> None:
-    for fate, wanted, grant in itertools.product(every_fate(), ("", jobs.CANCELLED), ("", GRANT)):
+    for fate, wanted, grant in itertools.product(every_fate(), ("", jobs.CANCELLED, jobs.SPENT), ("", GRANT)):
         state, reason = jobs.outcome(job(state=jobs.RUNNING, wanted=wanted, grant=grant), fate)
         assert state in jobs.ENDED | {jobs.MADE, jobs.INTERRUPTED}
         assert bool(reason) == (state not in (jobs.DONE, jobs.CANCELLED))
@@ -195,7 +195,8 @@ def test_a_held_grant_is_let_go_only_where_a_person_said_so_or_nothing_can_go_on
             continue
         state, _ = jobs.outcome(job(state=jobs.RUNNING, grant=GRANT), fate)
         assert (state in jobs.ENDED) <= (not fate.noted or fate.status == 0)
-        assert jobs.outcome(job(state=jobs.RUNNING, grant=GRANT, wanted=jobs.CANCELLED), fate)[0] == jobs.CANCELLED
+        assert jobs.outcome(job(state=jobs.RUNNING, grant=GRANT, wanted=jobs.SPENT), fate)[0] == jobs.CANCELLED
+        assert jobs.outcome(job(state=jobs.RUNNING, grant=GRANT, wanted=jobs.CANCELLED), fate)[0] == jobs.INTERRUPTED
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,8 @@ def test_a_held_grant_is_let_go_only_where_a_person_said_so_or_nothing_can_go_on
     [
         (Fate(None, "", "held", noted=True), jobs.INTERRUPTED, 0.0),
         (Fate(-9, "", "held", noted=True), jobs.INTERRUPTED, 0.0),
-        (Fate(1, "no answer", "held", noted=True), jobs.INTERRUPTED, 60.0),
+        (Fate(jobs.BUSY, "no answer", "held", noted=True), jobs.INTERRUPTED, 60.0),
+        (Fate(1, "the images have changed", "held", noted=True), jobs.INTERRUPTED, None),
         (Fate(70, "internal fault", "held", noted=True), jobs.INTERRUPTED, None),
         (Fate(jobs.BUSY, "busy"), jobs.INTERRUPTED, 60.0),
         (Fate(1, "cohort: too small"), jobs.REFUSED, None),
@@ -213,7 +215,8 @@ def test_a_held_grant_is_let_go_only_where_a_person_said_so_or_nothing_can_go_on
         (Fate(-9, "", "spent"), jobs.FAILED, None),
         (Fate(1, "", "held"), jobs.FAILED, None),
         (Fate(1, "", "held", kept=True, waits=True, noted=True), jobs.MADE, None),
-        (Fate(1, "no answer", "held", kept=True, noted=True), jobs.INTERRUPTED, 60.0),
+        (Fate(jobs.BUSY, "no answer", "held", kept=True, noted=True), jobs.INTERRUPTED, 60.0),
+        (Fate(1, "the policy of today", "held", kept=True, noted=True), jobs.INTERRUPTED, None),
         (Fate(None, "", "spent", admitted=True), jobs.DONE, None),
         (Fate(2, "usage"), jobs.FAILED, None),
     ],
@@ -230,7 +233,7 @@ def test_what_is_ended_from_outside_again_and_again_waits_for_a_person() -> None
 
 
 def test_who_does_not_answer_is_asked_again_ever_later_up_to_an_hour() -> None:
-    found = [jobs.when_again(job(attempts=n), jobs.INTERRUPTED, Fate(1, "")) for n in range(1, 10)]
+    found = [jobs.when_again(job(attempts=n), jobs.INTERRUPTED, Fate(jobs.BUSY, "")) for n in range(1, 10)]
     assert found == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0, 3600.0]
 
 
@@ -282,8 +285,11 @@ def test_the_last_sentence_is_that_of_the_errors_else_the_findings_of_a_verdict(
     ):
         (tmp_path / "stdout").write_text(printed)
         assert jobs.last_words(tmp_path) == expected
-    (tmp_path / "stderr").write_text("a bar\nrefused: no project of that name\n\n")
+    (tmp_path / "stderr").write_text("refused: no project of that name\na bar 3/3\n\n")
     assert jobs.last_words(tmp_path) == "no project of that name"
+    (tmp_path / "stderr").write_text("UserWarning: Invalid value for VR UI: '1.2.PATIENT'\n")  # P14
+    (tmp_path / "stdout").write_text("refused:\n  budget: none is left\n")
+    assert jobs.last_words(tmp_path) == "budget: none is left"
 
 
 def test_a_long_output_is_read_from_its_end(tmp_path: Path) -> None:

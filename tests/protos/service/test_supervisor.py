@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from protos.service.supervisor import Ended, Supervisor, SupervisorError
+from protos.service.supervisor import Ended, NotStartedError, Supervisor, SupervisorError
 
 SLEEPS = "import time; time.sleep(600)"
 ENDS_WITH_IT = f"import os; from protos.operations.confinement import end_with; end_with(os.getppid()); {SLEEPS}"
@@ -100,7 +100,7 @@ def test_several_jobs_are_told_apart(jobs: Jobs) -> None:
 
 
 def test_a_program_that_is_not_there_is_a_sentence_and_the_next_one_starts(jobs: Jobs) -> None:
-    with (jobs.folder / "o").open("wb") as out, pytest.raises(SupervisorError, match="No such file or directory"):
+    with (jobs.folder / "o").open("wb") as out, pytest.raises(NotStartedError, match="No such file or directory"):
         jobs.supervisor.start("a", ["/nowhere/python"], {}, out.fileno(), out.fileno(), jobs.folder)
     jobs.start("b", "raise SystemExit(7)")
     assert jobs.ended()[0].status == 7
