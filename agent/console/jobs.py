@@ -39,6 +39,10 @@ _DECIDED_ELSEWHERE: Final = {False: frozenset({jobs.MADE}), True: frozenset({job
 _EVENTS: Final = {jobs.MADE: "made, waits for the reviewers", jobs.LEAVING: "being sent"}
 
 
+_RULED: Final = (jobs.PROPOSED, jobs.QUEUED)  # whose reasons are rules, and never counts
+_NOT_SHOWN: Final = "why is for those who may see counts"
+
+
 def add(pages: Router, context: SiteConsoleContext) -> None:
     """The pages of jobs."""
     pages.menu("Jobs", "/jobs", READERS)
@@ -47,19 +51,34 @@ def add(pages: Router, context: SiteConsoleContext) -> None:
     _act(pages, context)
 
 
+def _without_counts(one: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """A job as a role may read it: what a step or a reason says may count patients."""
+    if role in LOOKERS or one["command"].startswith("train "):
+        return dict(one)
+    reason = one["reason"] if _reason_kept(one, one["command"], role) else _NOT_SHOWN
+    return {**one, "reason": reason, "progress": {**one["progress"], "detail": ""}}
+
+
+def _reason_kept(event: Mapping[str, Any], command: str, role: str) -> bool:
+    """Whether a role may read why a job changed; what a person wrote is for who proposed."""
+    free = role in LOOKERS or command.startswith("train ") or event["state"] in _RULED
+    return free or bool(event["by"]) or not event["reason"]
+
+
 def _look(pages: Router, context: SiteConsoleContext) -> None:
     @pages.get("/jobs", READERS)
     def listed(asked: RequestContext) -> Response:
         with errors_as_pages():
             told = context.job_act("jobs/list")
+        role = asked.person.role
         return asked.page(
             "jobs.html",
-            jobs=list(reversed(told["jobs"])),
+            jobs=[_without_counts(one, role) for one in reversed(told["jobs"])],
             broken=told["broken"],
             standing=standing,
             badges=_BADGES,
             words=_EVENTS,
-            proposes=asked.person.role in PROPOSERS,
+            proposes=role in PROPOSERS,
         )
 
     @pages.get("/jobs/{number}", READERS)
@@ -69,11 +88,15 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
             known, state = JobStore(context.home.root).read(number), context.ledger.read().state
             waits = job_proposals.missing(known, job_proposals.approving(context.acting))
         role, own = asked.person.role, known.history[0].by == asked.person.name
-        one = told["job"]
+        one = _without_counts(told["job"], role)
+        kept = [_reason_kept(event, one["command"], role) for event in told["history"]]
         return asked.page(
             "job.html",
             one=one,
-            history=told["history"],
+            history=[
+                {**event, "reason": _NOT_SHOWN} if not keep else event
+                for event, keep in zip(told["history"], kept, strict=True)
+            ],
             standing=standing(one),
             badge=_BADGES.get(one["state"], ""),
             words=_EVENTS.get(one["state"], one["state"]),

@@ -77,7 +77,8 @@ def test_every_role_sees_jobs_and_how_they_stand_and_an_unknown_number_is_a_sent
     for name in NAMES:
         with place.client(name) as person:
             told = words(person.get("/jobs"))
-            assert "release ksame main running make: cluster 3 of 4, 75 %, about 5 s left of this stage" in told
+            step = "make" if name == "rita" else "make: cluster 3 of 4"
+            assert f"release ksame main running {step}, 75 %, about 5 s left of this stage" in told
             page = person.get(f"/jobs/{number}")
             assert 'data-live="2"' in page.text
             assert "1 of the 1 releases without an epsilon" in words(page)
@@ -273,3 +274,20 @@ def test_a_record_that_cannot_be_read_is_a_sentence(place: Hospital) -> None:
     with place.client("dora") as dora:
         answer = dora.get("/jobs")
         assert (answer.status_code, "move the folder away" in words(answer)) == (200, True)
+
+
+def test_what_may_count_patients_is_not_shown_to_the_researcher(place: Hospital) -> None:
+    """C22: of a step and of a reason only those who may see counts read the words."""
+    number = job(place)
+    put(place, number, jobs.RUNNING, attempts=1)
+    folder = JobStore(place.home.root).folder(number)
+    line = {"at": 1.0, "step": "make", "detail": "37 patients are behind no image", "done": 0, "of": 0}
+    (folder / "said.jsonl").write_text(json.dumps(line) + "\n")
+    with place.client("rita") as rita, place.client("olga") as olga:
+        for path in ("/jobs", f"/jobs/{number}"):
+            assert ("37 patients" in words(olga.get(path)), "37 patients" in words(rita.get(path))) == (True, False)
+        change = "only 38 patients qualify"
+        JobStore(place.home.root).change(number, lambda known: known.now(jobs.REFUSED, change))
+        for path in ("/jobs", f"/jobs/{number}"):
+            assert (change in words(olga.get(path)), change in words(rita.get(path))) == (True, False)
+        assert "why is for those who may see counts" in words(rita.get(f"/jobs/{number}"))
