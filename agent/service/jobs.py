@@ -290,15 +290,8 @@ def outcome(job: Job, fate: Fate) -> tuple[str, str]:
     cancels it.
     """
     ended = REFUSED if fate.status == 1 else FAILED
-    if job.grant:
-        if fate.admitted:
-            return DONE, ""
-        if fate.kept and fate.waits:
-            return MADE, "persons must approve it, then it is sent"
-        if fate.kept:
-            return INTERRUPTED, fate.said or "it is made, and has not left yet"
-        if fate.grant == "spent":
-            return ended, fate.said or "it ended without a release, and its price is spent"
+    if job.grant and (known := _of_ledger(job, fate, ended)) is not None:
+        return known
     if job.wanted and (fate.grant != "held" or job.wanted == SPENT):
         return CANCELLED, ""
     if job.wanted:
@@ -306,6 +299,21 @@ def outcome(job: Job, fate: Fate) -> tuple[str, str]:
     if fate.grant == "held" and not fate.noted:
         return FAILED, fate.said or "what it had made was discarded, perhaps since a patient has opted out"
     return _of_process(fate, ended)
+
+
+def _of_ledger(job: Job, fate: Fate, ended: str) -> tuple[str, str] | None:
+    """What ledger and vault say of a release; None: its grant is open, or there was none."""
+    if fate.admitted:
+        return DONE, ""
+    if fate.kept and fate.waits:
+        return MADE, "persons must approve it, then it is sent"
+    if fate.kept:
+        return INTERRUPTED, fate.said or "it is made, and has not left yet"
+    if fate.grant == "spent" and job.wanted == SPENT:
+        return CANCELLED, ""
+    return (
+        (ended, fate.said or "it ended without a release, and its price is spent") if fate.grant == "spent" else None
+    )
 
 
 def _of_process(fate: Fate, ended: str) -> tuple[str, str]:
