@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the whole job; exit 1 when a step failed, with the failing command's own words."""
     os.umask(0o077)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts behind with it ignored
     arguments = _parser().parse_args(argv)
     scale = (full if arguments.full else main_job)(arguments.patients, arguments.rounds)
     ports = Ports(arguments.port)
