@@ -205,7 +205,7 @@ def interrupted_making(world: World, number: int, monkeypatch: pytest.MonkeyPatc
         patch.setattr(KSame, "run", dies)
         with pytest.raises(KeyboardInterrupt):
             main.carry_out(arguments)
-    world.store.change(number, lambda known: known.now(jobs.INTERRUPTED, "ended", not_before=-1.0))
+    world.store.change(number, lambda known: known.now(jobs.INTERRUPTED, "ended", attempts=1, not_before=-1.0))
 
 
 def test_a_cancel_after_the_price_says_so_and_spends_only_when_that_is_said(
