@@ -21,6 +21,7 @@ from agent.gateway.client import GatewayClient
 from agent.gateway.credentials import Credentials
 from agent.gateway.enrolment import come_back, return_over_grpc
 from agent.gateway.witness import LedgerWitness
+from agent.release.maker_process import MakerProcess
 from agent.release.ports import CoordinatorClient, SiteContext
 from agent.release.recovery import present, recover
 from agent.release.unsent import listed
@@ -139,6 +140,7 @@ def site_context(
         read=lambda envelope: _read(envelope, key),
         new_id=lambda prefix: f"{prefix}-{secrets.token_hex(8)}",
         say=say,
+        run=MakerProcess(home.settings().confinement),
     )
 
 

@@ -56,6 +56,23 @@ settings.register_profile("untimed", _UNTIMED, derandomize=True)
 settings.register_profile("roaming", _UNTIMED, derandomize=False)
 settings.load_profile("untimed")
 
+
+@pytest.fixture(autouse=True)
+def makings_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release is made in the test's own process, which a test can reach into; ``real_maker`` has it as it is.
+
+    Whatever starts ``lazaret-agent`` as a program has the real one.
+    """
+    runtime = sys.modules.get("agent.runtime")
+    if runtime is not None and "real_maker" not in request.fixturenames:
+        monkeypatch.setattr(runtime, "MakerProcess", lambda _: sys.modules["agent.release.ports"].run_here)
+
+
+@pytest.fixture
+def real_maker() -> None:
+    """Releases are made in a confined process."""
+
+
 # Programs that tests and benchmarks start: they read their settings when they are imported.
 collect_ignore = ["benchmarks/roles.py", "scale/agents.py", "scale/simulated.py"]
 

@@ -114,6 +114,7 @@ def run(store: JobStore, job: Job, send: Sequence[str]) -> int:
 def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
     from agent.cli import main, options, output  # noqa: PLC0415 - rich, and what it brings: the bounds come first
     from agent.errors import SiteStorageError  # noqa: PLC0415 - as above
+    from agent.release.maker_process import MakerEndedError  # noqa: PLC0415 - as above
     from agent.service.job_outputs import output_names, seal_outputs  # noqa: PLC0415 - as above
     from agent.service.making_lock import MakingBusyError  # noqa: PLC0415 - as above
     from agent.storage import projects  # noqa: PLC0415 - as above
@@ -131,7 +132,7 @@ def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
         arguments.grant = job.grant
         try:
             return main.carry_out(arguments)
-        except (MakingBusyError, LedgerBusyError, UnreachableError, SiteStorageError) as error:
+        except (MakerEndedError, MakingBusyError, LedgerBusyError, UnreachableError, SiteStorageError) as error:
             output.print_stderr(f"refused: {error}")
             return BUSY
         except OSError as error:

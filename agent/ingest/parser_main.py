@@ -35,9 +35,10 @@ from agent.deidentify.ps315.options import Pixels, Profile
 from agent.deidentify.record import instance_name
 from agent.deidentify.residual_check import residual
 from agent.errors import ParserError
-from agent.ingest.parser_pipe import Part, apply_rlimits, cpu_exhausted, extend_cpu_limit, receive, send
+from agent.ingest.parser_limits import apply_rlimits, cpu_exhausted, extend_cpu_limit
 from agent.ingest.parser_process import MOST_NAMES, Asked
 from protos.operations import confinement
+from protos.operations.pipe_messages import Part, receive, send
 
 _KNOWN: Final = 10_000  # names that a worker remembers
 

@@ -2,9 +2,9 @@
 
 ``ParserProcess`` starts ``python -m agent.ingest.parser_main``, hands it the bytes of a file over a pipe and gets
 back a de-identified record or a reason code. The worker is given no file and no key, has limits on memory, processor
-time and writing (``pipe.confine``), and is killed with its process group when it takes too long. Before it sees a
-file it is confined (``protos.operations.confinement``): it opens nothing but the interpreter's own files, and no
-socket; it starts no program and no process. The texts of a parser's errors stay in it.
+time and writing (``parser_limits.apply_rlimits``), and is killed with its process group when it takes too long.
+Before it sees a file it is confined (``protos.operations.confinement``): it opens nothing but the interpreter's own
+files, and no socket; it starts no program and no process. The texts of a parser's errors stay in it.
 
 The agent computes keyed names. The worker requests them over the same pipe (``_FileNames``), and gets only what a
 single file needs: those of one patient, one instance, one study and one series, and of as many ids as a file may have
@@ -36,8 +36,8 @@ from agent.deidentify.errors import REASONS, FileRejectedError
 from agent.deidentify.ps315 import action_trace
 from agent.deidentify.record import Record, keyed_name
 from agent.errors import ParserError
-from agent.ingest.parser_pipe import has_exited, kill, receive, send, size
 from protos.operations import confinement
+from protos.operations.pipe_messages import has_exited, kill, receive, send, size
 
 _CHANNELS: Final[dict[int, tuple[int, ...]]] = {1: (), 3: (3,)}  # grey or colour, and nothing else
 _ONE_EACH: Final = ("patient", "instance", "study", "series")  # names of which a file has one

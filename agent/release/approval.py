@@ -100,7 +100,7 @@ def withdraw(site: SiteContext, release: str) -> None:
     grant = site.ledger.store.state.grants[draft.grant].reserved
     if isinstance(draft.claim, KAnonymous):  # it was looked at: another k after it is a choice from what was seen
         note_search(site, draft.modality, (draft.claim.k,))
-    forget(site, release)
+    forget(site.vault, release)
     retire(site, release)  # persons did not want these images out: no later release shows them either
     if isinstance(grant, Reserved):
         expire_grant(site, grant, "withdrawn")

@@ -39,6 +39,7 @@ from agent.release.history import (
     searched,
     still_enough,
 )
+from agent.release.maker_process import MakerEndedError
 from agent.release.packaging import ReleaseFormat, draft_of
 from agent.release.ports import ApprovalPending, SignedRelease, SiteContext
 from agent.release.preflight import (
@@ -59,7 +60,7 @@ from policies.ledger.entries import InvalidEntryError, Reserved
 from policies.review.rules import Finding, Verdict
 from policies.statements import Release, Reservation, claim_json
 from protos.artifacts.shards import Nifti, pack_shard
-from protos.common.errors import TrainingError
+from protos.common.errors import TrainingError, WorkerError
 
 if TYPE_CHECKING:  # what learns imports torch: a release that learns nothing does without it
     from agent.defacing.deface import Examine
@@ -136,7 +137,7 @@ def submit(site: SiteContext, signed: SignedRelease, hand_in: HandIn | None = No
         if held is not None and isinstance(held.reserved, Reserved):
             with best_effort():
                 expire_grant(site, held.reserved, "failed")
-        forget(site, signed.release.release)
+        forget(site.vault, signed.release.release)
         raise
     return deliver(site, signed, hand_in or site.gateway.submit)
 
@@ -156,7 +157,7 @@ def deliver(site: SiteContext, signed: SignedRelease, hand_in: HandIn) -> Verdic
         raise NotSentError(name, str(error)) from error
     site.ledger.record(f"verdict-{name}", signed.release, signed.envelope, verdict)
     with contextlib.suppress(SiteStorageError):  # a full disk changes no verdict: the next start forgets it
-        forget(site, name)
+        forget(site.vault, name)
     return verdict
 
 
@@ -224,7 +225,7 @@ def release_synthetic(
         known = everybody if not inspection or wide == selection else site.vault.cohort(wide).patients
         examiner = inspection.over(known, rng) if inspection else None
         site.say("make", f"{mechanism.name}: latents, clusters of {mechanism.k} patients or more, representatives")
-        made, clusters = mechanism.run(cohort, rng, others)
+        made, clusters = site.run(mechanism, cohort, rng, others)
         fresh = freeze(made, clusters, mechanism, selection)
         passed = (
             examiner.examine(fresh, again, partial(retire_clusters, site))
@@ -265,12 +266,12 @@ def _out_of_memory(error: Exception) -> bool:
 def spent_unless_kept(site: SiteContext, grant: Reserved | Reservation, places: Iterable[str] = ()) -> Iterator[None]:
     """Wraps the making of a release until it is stored: on any failure its grant is spent, and the error is raised.
 
-    But for a fault of the site's store, disk or memory, which is none of the making's: its grant stays held, and it
-    goes on.
+    But for a fault of the site's store, disk or memory, or of the process that makes it, which is none of the
+    making's: its grant stays held, and it goes on.
     """
     try:
         yield
-    except (SiteStorageError, OSError, RefusedBeforehandError):
+    except (SiteStorageError, OSError, RefusedBeforehandError, MakerEndedError, WorkerError):
         raise
     except OtherRunError:  # nor is an image that came or went meanwhile
         raise ReleaseInProgressError(
@@ -322,7 +323,7 @@ def release_resumable(
         begin(site, grant.grant, form, persons, places)
         site.say("make", f"{mechanism.name}: {'go on where it was interrupted' if begun else 'from the start'}")
         bench = Workspace(lambda name: site.vault.place(place_of(name, grant.grant)), _told(site))
-        made = mechanism.run(cohort, entropy, bench)
+        made = site.run(mechanism, cohort, entropy, bench)
         draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
         if isinstance(made, SyntheticSet):
             signed = package_images(site, draft, made, wrapping)

@@ -125,6 +125,11 @@ class LedgerOwner(Protocol):
         """Hand in a release that is kept in the vault; see :func:`agent.release.approval.submit_approved`."""
 
 
+def run_here(mechanism: Any, *given: Any) -> Any:
+    """In this very process."""
+    return mechanism.run(*given)
+
+
 @dataclass(frozen=True, slots=True)
 class SiteContext:
     """One hospital's agent, put together by ``__main__``."""
@@ -139,6 +144,7 @@ class SiteContext:
     say: Callable[[str, str], None]  # step, detail: progress for people
     owner: LedgerOwner | None = None  # None: this process writes the ledger
     grant: str = ""  # the name under which the next price is reserved; "": a new one
+    run: Callable[..., Any] = run_here  # (mechanism, *given): its ``run(*given)``, in a confined process or here
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def recover(site: SiteContext) -> list[str]:
     state = site.ledger.store.state
     closed = [grant for grant in sorted(held) if state.grants[grant].state != "held"]
     for name in [name for name, one in kept.items() if not _open(site, one["grant"])]:
-        forget(site, name)  # it has its verdict
+        forget(site.vault, name)  # it has its verdict
     closed += _withdraw_opted_out(site)
     tidy(site)
     return closed

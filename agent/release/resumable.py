@@ -207,7 +207,7 @@ def abandon(site: SiteContext) -> None:
     if grant is None or grant.state != "held" or not isinstance(grant.reserved, Reserved) or _made(site, name):
         return
     left = release_id(site.name, name, 0)  # what a kill left of it before it was listed
-    forget(site, left)
+    forget(site.vault, left)
     forget_releases(site, {left})
     with best_effort():
         expire_grant(site, grant.reserved, "restart")

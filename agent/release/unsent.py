@@ -17,7 +17,7 @@ from agent.errors import CoordinatorUnreachableError, SiteStorageError
 from policies.statements import Release, encode, parse
 
 if TYPE_CHECKING:
-    from agent.release.ports import ClearableCheckpointStore, SiteContext, VaultPort
+    from agent.release.ports import ClearableCheckpointStore, VaultPort
 
 NOTE = "pending"
 
@@ -59,17 +59,15 @@ def keep(vault: VaultPort, release: Release, artifact: bytes, clear: bytes, pers
     vault.change_note(NOTE, lambda kept: {**(kept or {}), name: told})
 
 
-def forget(site: SiteContext, release: str) -> None:
+def forget(vault: VaultPort, release: str) -> None:
     """It has left, was refused or is withdrawn: nothing of it stays.
 
     First it leaves the list: what a kill leaves of its bytes is nobody's then, and :func:`sweep_kept` finds it.
     """
-    if release in listed(site.vault):
-        site.vault.change_note(
-            NOTE, lambda kept: {name: one for name, one in (kept or {}).items() if name != release}
-        )
+    if release in listed(vault):
+        vault.change_note(NOTE, lambda kept: {name: one for name, one in (kept or {}).items() if name != release})
     for part in ("artifact", "clear"):
-        _place(site.vault, release, part).clear()
+        _place(vault, release, part).clear()
 
 
 def sweep_kept(vault: VaultPort, places: Iterable[str], goes_on: Set[str]) -> None:

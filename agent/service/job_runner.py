@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent.errors import SiteConfigError
-from agent.release.unsent import NOTE
+from agent.release.unsent import NOTE, forget
 from agent.service import job_rules, jobs
 from agent.service.job_outputs import clear_outputs, output_names
 from agent.service.jobs import Fate, Job, JobProgress, JobStore
@@ -278,6 +278,9 @@ class JobRunner:
                 give_up(self._home, self._ledger, job)
             except LazaretError as error:  # the ledger is busy: a later look does it
                 state, reason, kept_wish = jobs.INTERRUPTED, str(error), True
+        if fate.admitted and fate.kept:  # it was ended between the verdict and this
+            with contextlib.closing(projects.open_vault(self._home)) as vault:
+                forget(vault, release_of(self._home, job))
         again = None if kept_wish else jobs.when_again(job, state, fate)
         lost = job.lost + (status is not None and status < 0 and not job.wanted)
         waits = -1.0 if again is None and state == jobs.INTERRUPTED else time.time() + (again or 0.0)
@@ -435,14 +438,25 @@ def show(home: SiteDirectory, job: Job, reasons: Mapping[int, str]) -> dict[str,
 
 
 def _process(home: SiteDirectory, job: Job) -> tuple[int, bool]:
-    """Resident bytes of the job's process, and whether it is held; (0, False): it is gone."""
+    """Resident bytes of the job's process and of what it started, and whether it is held; (0, False): it is gone."""
     try:
         pid = int((JobStore(home.root).folder(job.number) / "pid").read_text())
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        told, size = _status(pid), 0
     except (OSError, ValueError):
         return 0, False
-    told = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
-    return int(told.get("VmRSS", ["0"])[0]) * 1024, told.get("State", ["?"])[0] == "T"
+    with contextlib.suppress(OSError):  # one that has just ended, or a kernel that does not list them
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            size += _resident(_status(int(child)))
+    return _resident(told) + size, told.get("State", ["?"])[0] == "T"
+
+
+def _status(pid: int) -> dict[str, list[str]]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+
+
+def _resident(told: Mapping[str, list[str]]) -> int:
+    return int(told.get("VmRSS", ["0"])[0]) * 1024
 
 
 def settings_or_default(home: SiteDirectory) -> job_rules.JobSettings:

@@ -114,7 +114,7 @@ class Distill(Distillation):
             return teacher
 
         reference = reference_of(patients, self.course.vetting)
-        return distil(self.course, teach, reference, Work(entropy, bench.place, bench.say))
+        return distil(self.course, teach, reference, Work(entropy, bench.place, bench.say)).result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +172,7 @@ class DistillDp(Distillation):
         bench = bench or Workspace()
         reference = reference_of(_strangers(self.public), self.course.vetting)
         teach = partial(self._taught, cohort, entropy, bench)
-        return distil(self.course, teach, reference, Work(entropy, bench.place, bench.say))
+        return distil(self.course, teach, reference, Work(entropy, bench.place, bench.say)).result
 
     def _taught(self, cohort: Cohort, entropy: Entropy, bench: Workspace) -> LatentDiffusion:
         """Pre-trained in the open, fine-tuned under noise: the one reading of patients."""

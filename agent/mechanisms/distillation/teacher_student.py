@@ -166,8 +166,15 @@ class Distilled:
 
     made: SyntheticSet | bytes
     review: Review
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taught:
+    """The same, with the student and what it learned: for who measures the method, and never in a release."""
+
+    result: Distilled
     student: LatentDiffusion
-    learned: tuple[Images, Labels]  # by the student
+    learned: tuple[Images, Labels]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -245,7 +252,7 @@ class Work:
         return torch_generator(int.from_bytes(self.entropy.take(8), "little") >> 1)
 
 
-def distil(course: Course, teach: Callable[[], LatentDiffusion], reference: Reference, work: Work) -> Distilled:
+def distil(course: Course, teach: Callable[[], LatentDiffusion], reference: Reference, work: Work) -> Taught:
     """Teach, draw, vet, rerank and learn, ``rounds`` times; then draw what leaves, and measure it.
 
     The vetting shows what it can find before a teacher learns anything, and so before anything is spent on one.
@@ -364,7 +371,7 @@ def _leaving(
     reference: Reference,
     work: Work,
     told: tuple[Drawn, Drawn, Power],
-) -> Distilled:
+) -> Taught:
     """The student's images, of the conditions that it learned, or the student; and what is known of either."""
     first, last, strength = told
     state = _once(
@@ -387,7 +394,7 @@ def _leaving(
         alignment=float(left.alignments.mean()),
         exhibits=exhibits(course.conditions.names, course.vetting, left.most(last.shown.dropped()), reference),
     )
-    return Distilled(made, review, student, (last.images, last.labels))
+    return Taught(Distilled(made, review), student, (last.images, last.labels))
 
 
 def _told(state: Mapping[str, torch.Tensor]) -> Tally:

@@ -141,12 +141,13 @@ def test_a_reader_that_cannot_start_is_a_fault_and_no_refusal() -> None:
 _HOOK = """#!{python}
 import os, resource, sys, time
 sys.path.insert(0, {home!r})
-from agent.ingest import parser_pipe as pipe
+from agent.ingest import parser_limits
+from protos.operations import pipe_messages as pipe
 source, sink = sys.stdin.buffer, sys.stdout.buffer
 setup, _ = pipe.receive(source, 4096)
 limits = setup["limits"]
 if {confined}:
-    pipe.apply_rlimits(limits["memory_bytes"], limits["cpu_seconds"])
+    parser_limits.apply_rlimits(limits["memory_bytes"], limits["cpu_seconds"])
 pipe.send(sink, {{"ready": True}})
 pipe.receive(source, 1 << 20)
 word = open({fifo!r}, "wb", buffering=0)
@@ -394,7 +395,7 @@ def test_an_answer_without_the_parts_of_one_is_a_stopped_parser(
     home = str(Path(__file__).resolve().parents[3])
     hook.write_text(
         f"#!{sys.executable}\nimport sys, time\nsys.path.insert(0, {home!r})\n"
-        "from agent.ingest import parser_pipe as pipe\n"
+        "from protos.operations import pipe_messages as pipe\n"
         "source, sink = sys.stdin.buffer, sys.stdout.buffer\npipe.receive(source, 0)\n"
         'pipe.send(sink, {"ready": True})\npipe.receive(source, 1 << 20)\n'
         f"sink.write(({len(answer)}).to_bytes(4, 'big') + {answer!r})\nsink.flush()\ntime.sleep(600)\n"

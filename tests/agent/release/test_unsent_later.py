@@ -265,7 +265,7 @@ def test_a_kill_while_a_set_is_forgotten_leaves_nothing_that_the_next_start_does
         with monkeypatch.context() as patch:
             patch.setattr(MemoryCheckpointStore, "clear", die)
             with pytest.raises(KeyboardInterrupt):
-                forget(s.site, release.release)
+                forget(s.site.vault, release.release)
         assert (listed(s.vault), len(of_sets(s))) == ({}, 2 - cleared)
         recover(s.site)
         assert of_sets(s) == []

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from agent.cli import job_process, output
 from agent.event_log import open_log
 from agent.gateway.client import GatewayClient
-from agent.service import job_acts, job_rules, jobs
+from agent.service import job_acts, job_rules, job_runner, jobs
 from agent.service.job_runner import JobRunner
 from agent.service.jobs import Job, JobStore
 from agent.service.ledger_access import BorrowedLedger
@@ -180,6 +180,7 @@ def world(gaps: Sequence[tuple[int, bool]]) -> Iterator[tuple[Site, Kills, Servi
         kills = Kills(gaps)
         with kills.all_along(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(job_rules, "ask_cards", tuple)
+            patch.setattr(job_runner, "_TICK_S", 0.01)
             service = Service(site, kills)
             words = [str(word) for word in ksame_words(Path(folder))]
             told = {"words": words, "project": "main", "by": "it", "price": {}, "cuda": False, "key": "once"}
@@ -195,7 +196,7 @@ def world(gaps: Sequence[tuple[int, bool]]) -> Iterator[tuple[Site, Kills, Servi
 GAPS = st.lists(st.tuples(st.integers(1, WRITES), st.booleans()), max_size=4)
 
 
-@pytest.mark.parametrize("tries", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tries", [10, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
 def test_a_job_that_is_killed_again_and_again_makes_one_release_and_pays_once(tries: int) -> None:
     points = set[str]()
 
@@ -221,7 +222,7 @@ def test_without_a_kill_there_are_as_many_writes_as_are_tried() -> None:
         assert kills.written > 2 * WRITES // 2
 
 
-@pytest.mark.parametrize("tries", [6, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tries", [6, pytest.param(120, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
 def test_a_cancelled_job_ends_and_pays_nothing_or_once(tries: int) -> None:
     """Whenever it is cancelled and killed: cancelled or done, and the ledgers agree with the record."""
 

@@ -1,0 +1,190 @@
+"""Makes a release in a process of its own, which sees its patients' images and nothing else of the site.
+
+Networks, samplers and linear algebra are a hundred libraries that read every patient. ``python -m
+agent.release.maker_main`` is handed the mechanism and its cohort as a sealed piece of memory (memfd_create(2), which
+nobody can change any more), and a pipe. Before it opens them it is confined (:mod:`protos.operations.confinement`):
+no file but the interpreter's, no socket, no program, no key. Vault, ledger and control socket stay on this side. It
+asks over the pipe for three things: to tell its progress, and to read and write a checkpoint, which is sealed here.
+It ends with this process.
+
+On an accelerator it is a process of its own with a clean environment and without rights, and is not closed: CUDA
+needs devices and calls that no test here could show. ``confinement = "required"`` refuses such a making. Remodelled
+heads are made in the agent's own process: their registration starts a program.
+
+This is a wall: what goes in is pickled, by who has everything anyway (:mod:`agent.release.sealed_making`); what comes
+out never is (:mod:`agent.release.maker_values`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, Final, NoReturn
+
+import numpy as np
+
+from agent.mechanisms.common.workspace import Workspace
+from agent.release.maker_values import classes_of, unpack
+from agent.release.sealed_making import sealed
+from protos.common.errors import InvariantError, LazaretError, TrainingError, WorkerError
+from protos.operations.confinement import AVAILABLE, REQUIRED
+from protos.operations.pipe_messages import receive, send
+
+_MOST_BYTES: Final = 1 << 34  # of a checkpoint, or of a result
+_INHERITED: Final = (
+    "CUDA_VISIBLE_DEVICES", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "MKL_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV",
+)  # fmt: skip
+# libraries ask for a name and for folders when they are imported; over there /etc/passwd is closed, and all writing
+_SAID: Final = {"PYTHONDONTWRITEBYTECODE": "1", "TORCHINDUCTOR_CACHE_DIR": "/", "USER": "lazaret"}
+
+
+class MakerEndedError(TrainingError):
+    """The process of a making was ended from outside; nothing is lost, and its grant stays held."""
+
+    def __init__(self, number: int) -> None:
+        """``number``: of the signal."""
+        memory = ", perhaps since memory ran out" if number == signal.SIGKILL else ""
+        super().__init__(f"the process that makes it was ended by signal {number}{memory}: the same command goes on")
+
+
+class MakerFaultError(InvariantError):
+    """A fault in the process of a making. Only its class is known here."""
+
+
+@dataclass(frozen=True, slots=True)
+class MakerProcess:
+    """Runs a mechanism in a process of its own; see :class:`agent.release.ports.SiteContext`."""
+
+    demand: str = AVAILABLE  # which layers of the confinement must be in force
+
+    def __call__(self, mechanism: Any, *given: Any) -> Any:
+        """What ``mechanism.run(*given)`` returns; a random generator among them has drawn as much as it had.
+
+        Raises:
+            MemoryError: too little of it.
+            MakerEndedError: it was ended from outside.
+            WorkerError: it could not be started, or confined as the site demands, or answered what is no result.
+            LazaretError: what the mechanism raised.
+        """
+        classes, room = classes_of(type(mechanism).run), _Room(given, getattr(mechanism, "places", ()))
+        handed, accelerated = sealed(mechanism, given)
+        try:
+            if accelerated and self.demand == REQUIRED:
+                raise WorkerError(
+                    'confinement = "required" and an accelerator: a making there cannot be confined; '
+                    'set device = "cpu", or confinement = "available" in site.toml'
+                )
+            told = {"descriptor": handed, "demand": "" if accelerated else self.demand}
+            with _process(told) as process:
+                return room.until_made(process, classes)
+        finally:
+            os.close(handed)
+
+
+class _Room:
+    """What a making may ask of this side."""
+
+    def __init__(self, given: Sequence[Any], places: Sequence[str]) -> None:
+        self._places = frozenset(places)
+        self._bench = next((one for one in given if isinstance(one, Workspace)), None)
+        self._dice = next((one for one in given if isinstance(one, np.random.Generator)), None)
+
+    def until_made(self, process: subprocess.Popen[bytes], classes: dict[str, type[Any]]) -> Any:
+        """Answer until there is a result."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        while True:
+            try:
+                head, parts = receive(process.stdout, _MOST_BYTES)
+                if head.get("step") == "made":
+                    made = unpack(parts[0], parts[1], classes)
+                    self._advance(head.get("dice"))
+                    return made
+                self._answer(process.stdin, head, parts)
+            except (EOFError, BrokenPipeError):
+                _ended(process)
+            except LazaretError:
+                raise
+            except (ValueError, IndexError, KeyError, TypeError):
+                raise WorkerError("the process that makes the release answered what is no result") from None
+
+    def _answer(self, stream: IO[bytes], head: dict[str, Any], parts: list[bytes]) -> None:
+        match head:
+            case {"step": "say", "stage": str(stage), "numbers": [int(done), int(of)]} if self._bench is not None:
+                self._bench.say(stage, done, of)
+            case {"step": "read", "place": str(place)} if self._bench is not None and place in self._places:
+                found = self._bench.place(place).read()
+                send(stream, {"found": found is not None}, [found or b""])
+            case {"step": "write", "place": str(place)} if self._bench is not None and place in self._places:
+                self._bench.place(place).write(parts[0])
+                send(stream, {"found": True})
+            case {"step": "raised", "kind": str(kind), "text": str(text)}:
+                _raise(kind, text)
+            case _:
+                raise ValueError("not a message")
+
+    def _advance(self, state: Any) -> None:
+        """The generator goes on where it stands over there."""
+        if self._dice is not None:
+            self._dice.bit_generator.state = state
+
+
+@contextlib.contextmanager
+def _process(told: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+    """The process, until the block is left; then it is gone, whatever it does."""
+    environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    command = [sys.executable, "-P", "-m", "agent.release.maker_main"]
+    told = {**told, "parent": os.getpid()}
+    # of its group, so that it is held with this process; told to end are all of it, and this one decides
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        process = subprocess.Popen(  # noqa: S603 - our own module
+            [*command, json.dumps(told)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[told["descriptor"]],
+            env={**environment, **_SAID},
+            cwd="/",
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        yield process
+    finally:
+        process.kill()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        process.wait()
+
+
+def _ended(process: subprocess.Popen[bytes]) -> NoReturn:
+    status = process.wait()
+    if status < 0:
+        raise MakerEndedError(-status)
+    raise WorkerError(f"the process that makes the release ended with status {status}")
+
+
+def _raise(kind: str, text: str) -> NoReturn:
+    """What the mechanism raised: an error of ours under its own class, another by its class's name alone."""
+    if kind == "MemoryError":
+        raise MemoryError
+    classes, found = [LazaretError], None
+    while classes:
+        known = classes.pop()
+        found = known if known.__name__ == kind else found
+        classes += known.__subclasses__()
+    if found is None:
+        raise MakerFaultError(f"internal fault ({kind[:80]}) in the process that makes it")
+    error = found.__new__(found)
+    error.args = (text,)
+    raise error

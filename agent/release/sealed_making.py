@@ -1,0 +1,92 @@
+"""What the process of a making is handed: the mechanism and its patients' images, in sealed memory.
+
+This is the one file in which anything is pickled or unpickled (a test of the whole tree says so). The agent writes it
+for its own child, in memory that nobody can change once it is sealed; a process opens it that is confined by then and
+has nothing. Networks are code of a hundred classes: a form of our own for them would be pickle by another name.
+Nothing that comes from elsewhere is ever read so, and what the child answers is not
+(:mod:`agent.release.maker_values`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pickle
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from agent.mechanisms.common.workspace import Workspace
+
+_ALIGNED: Final = 64
+_SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_WORKSPACE: Final = "workspace"  # stays on the agent's side, and is reached over the pipe
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the workspace on this side; notes whether an accelerator is named or holds a tensor."""
+
+    accelerated = False
+
+    def persistent_id(self, one: Any) -> str | None:
+        """A word instead of it; None: it goes along."""
+        if isinstance(one, Workspace):
+            return _WORKSPACE
+        if isinstance(one, str):
+            self.accelerated |= one.partition(":")[0] == "cuda"
+        elif (torch := sys.modules.get("torch")) is not None and isinstance(one, torch.Tensor):
+            self.accelerated |= one.device.type != "cpu"
+        return None
+
+
+def sealed(mechanism: Any, given: Sequence[Any]) -> tuple[int, bool]:
+    """The descriptor of a making in sealed memory, and whether it works on an accelerator.
+
+    Numbers of bytes, the pickles of both, then their arrays.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    bodies = io.BytesIO(), io.BytesIO()
+    picklers = [_Pickler(body, protocol=5, buffer_callback=buffers.append) for body in bodies]
+    held = [0]
+    for pickler, one in zip(picklers, (mechanism, given), strict=True):
+        pickler.dump(one)
+        held.append(len(buffers))
+    views = [*(body.getbuffer() for body in bodies), *(one.raw() for one in buffers)]
+    descriptor = os.memfd_create("making", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with os.fdopen(descriptor, "wb", closefd=False) as out:
+            out.write(struct.pack(f"<QQ{len(views)}Q", len(views), held[1], *(view.nbytes for view in views)))
+            for view in views:
+                out.write(bytes(-out.tell() % _ALIGNED))
+                out.write(view)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, picklers[0].accelerated
+
+
+def opened(memory: memoryview, bench: Workspace) -> tuple[Any, Sequence[Any]]:
+    """What :func:`sealed` took, over there: mechanism and what it is given. Their arrays lie where they are.
+
+    Args:
+        memory: all of it.
+        bench: stands there for the one that stayed here.
+    """
+    count, first = struct.unpack_from("<QQ", memory)
+    at, views = 8 * (2 + count), list[memoryview]()
+    for length in struct.unpack_from(f"<{count}Q", memory, 16):
+        at += -at % _ALIGNED
+        views.append(memory[at : at + length])
+        at += length
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, _: Any) -> Any:
+            return bench
+
+    bodies, buffers = views[:2], views[2:]
+    parts = (bodies[0], buffers[:first]), (bodies[1], buffers[first:])
+    mechanism, given = (Unpickler(io.BytesIO(body), buffers=held).load() for body, held in parts)
+    return mechanism, given

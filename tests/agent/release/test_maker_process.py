@@ -1,0 +1,248 @@
+"""A release is made in a process that has its patients' images and nothing else; and what goes wrong there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent.dp.noise import SystemEntropy
+from agent.errors import CohortTooSmallError, DivergedError, SiteStorageError
+from agent.mechanisms.common.workspace import Workspace
+from agent.release import maker_process, sealed_making
+from agent.release.maker_process import MakerEndedError, MakerFaultError, MakerProcess
+from protos.common.errors import WorkerError
+from protos.operations.confinement import REQUIRED, landlock_abi
+from tests.support.memory_place import MemoryPlace
+from tests.support.small_mechanisms import COHORT, DIGITS, PRIVATE, SET_RELEASES, digit_patients
+
+CONFINED = pytest.mark.skipif(not landlock_abi(), reason="this kernel has no Landlock")
+ROOT = Path(__file__).resolve().parents[3]
+HOSTILE = '''
+import os, socket, subprocess
+from pathlib import Path
+from agent.domain import Clusters, SyntheticSet
+from agent.errors import CohortTooSmallError, DivergedError
+
+class Tries:
+    """Stands for a library that has turned against the hospital."""
+    places = ("known",)
+    def __init__(self, what, *told):
+        self.what, self.told = what, told
+    def run(self, cohort, rng=None, bench=None) -> tuple[SyntheticSet, Clusters]:
+        return getattr(self, self.what)(cohort, bench)
+    def reach(self, cohort, bench):
+        home, port, inode = self.told
+        ways = {
+            "files": lambda: os.open(home + "/sign.key", os.O_RDONLY),
+            "listing": lambda: os.listdir(home),
+            "writing": lambda: os.open("/tmp/it", os.O_WRONLY | os.O_CREAT),
+            "socket": lambda: socket.socket(socket.AF_UNIX).connect(home + "/control.sock"),
+            "network": lambda: socket.create_connection(("127.0.0.1", port)),
+            "program": lambda: subprocess.run(["/bin/true"]),
+            "process": os.fork,
+            "signal": lambda: os.kill(os.getppid(), 9),
+            "parent": lambda: os.open(f"/proc/{os.getppid()}/mem", os.O_RDONLY),
+            "descriptors": lambda: [n for n in range(200) if _inode(n) == inode][0],
+            "environment": lambda: os.environ["LAZARET_SECRET"],
+        }
+        reached = []
+        for name, way in ways.items():
+            try:
+                way()
+            except (OSError, KeyError, IndexError):
+                continue
+            reached.append(name)
+        return tuple(reached)
+    def raises(self, cohort, bench):
+        raise {"ours": CohortTooSmallError(), "told": DivergedError("it diverged"), "memory": MemoryError(),
+               "other": ValueError("Patient Smith")}[self.told[0]]
+    def says(self, cohort, bench):
+        os.write(self.told[0], b"\\0\\0\\0\\2{}")
+    def ends(self, cohort, bench):
+        os._exit(self.told[0])
+    def waits(self, cohort, bench):
+        bench.say("waits", os.getpid(), 1)
+        while True: pass
+    def keeps(self, cohort, bench):
+        place = bench.place(self.told[0])
+        before = place.read()
+        place.write(b"x" * 70_000)
+        return before
+    def answers(self, cohort, bench):
+        return self.told[0]
+    def changes(self, cohort, bench):
+        cohort.patients[0].images[0].pixels[:] = 0
+        return "changed"
+
+def _inode(number):
+    try:
+        return os.fstat(number).st_ino
+    except OSError:
+        return 0
+'''
+
+
+@pytest.fixture
+def tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs a method of the hostile mechanism in the process of a making."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "hostile_mechanism.py").write_text(HOSTILE)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("LAZARET_SECRET", "a key")
+    import hostile_mechanism
+
+    def run(
+        what: str, *told: Any, bench: Workspace | None = None, demand: str = "available", given: Any = None
+    ) -> Any:
+        mechanism = hostile_mechanism.Tries(what, *told)
+        return MakerProcess(demand)(mechanism, given or COHORT, np.random.default_rng(1), bench or Workspace())
+
+    yield run
+    sys.modules.pop("hostile_mechanism", None)
+
+
+@CONFINED
+def test_it_reaches_nothing_of_the_site(tries: Callable[..., Any], tmp_path: Path) -> None:
+    import socket
+
+    (tmp_path / "sign.key").write_text("a key")
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as control:
+        control.bind(str(tmp_path / "control.sock"))
+        control.listen()
+        (tmp_path / "held").write_text("open here, and not over there")
+        with (tmp_path / "held").open() as held:
+            os.set_inheritable(held.fileno(), True)
+            told = str(tmp_path), server.getsockname()[1], os.fstat(held.fileno()).st_ino
+            assert tries("reach", *told, demand=REQUIRED) == ()
+
+
+def test_what_it_is_handed_is_sealed_and_stays_as_it_was(tries: Callable[..., Any]) -> None:
+    before = COHORT.patients[0].images[0].pixels.copy()
+    assert tries("changes") == "changed"
+    assert np.array_equal(COHORT.patients[0].images[0].pixels, before)
+
+
+def test_memory_that_somebody_could_still_change_is_not_opened(
+    tries: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealed_making, "_SEALS", 0)
+    with pytest.raises(WorkerError, match="not sealed"):
+        tries("changes")
+
+
+@pytest.mark.parametrize("name", ["ksame", "ksalsa", "centroids", "privimage"])
+def test_every_mechanism_makes_there_what_it_makes_here(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for copied in ("tests/support", "deploy/phantoms"):
+        shutil.copytree(ROOT / copied, tmp_path / copied, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    release, results = SET_RELEASES[name], []
+    for run in (maker_process.MakerProcess(), lambda mechanism, *given: mechanism.run(*given)):
+        if not release.public:
+            rng = np.random.default_rng(3)
+            made, clusters = run(release.mechanism, COHORT, rng, ())
+            results.append((made.images.tobytes(), made.labels, clusters, rng.random()))
+            continue
+        places, said = defaultdict[str, MemoryPlace](MemoryPlace), list[tuple[object, ...]]()
+        bench = Workspace(lambda name, kept=places: kept[name], lambda *told, all_=said: all_.append(told))  # type: ignore[misc]
+        cohort = digit_patients(PRIVATE[:120], DIGITS) if name == "privimage" else COHORT
+        made = run(release.mechanism, cohort, SystemEntropy(), bench)
+        kept = {place: len(held.data or b"") for place, held in places.items()}
+        results.append((made.images.shape[1:], len(made.labels) == len(made.images), kept, said))
+    assert results[0] == results[1]
+
+
+def test_an_error_of_ours_comes_back_and_no_other_ones_text(tries: Callable[..., Any]) -> None:
+    with pytest.raises(CohortTooSmallError, match="does not qualify"):
+        tries("raises", "ours")
+    with pytest.raises(DivergedError, match="it diverged"):
+        tries("raises", "told")
+    with pytest.raises(MemoryError):
+        tries("raises", "memory")
+    with pytest.raises(MakerFaultError, match=r"internal fault \(ValueError\) in the process that makes it$"):
+        tries("raises", "other")
+
+
+def test_a_kill_from_outside_is_no_fault_of_the_making(tries: Callable[..., Any]) -> None:
+    bench = Workspace(say=lambda _, pid, __: os.kill(pid, signal.SIGKILL))
+    with pytest.raises(MakerEndedError, match=r"signal 9, perhaps since memory ran out: the same command goes on"):
+        tries("waits", bench=bench)
+
+
+def test_it_is_gone_when_its_parent_stops_waiting(tries: Callable[..., Any]) -> None:
+    pids = []
+
+    def stop(_: str, pid: int, __: int) -> None:
+        pids.append(pid)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tries("waits", bench=Workspace(say=stop))
+    assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def test_told_to_end_it_leaves_the_decision_to_its_parent(tries: Callable[..., Any]) -> None:
+    """SIGTERM goes to the whole group of a job: its own process puts down what is in hand, and ends the making."""
+
+    def stop(_: str, pid: int, __: int) -> None:
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(0.2)
+        status = Path(f"/proc/{pid}/status").read_text()
+        assert "State:\tR" in status, status
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tries("waits", bench=Workspace(say=stop))
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+@pytest.mark.parametrize("answer", [(), "text", 5, {"a": 1}])
+def test_checkpoints_are_kept_on_this_side(tries: Callable[..., Any], answer: object) -> None:
+    places = defaultdict[str, MemoryPlace](MemoryPlace)
+    bench = Workspace(places.__getitem__)
+    assert tries("keeps", "known", bench=bench) is None
+    assert places["known"].data == b"x" * 70_000
+    assert tries("keeps", "known", bench=bench) == b"x" * 70_000
+    with pytest.raises(WorkerError, match="answered what is no result"):  # a place of another making
+        tries("keeps", "other", bench=bench)
+    assert list(places) == ["known"]
+    assert tries("answers", answer) == answer
+
+
+def test_a_store_that_fails_stops_it(tries: Callable[..., Any]) -> None:
+    class Full(MemoryPlace):
+        def write(self, data: bytes) -> None:
+            raise SiteStorageError("the vault cannot be written")
+
+    with pytest.raises(SiteStorageError, match="cannot be written"):
+        tries("keeps", "known", bench=Workspace(lambda _: Full()))
+
+
+def test_nonsense_on_the_pipe_and_an_end_without_a_result_are_refused(tries: Callable[..., Any]) -> None:
+    with pytest.raises(WorkerError, match="answered what is no result"):
+        tries("says", 4)  # the pipe's own descriptor over there
+    with pytest.raises(WorkerError, match="ended with status 3"):
+        tries("ends", 3)
+
+
+def test_an_accelerator_cannot_be_confined(tries: Callable[..., Any]) -> None:
+    with pytest.raises(WorkerError, match='"required" and an accelerator'):
+        tries("answers", "cuda:1", demand=REQUIRED)
+    assert tries("answers", "cuda:1") == "cuda:1"
+    threads = threading.active_count()
+    assert tries("answers", "cudamatrix", demand=REQUIRED) == "cudamatrix"
+    assert threading.active_count() == threads

@@ -1,0 +1,99 @@
+"""What a making answers: every result goes through unchanged, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.domain import Clusters, SyntheticSet
+from agent.mechanisms.registry import MECHANISMS
+from agent.release.maker_values import classes_of, pack, unpack
+
+KNOWN = classes_of(MECHANISMS["ksame"].run)  # type: ignore[union-attr]
+SET = SyntheticSet(np.arange(24, dtype=np.uint8).reshape(2, 3, 4), ("a", "b"))
+KEYS = st.text() | st.integers() | st.booleans()
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda held: st.lists(held) | st.lists(held).map(tuple) | st.dictionaries(KEYS, held) | st.frozensets(st.text()),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+def test_plain_values_come_back_as_they_were(value: Any) -> None:
+    back = unpack(*pack(value), {})
+    assert back == value
+    assert repr(back) == repr(value) or isinstance(value, frozenset | dict | list | tuple)
+
+
+@pytest.mark.parametrize("kind", ["u1", "<i8", "<f4", "<f8", "?", "<U7", ">f4"])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 4)])
+def test_arrays_come_back_with_their_type_and_shape(kind: str, shape: tuple[int, ...]) -> None:
+    array = np.ones(shape, kind)[()]  # of no sides: a number
+    back = unpack(*pack((array, b"between", array)), {})
+    assert [one.dtype for one in (back[0], back[2])] == [array.dtype] * 2
+    assert np.shape(back[0]) == shape
+    assert np.array_equal(back[0], array)
+    assert np.array_equal(back[2], array)
+
+
+def test_a_result_is_built_by_its_own_classes() -> None:
+    made, clusters = unpack(*pack((SET, Clusters((("p", "q"),)))), KNOWN)
+    assert isinstance(made, SyntheticSet)
+    assert np.array_equal(made.images, SET.images)
+    assert clusters == Clusters((("p", "q"),))
+
+
+@pytest.mark.parametrize("name", [n for n, known in MECHANISMS.items() if hasattr(known, "run") and n != "remodel"])
+def test_the_classes_of_every_mechanisms_result_are_known(name: str) -> None:
+    found = classes_of(MECHANISMS[name].run)  # type: ignore[union-attr]
+    assert "SyntheticSet" in found
+    assert ("Review" in found) == name.startswith("distill")
+
+
+@dataclass(frozen=True)
+class Other:
+    held: int
+
+
+@pytest.mark.parametrize(
+    ("tree", "data"),
+    [
+        (pack(Other(1))[0], b""),  # a class that this mechanism does not promise
+        (json.dumps({"class": "SyntheticSet", "fields": {"images": 1, "labels": 2}}), b""),  # its own check
+        (json.dumps({"class": "SyntheticSet", "fields": {"other": 1}}), b""),
+        (json.dumps({"class": "Clusters", "fields": {"members": {"tuple": [{"tuple": ["p"]}] * 2}}}), b""),
+        (json.dumps({"array": "|O", "shape": [1]}), bytes(8)),  # addresses of objects
+        (json.dumps({"array": "V8", "shape": [1]}), bytes(8)),
+        (json.dumps({"array": "i4,f4", "shape": [1]}), bytes(8)),
+        (json.dumps({"array": "<f8", "shape": [2]}), bytes(8)),  # more than there is
+        (json.dumps({"array": "<f8", "shape": [-1]}), bytes(8)),
+        (json.dumps({"array": "<f8", "shape": [True]}), bytes(8)),
+        (json.dumps({"array": "<f8", "shape": [10**30]}), bytes(8)),
+        (json.dumps({"array": "nonsense", "shape": []}), b""),
+        (json.dumps({"bytes": -1}), bytes(8)),
+        (json.dumps({"set": [1]}), b""),
+        (json.dumps({"mapping": [[{"list": []}, 1]]}), b""),
+        (json.dumps({"mapping": [1]}), b""),
+        (json.dumps([1]), b""),
+        (json.dumps({"tuple": 1}), b""),
+        ("[" * 100_000, b""),
+        ("nonsense", b""),
+        (json.dumps(1), b"more than was told"),
+    ],
+)
+def test_what_is_no_result_is_refused(tree: str | bytes, data: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - of several layers
+        unpack(tree.encode() if isinstance(tree, str) else tree, data, KNOWN)
+
+
+def test_what_cannot_be_told_is_not_told() -> None:
+    for value in (object(), np.array([object()]), lambda: None):
+        with pytest.raises(TypeError):
+            pack(value)
