@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import agent.cli.main
 from agent.gateway.client import GatewayClient
-from agent.mechanisms.registry import KSame
 from agent.release import pipeline, unsent
+from agent.release.maker_process import MakerProcess
 from policies.ledger_service import LedgerService
 from protos.artifacts.chunks import manifest, piece
 from protos.v1 import gateway_pb2
@@ -46,7 +46,7 @@ def after_verdict(gateway: Any, key: str, envelope: bytes, artifact: bytes) -> N
 SUBMIT = GatewayClient.submit
 MOMENTS: dict[str, tuple[Any, str, Any]] = {
     "reserved": (unsent, "begin", die),  # nothing has been read
-    "making": (KSame, "run", die),
+    "making": (MakerProcess, "__call__", die),
     "keeping": (unsent, "keep", die),
     "before-sent": (LedgerService, "send", die),
     "before-submit": (GatewayClient, "submit", die),
