@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from agent.service import job_proposals, job_rules, job_runner, jobs
+from agent.service.job_outputs import last_sealed
 from agent.service.jobs import Event, Job, JobStateError, JobStore
 from agent.service.ledger_access import Site
 from agent.storage import projects
@@ -53,7 +54,8 @@ def _add(site: Site, job: dict[str, Any], files: str, state: str) -> dict[str, A
     event = Event(round(time.time(), 3), state, "", str(job["by"]))
     made = Job(0, words, str(job["project"]), (event,), key=str(job["key"]), cuda=bool(job["cuda"]))
     grant = f"grant-{secrets.token_hex(8)}" if words[0] == _GRANTED else ""
-    added = JobStore(site.home.root).add(replace(made, price=dict(job["price"]), grant=grant), files)
+    numbered = replace(made, price=dict(job["price"]), grant=grant)
+    added = JobStore(site.home.root).add(numbered, files, lambda: last_sealed(site.home))
     site.log.info("job", job=added.number, state=added.state)
     return {"number": added.number}
 

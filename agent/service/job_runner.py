@@ -119,6 +119,7 @@ class JobRunner:
 
     def recover(self) -> None:
         """Give every job that an earlier service left at work its next state; what fails now, a later look does."""
+        self._store.after_restore()
         for job in self._at_work():
             self._guarded(self._settle, job, None)
 
