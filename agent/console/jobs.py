@@ -86,7 +86,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
         with errors_as_pages():
             told = context.job_act("jobs/show", number=number)
             known, state = JobStore(context.home.root).read(number), context.ledger.read().state
-            waits = job_proposals.missing(known, job_proposals.approving(context.acting))
+            waits = job_proposals.missing(known, job_proposals.approving(context.acting), state)
         role, own = asked.person.role, known.history[0].by == asked.person.name
         one = _without_counts(told["job"], role)
         kept = [_reason_kept(event, one["command"], role) for event in told["history"]]
