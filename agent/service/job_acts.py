@@ -100,6 +100,9 @@ def cancel(site: Site, number: int, by: str, spend: bool = False) -> dict[str, A
 
     Returns:
         ``state``: "cancelled", or "running" while its process is told to end.
+    Raises:
+        JobStateError: it has ended, its price is spent and that was not said, or its process lives and the service
+            that would tell it to end cannot be asked. Nothing was done.
     """
     store = JobStore(site.home.root)
     job = store.read(number)
@@ -116,6 +119,12 @@ def cancel(site: Site, number: int, by: str, spend: bool = False) -> dict[str, A
 
     def want(known: Job) -> Job:
         _may_end(known)
+        at_work = known.state in (jobs.RUNNING, jobs.LEAVING)
+        if at_work and not site.runs_jobs and job_runner.may_live(site.home, known):
+            raise JobStateError(
+                f"job {number} is at work, and the service that runs it does not answer here: restart `serve`, then "
+                f"type `jobs cancel {number}` again; nothing was done"
+            )
         return replace(known, wanted=jobs.SPENT if spend else jobs.CANCELLED, wanted_by=by)
 
     wanted = store.change(number, want)

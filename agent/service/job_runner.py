@@ -446,6 +446,18 @@ def _process(home: SiteDirectory, job: Job) -> tuple[int, bool]:
     return int(told.get("VmRSS", ["0"])[0]) * 1024, told.get("State", ["?"])[0] == "T"
 
 
+def may_live(home: SiteDirectory, job: Job) -> bool:
+    """Whether the process of a job that is said to run may still be there; True where nobody can say."""
+    try:
+        pid = int((JobStore(home.root).folder(job.number) / "pid").read_text())
+    except (OSError, ValueError):  # it is being started, or was
+        return True
+    try:
+        return b"agent.cli.job_process" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def settings_or_default(home: SiteDirectory) -> job_rules.JobSettings:
     """``jobs.toml`` for who only looks: a broken one is told where the service starts."""
     try:
