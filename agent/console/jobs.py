@@ -198,7 +198,12 @@ def _require_certificate(asked: RequestContext) -> None:
         PageError: it is an account of the institution's.
     """
     if not asked.by_certificate:
-        raise PageError(403, "Log in with your own certificate to decide about a proposal. Nothing was done.")
+        raise PageError(
+            403,
+            "Log in with your own certificate to decide about a proposal: "
+            "`lazaret-agent login make NAME --out FOLDER` makes one, and the operator of this "
+            "console pins it. Nothing was done.",
+        )
 
 
 def _may_act(role: str, own: bool) -> bool:
