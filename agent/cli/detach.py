@@ -28,6 +28,8 @@ from protos.common.errors import RefusedError
 
 _WRITTEN: Final = ("out", "sheet", "report")  # options that name what a command writes
 _SEEN_BY_NAME: Final = ("pictures",)  # folders too large to copy: the service must be able to read them
+_UNFIT: Final = re.compile(r"[^A-Za-z0-9._-]")  # in names of files that a backup holds
+_LONGEST: Final = 100  # of their characters
 _UNFINISHED: Final = "unfinished"  # a finding of a dry run that a queue is the remedy for
 
 
@@ -69,7 +71,7 @@ class _Files:
         if not path.is_file():
             raise CommandError(f"{path.name}: no such file")
         if path not in self._known:
-            name = f"in/{len(self._known)}-{path.name}"
+            name = f"in/{len(self._known)}-{_UNFIT.sub('_', path.name)[-_LONGEST:]}"
             self._known[path] = name
             if path.suffix == ".toml":
                 (self.folder / name).write_text(self._configuration(path))

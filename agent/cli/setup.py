@@ -35,7 +35,7 @@ from policies.ledger.read_only import read_store
 from policies.review.policy import named, preset
 from policies.review.policy import parse as parse_policy
 from protos.common.dsse import key_id
-from protos.common.durable_files import create_file
+from protos.common.durable_files import create_file, finish_interrupted
 from protos.operations import questions
 from protos.operations.next_steps import SetupReport, as_owner
 from protos.web import login_cli
@@ -65,7 +65,7 @@ def setup(arguments: argparse.Namespace) -> int:
     """Go on with everything that is missing; exit 1 until the site is enrolled."""
     report, home = SetupReport(arguments.json), SiteDirectory(arguments.home)
     with as_owner(PROGRAM):
-        site_directory.finish(home)
+        finish_interrupted(home.root, "site.toml")
         given = _directory(home, arguments, report)
         _ways_in(home, arguments, report)
         login_cli.open_console(home.root, arguments.console, arguments.login, report)

@@ -86,7 +86,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
         with errors_as_pages():
             told = context.job_act("jobs/show", number=number)
             known, state = JobStore(context.home.root).read(number), context.ledger.read().state
-            waits = job_proposals.missing(known, job_proposals.approving(context.acting))
+            waits = job_proposals.missing(known, job_proposals.approving(context.acting), state)
         role, own = asked.person.role, known.history[0].by == asked.person.name
         one = _without_counts(told["job"], role)
         kept = [_reason_kept(event, one["command"], role) for event in told["history"]]
@@ -198,7 +198,12 @@ def _require_certificate(asked: RequestContext) -> None:
         PageError: it is an account of the institution's.
     """
     if not asked.by_certificate:
-        raise PageError(403, "Log in with your own certificate to decide about a proposal. Nothing was done.")
+        raise PageError(
+            403,
+            "Log in with your own certificate to decide about a proposal: "
+            "`lazaret-agent login make NAME --out FOLDER` makes one, and the operator of this "
+            "console pins it. Nothing was done.",
+        )
 
 
 def _may_act(role: str, own: bool) -> bool:

@@ -1,4 +1,6 @@
-"""A site's backup: a snapshot of ledger, vault and spool, settings, the witness state; keys only on request.
+"""A site's backup: a snapshot of ledger, vault and spool, settings, the witness state, jobs and the networks that are
+offered to them; keys only on request. Of a job it holds the record and the files that it reads: what it wrote is
+sealed in the vault, and a training begins anew.
 
 The vault's files are ciphertext in a backup as they are in place, so it is worth nothing without ``keys/``, and
 whoever keeps both in one place has given that up. The key of a project undoes its end wherever a copy of it lies.
@@ -24,9 +26,10 @@ from policies.ledger.backends.snapshots import SnapshotError, consistent_snapsho
 from policies.ledger.backends.sqlite import open_read_only
 from policies.ledger.store import signed_head
 from protos.encryption.key_archive import files_of, key_mark, seal_files
-from protos.operations.backup import BOX, BackupManifest, BackupWriter, tells_password
+from protos.operations.backup import BOX, BackupManifest, BackupWriter, fits, tells_password
 
-TREES: Final = ("watch", "inbox", "quarantine", "logins")
+TREES: Final = ("watch", "inbox", "quarantine", "logins", "networks")
+JOBS: Final = "jobs"  # as agent.service.jobs keeps them
 FEDERATION: Final = "federation.toml"  # in the key directory: there since the site is enrolled
 PUBLIC: Final = frozenset({"coordinator.pub", FEDERATION, "root.crt", "node.pub", "console.crt"})
 PASSING: Final = frozenset(
@@ -125,7 +128,22 @@ def _rest(home: SiteDirectory, writer: BackupWriter) -> int:
                 )
     for name in TREES:
         files += writer.copy_tree(name, home.root / name)
+    for name in _of_jobs(home.root):
+        files += writer.copy(name, home.root / name)
     for name in files_of(home.keys):
         if name in PUBLIC or _ENDED.fullmatch(name):
             files += writer.copy(f"keys/{name}", home.keys / name)
     return files
+
+
+def _of_jobs(root: Path) -> Iterator[str]:
+    """The greatest number that a job was given; of each job, the record and the files that it reads.
+
+    Older versions took any name of such a file: one that a backup cannot hold is left out.
+    """
+    records = sorted((root / JOBS).glob("[1-9]*/job.json"))
+    read = (path for record in records for path in sorted((record.parent / "in").glob("*")))
+    for path in (root / JOBS / "last", *records, *read):
+        name = path.relative_to(root).as_posix()
+        if path.is_file() and not path.is_symlink() and fits(name):
+            yield name

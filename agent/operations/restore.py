@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent.errors import SiteConfigError
 from agent.gateway.witness import LedgerWitness
-from agent.operations.backup import FEDERATION, PASSING, PROJECT_KEY
+from agent.operations.backup import FEDERATION, JOBS, PASSING, PROJECT_KEY
 from agent.operations.upgrade import forms
 from agent.storage import projects, read_only_access
 from agent.storage.encrypted_sqlite import EncryptedCheckpointStore
@@ -318,6 +318,8 @@ def _assembled(
     noise = {f"projects/{name}.db" for name in gone | ended}
     rooms = tuple(f"{room}/{name}/" for room in ("inbox", "quarantine") for name in gone | ended)
     copy_files(folder, manifest, home.root, noise | {name for name in manifest.files if name.startswith(rooms)})
+    if (home.root / JOBS).is_dir():
+        write_private(home.root / JOBS / "restored", b"")  # see agent.service.jobs.JobStore.after_restore
     if origin(home.settings().site) != manifest.origin:
         raise BackupError("site.toml in the backup belongs to another site")
     if f"keys/{FEDERATION}" not in manifest.files:

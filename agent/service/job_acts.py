@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from agent.service import job_proposals, job_rules, job_runner, jobs
+from agent.service.job_outputs import last_sealed
 from agent.service.jobs import Event, Job, JobStateError, JobStore
 from agent.service.ledger_access import Site
 from agent.storage import projects
@@ -53,7 +54,8 @@ def _add(site: Site, job: dict[str, Any], files: str, state: str) -> dict[str, A
     event = Event(round(time.time(), 3), state, "", str(job["by"]))
     made = Job(0, words, str(job["project"]), (event,), key=str(job["key"]), cuda=bool(job["cuda"]))
     grant = f"grant-{secrets.token_hex(8)}" if words[0] == _GRANTED else ""
-    added = JobStore(site.home.root).add(replace(made, price=dict(job["price"]), grant=grant), files)
+    numbered = replace(made, price=dict(job["price"]), grant=grant)
+    added = JobStore(site.home.root).add(numbered, files, lambda: last_sealed(site.home))
     site.log.info("job", job=added.number, state=added.state)
     return {"number": added.number}
 
@@ -98,6 +100,9 @@ def cancel(site: Site, number: int, by: str, spend: bool = False) -> dict[str, A
 
     Returns:
         ``state``: "cancelled", or "running" while its process is told to end.
+    Raises:
+        JobStateError: it has ended, its price is spent and that was not said, or its process lives and the service
+            that would tell it to end cannot be asked. Nothing was done.
     """
     store = JobStore(site.home.root)
     job = store.read(number)
@@ -114,6 +119,12 @@ def cancel(site: Site, number: int, by: str, spend: bool = False) -> dict[str, A
 
     def want(known: Job) -> Job:
         _may_end(known)
+        at_work = known.state in (jobs.RUNNING, jobs.LEAVING)
+        if at_work and not site.runs_jobs and job_runner.may_live(site.home, known):
+            raise JobStateError(
+                f"job {number} is at work, and the service that runs it does not answer here: restart `serve`, then "
+                f"type `jobs cancel {number}` again; nothing was done"
+            )
         return replace(known, wanted=jobs.SPENT if spend else jobs.CANCELLED, wanted_by=by)
 
     wanted = store.change(number, want)

@@ -126,6 +126,15 @@ def trained_files(store: JobStore, job: Job) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors"))
 
 
+def last_sealed(home: SiteDirectory) -> int:
+    """The greatest number of a job whose files are in the vault of a project; 0: there are none."""
+    found = [0]
+    for name in projects.names(home):
+        with closing(projects.open_vault(home, name)) as vault:
+            found += vault.jobs_with_outputs()
+    return max(found)
+
+
 def clear_outputs(home: SiteDirectory, job: Job) -> None:
     """Delete what the job wrote, of the vault."""
     if output_names(job) and job.project in projects.names(home):

@@ -15,6 +15,7 @@ from agent.service.jobs import Job, JobStateError, JobStore
 from agent.service.ledger_access import Site
 from agent.storage.site_ledger import site_policy
 from policies.ledger.approvals import APPROVING
+from policies.ledger.state import State
 from protos.common.errors import RefusedError
 
 
@@ -27,16 +28,23 @@ def approving(site: Site) -> frozenset[str]:
     return site_policy(site.home, site.ledger.read()).approvals
 
 
-def missing(job: Job, roles: Iterable[str]) -> list[str]:
-    """The roles that have not approved a proposal yet."""
-    return sorted(set(roles) - set(job.approved)) if job.state == jobs.PROPOSED else []
+def missing(job: Job, roles: Iterable[str], state: State) -> list[str]:
+    """The roles that have not approved a proposal yet. An approval counts while its person is in office in that role.
+
+    ``state``: of the site's ledger.
+    """
+    in_office = {name: person.role for name in job.approved.values() if (person := state.active_person(name))}
+    given = {role for role, by in job.approved.items() if in_office.get(by) == role}
+    return sorted(set(roles) - given) if job.state == jobs.PROPOSED else []
 
 
 def reasons(site: Site, found: Iterable[Job]) -> dict[int, str]:
     """Why proposals wait, by number. The ledger is read only where there are some."""
     proposed = [job for job in found if job.state == jobs.PROPOSED]
-    roles = approving(site) if proposed else frozenset()
-    return {job.number: _reason(missing(job, roles)) for job in proposed}
+    if not proposed:
+        return {}
+    roles, state = approving(site), site.ledger.read().state
+    return {job.number: _reason(missing(job, roles, state)) for job in proposed}
 
 
 def _reason(roles: list[str]) -> str:
@@ -54,7 +62,7 @@ def approve(site: Site, number: int, by: str) -> dict[str, Any]:
         JobStateError: it is no proposal.
         NotTheirApprovalError: the person proposed it, is not in office, or of a role that is not asked, or has been.
     """
-    role, roles = _role(site, by), approving(site)
+    role, roles, state = _role(site, by), approving(site), site.ledger.read().state
 
     def approved(known: Job) -> Job:
         _must_be_proposed(known)
@@ -62,17 +70,17 @@ def approve(site: Site, number: int, by: str) -> dict[str, Any]:
             raise NotTheirApprovalError(f"job {number} was proposed by {by}: somebody else approves it")
         if by in known.approved.values():
             raise NotTheirApprovalError(f"job {number} is approved by {by} already")
-        open_roles = missing(known, roles)
+        open_roles = missing(known, roles, state)
         if open_roles and role not in open_roles:
             raise NotTheirApprovalError(
                 f"the approval of {role} is not missing: job {number} waits for {' and '.join(open_roles)}"
             )
         after = known.approving(role, by)
-        return after if missing(after, roles) else after.now(jobs.QUEUED)
+        return after if missing(after, roles, state) else after.now(jobs.QUEUED)
 
     job = JobStore(site.home.root).change(number, approved)
     site.log.info("job_approved", job=number, role=role, state=job.state)
-    return {"state": job.state, "missing": missing(job, roles)}
+    return {"state": job.state, "missing": missing(job, roles, state)}
 
 
 def refuse(site: Site, number: int, by: str, why: str) -> dict[str, Any]:

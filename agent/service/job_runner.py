@@ -119,6 +119,7 @@ class JobRunner:
 
     def recover(self) -> None:
         """Give every job that an earlier service left at work its next state; what fails now, a later look does."""
+        self._store.after_restore()
         for job in self._at_work():
             self._guarded(self._settle, job, None)
 
@@ -457,6 +458,18 @@ def _status(pid: int) -> dict[str, list[str]]:
 
 def _resident(told: Mapping[str, list[str]]) -> int:
     return int(told.get("VmRSS", ["0"])[0]) * 1024
+
+
+def may_live(home: SiteDirectory, job: Job) -> bool:
+    """Whether the process of a job that is said to run may still be there; True where nobody can say."""
+    try:
+        pid = int((JobStore(home.root).folder(job.number) / "pid").read_text())
+    except (OSError, ValueError):  # it is being started, or was
+        return True
+    try:
+        return b"agent.cli.job_process" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def settings_or_default(home: SiteDirectory) -> job_rules.JobSettings:

@@ -20,6 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -185,12 +186,13 @@ class JobStore:
         (folder / "in").mkdir()
         return folder
 
-    def add(self, job: Job, files: str = "") -> Job:
-        """Give a job the next number, durable when this returns.
+    def add(self, job: Job, files: str = "", elsewhere: Callable[[], int] = lambda: 0) -> Job:
+        """Give a job the next number, durable when this returns. No number is given twice.
 
         Args:
             job: its ``number`` is not used.
             files: the name that :meth:`fresh_folder` was given; "": the job reads no file.
+            elsewhere: tells the greatest number that is known beside the folder, where ``last`` is lost.
         Returns:
             The job with its number; where ``job.key`` was used before, the job that it was used for.
         Raises:
@@ -200,11 +202,14 @@ class JobStore:
             for known in self.all() if job.key else ():
                 if known.key == job.key:
                     return known
-            numbered = replace(job, number=max(self._numbers(), default=0) + 1)
+            last = self._last()
+            given = max(self._numbers(), default=0), elsewhere() if last is None else last
+            numbered = replace(job, number=max(given) + 1)
             fresh = self.root / f"new-{files}" if files else self.fresh_folder(os.urandom(8).hex())
             if not fresh.is_dir():
                 raise JobRecordError("the files of the job are not there: type the command again")
             self._write(fresh, numbered)
+            replace_file(self.root / "last", str(numbered.number).encode(), 0o600)
             os.rename(fresh, self.folder(numbered.number))
             flush_directory(self.root)
             return numbered
@@ -235,6 +240,20 @@ class JobStore:
             os.rename(self.folder(number), gone)
         shutil.rmtree(gone, ignore_errors=True)
 
+    def after_restore(self) -> None:
+        """Once after a backup was restored: what would go on by itself waits for a person.
+
+        Since the backup it may have ended and released; a start asks the ledger and the coordinator for its price.
+        """
+        if not (self.root / "restored").exists():
+            return
+        for job in self.all():
+            if job.state in (QUEUED, RUNNING, LEAVING, INTERRUPTED):
+                why = f"the site was restored from a backup: `jobs retry {job.number}` goes on with it"
+                self.change(job.number, partial(Job.now, state=INTERRUPTED, reason=why, not_before=-1.0))
+        (self.root / "restored").unlink()
+        flush_directory(self.root)
+
     def sweep(self, older_than_s: float = 86_400.0) -> None:
         """Delete what a kill left of jobs that were never added, or were being deleted."""
         with contextlib.suppress(FileNotFoundError):
@@ -243,6 +262,13 @@ class JobStore:
                     entry.name.startswith("new-") and entry.stat().st_mtime < time.time() - older_than_s
                 ):
                     shutil.rmtree(entry.path, ignore_errors=True)
+
+    def _last(self) -> int | None:
+        """The number that was given last; None: nobody wrote it down, or it is lost."""
+        try:
+            return int((self.root / "last").read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
 
     def _numbers(self) -> list[int]:
         try:

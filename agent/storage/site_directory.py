@@ -26,7 +26,6 @@ from protos.common.durable_files import (
     fill_folder,
     finish_filling,
     flush_directory,
-    is_half_filled,
 )
 from protos.identity.certificates import SITE_NAME, agent_name, node_public, request
 from protos.identity.key_files import ec_key, pem, read_private, signing_key, write_private
@@ -245,17 +244,6 @@ def create(root: Path, settings: str, policy: str) -> SiteDirectory:
         root.chmod(0o700)
         fill_folder(root, lambda folder: _fill(SiteDirectory(folder), settings, policy), "site.toml")
     return home
-
-
-def finish(home: SiteDirectory) -> None:
-    """Finish, or clear away, what a killed :func:`create` left.
-
-    Raises:
-        BlockingIOError: another process makes it just now.
-    """
-    if is_half_filled(home.root):
-        with exclusively(home.root):
-            finish_filling(home.root, "site.toml")
 
 
 def _fill(home: SiteDirectory, settings: str, policy: str) -> None:

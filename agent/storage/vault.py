@@ -99,6 +99,11 @@ class Vault(Withheld):
         """Where something long is kept until it is done, such as a training; it ends with the project."""
         return EncryptedCheckpointStore(self._file, f"project/{name}")
 
+    def jobs_with_outputs(self) -> list[int]:
+        """The numbers of the jobs that have pages here."""
+        start = f"project/{JOB_OUTPUTS}"
+        return [int(name.removeprefix(start).partition("/")[0]) for name in self._file.blobs(start)]
+
     def clear_job_outputs(self) -> None:
         """Delete the pages that jobs made of patients of the project."""
         for name in self._file.blobs(f"project/{JOB_OUTPUTS}"):

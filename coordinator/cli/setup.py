@@ -24,6 +24,7 @@ from policies.ledger.approvals import APPROVING
 from policies.ledger.read_only import read_store
 from policies.ledger.state import State
 from policies.review.policy import named
+from protos.common.durable_files import finish_interrupted
 from protos.federation import flower_environment
 from protos.identity.certificates import SITE_NAME
 from protos.operations import questions
@@ -35,7 +36,7 @@ def setup(arguments: argparse.Namespace) -> int:
     """Go on with everything that is missing."""
     report, home = SetupReport(arguments.json), homes.CoordinatorDirectory(arguments.home)
     with as_owner(PROGRAM):
-        homes.finish(home)
+        finish_interrupted(home.root, "coordinator.toml")
         _directory(home, arguments, report)
         login_cli.open_console(home.root, arguments.console, arguments.login, report)
         _people(home, arguments, report)

@@ -277,6 +277,9 @@ def _site_cost(
             reasons.append("delta must be below 1 / patients, by the job's public bound")
     except (ValueError, ArithmeticError):
         return SiteCost(site, False, "", opened.delta, 0, 0, "", "the run cannot be priced in the site's account")
+    if policy.approvals:
+        roles = " and ".join(sorted(policy.approvals))
+        reasons.append(f"{site}'s policy wants {roles} to approve each release, and a part in a run leaves by itself")
     fits = verdict.admitted and not reasons
     alone = left + extra if left else 0
     return SiteCost(

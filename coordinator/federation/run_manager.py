@@ -73,7 +73,8 @@ class RunManager:
         if not known:
             decision = self.plan(job)[1]
             if not decision.go:
-                raise JobError(f"the forecast refuses it: {decision.reason} (see `round plan`)")
+                why = "; ".join(f"{site}: {reason}" for site, reason in decision.dropped.items())
+                raise JobError(f"the forecast refuses it: {decision.reason} (see `round plan`); {why}")
             with self._mutex:
                 path.parent.mkdir(exist_ok=True)
                 replace_file(path, job.to_json().encode())

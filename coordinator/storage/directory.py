@@ -19,7 +19,7 @@ from policies.ledger.backends.sqlite import open_read_only, open_sqlite
 from policies.ledger.store import LedgerBackend, Store
 from policies.review.policy import Policy
 from policies.review.policy import parse as parse_policy
-from protos.common.durable_files import exclusively, fill_folder, finish_filling, is_half_filled
+from protos.common.durable_files import exclusively, fill_folder, finish_filling
 from protos.identity.certificates import (
     CA,
     COORDINATOR,
@@ -200,17 +200,6 @@ def create(root: Path, settings: str, policy: str, now: dt.datetime) -> Coordina
         root.chmod(0o700)
         fill_folder(root, lambda made: _fill(CoordinatorDirectory(made), settings, policy, now), "coordinator.toml")
     return home
-
-
-def finish(home: CoordinatorDirectory) -> None:
-    """Finish, or clear away, what a killed :func:`create` left.
-
-    Raises:
-        BlockingIOError: another process makes it just now.
-    """
-    if is_half_filled(home.root):
-        with exclusively(home.root):
-            finish_filling(home.root, "coordinator.toml")
 
 
 def _fill(home: CoordinatorDirectory, settings: str, policy: str, now: dt.datetime) -> None:

@@ -192,6 +192,17 @@ def is_half_filled(folder: Path) -> bool:
     return (folder / _FILLING).exists() or (folder / _FILLED).exists()
 
 
+def finish_interrupted(folder: Path, last: str) -> None:
+    """Finish, or clear away, what a killed :func:`fill_folder` left, if anything.
+
+    Raises:
+        BlockingIOError: another process fills it just now.
+    """
+    if is_half_filled(folder):
+        with exclusively(folder):
+            finish_filling(folder, last)
+
+
 def finish_filling(folder: Path, last: str) -> bool:
     """Finish, or clear away, what a kill left of :func:`fill_folder`. The caller keeps others away.
 

@@ -76,7 +76,7 @@ class BackupManifest:
             raise BackupError(f"{MANIFEST} cannot be read") from None
         if hashlib.sha256(listing).hexdigest() != made.listed:
             raise BackupError(f"{LIST} was changed since the backup was made")
-        if not all(_NAME.fullmatch(name) for name in files):
+        if not all(fits(name) for name in files):
             raise BackupError("the list names a file outside the backup")
         return made
 
@@ -108,7 +108,7 @@ class BackupWriter:
 
     def path(self, name: str) -> Path:
         """Where a file of that name is written by somebody else; then :meth:`took` it."""
-        if not _NAME.fullmatch(name):
+        if not fits(name):
             raise BackupError("a file has a name that a backup cannot hold; rename it")
         path = self.part / name
         _folders(path.parent)
@@ -229,6 +229,11 @@ def _digest(path: Path) -> tuple[str, int]:
         return "", 0
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest(), os.fstat(stream.fileno()).st_size
+
+
+def fits(name: str) -> bool:
+    """Can a backup hold a file of this name?"""
+    return _NAME.fullmatch(name) is not None
 
 
 def tells_password(text: str) -> bool:

@@ -212,11 +212,13 @@ def test_who_is_logged_in_by_the_institutions_account_decides_about_no_proposal(
 
         monkeypatch.setattr(LoginSessions, "find", by_openid)
         page = words(dora.get(f"/jobs/{number}"))
-        assert "Log in with your own certificate" in page
+        assert "To decide, log in with your own certificate" in page
+        assert "login make dora --out FOLDER makes one, and the operator of this console pins it" in page
         assert "Approve as compliance" not in page
         for act, more in (("approve", {}), ("refuse", {"why": "no"})):
             answer = dora.post(f"/jobs/{number}/{act}", **more)
             assert (answer.status_code, "your own certificate" in words(answer)) == (403, True)
+            assert "`lazaret-agent login make NAME --out FOLDER` makes one" in words(answer)
     assert JobStore(place.home.root).read(number).approved == {}
 
 

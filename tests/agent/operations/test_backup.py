@@ -22,10 +22,16 @@ from agent.cli import backup as backup_commands
 from agent.cli.main import main
 from agent.deidentify.record import Record
 from agent.errors import SiteConfigError
+from agent.event_log import open_log
 from agent.operations import restore
 from agent.operations.backup import backup
 from agent.operations.restore import spend_all_grants
 from agent.runtime import AgentRuntime, open_runtime, sync_with_coordinator
+from agent.service import job_acts, jobs
+from agent.service.job_runner import JobRunner
+from agent.service.jobs import Event, Job, JobStore
+from agent.service.ledger_access import BorrowedLedger
+from agent.service.ledger_access import Site as agent_site
 from agent.storage import projects
 from agent.storage.encrypted_sqlite import EncryptedCheckpointStore, VaultError
 from agent.storage.site_database import SiteDatabase
@@ -167,6 +173,66 @@ def test_a_site_that_was_lost_comes_back_with_everything_that_was_granted_since_
         assert not ward.grant(runtime, "lost-1"), "a lost grant's name is not given again"
     with pytest.raises(SiteConfigError, match="nothing to do"):
         restore.recover(SiteDirectory(ward.root), ward.shared())
+
+
+def test_jobs_and_networks_come_back_and_what_would_go_on_by_itself_waits_for_a_person(
+    ward: Ward, tmp_path: Path
+) -> None:
+    store = JobStore(ward.root)
+    for number, state in enumerate((*jobs.STATES, jobs.DONE), 1):
+        (store.fresh_folder(f"f{number}") / "in" / "0-config.toml").write_text("k = 5")
+        store.add(Job(0, ("release", "ksame"), "main", (Event(1.0, state),), wanted=""), f"f{number}")
+        (store.folder(number) / "out").mkdir()
+        (store.folder(number) / "out" / "page.html").write_text("a patient")
+        (store.folder(number) / "stdout").write_text("printed")
+    (store.folder(1) / "in" / "1-my network").write_text("as older versions named it")
+    store.forget(6)
+    shutil.rmtree(store.folder(11))  # somebody deleted the last one
+    (ward.root / "networks" / "eyes").mkdir(parents=True)
+    (ward.root / "networks" / "eyes" / "0.png").write_bytes(b"public")
+    backup(ward.site.home, tmp_path / "backup")
+    keys = ward.lose(tmp_path / "gone")
+    restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
+    assert (ward.root / "networks" / "eyes" / "0.png").read_bytes() == b"public"
+    there = {path.relative_to(store.folder(1)).as_posix() for path in store.folder(1).rglob("*") if path.is_file()}
+    assert there == {"job.json", "in/0-config.toml"}
+    store.after_restore()
+    waiting = [job for job in store.all() if job.state == jobs.INTERRUPTED]
+    assert [job.number for job in waiting] == [2, 3, 5, 7]
+    assert all(job.stopped and "restored from a backup: `jobs retry" in job.reason for job in waiting)
+    assert {job.state for job in store.all()} == set(jobs.STATES) - {
+        jobs.QUEUED,
+        jobs.RUNNING,
+        jobs.LEAVING,
+        jobs.DONE,
+    }
+    store.after_restore()
+    assert store.all()[1].history == waiting[0].history, "once"
+    assert store.add(Job(0, ("tune",), "main", (Event(1.0, jobs.QUEUED),))).number == 12
+
+
+def test_a_service_that_starts_after_a_restore_starts_no_job_of_the_backup(ward: Ward, tmp_path: Path) -> None:
+    store = JobStore(ward.root)
+    for state in (jobs.QUEUED, jobs.RUNNING):
+        store.add(Job(0, ("release", "ksame"), "main", (Event(1.0, state),), grant="grant-1"))
+    backup(ward.site.home, tmp_path / "backup")
+    keys = ward.lose(tmp_path / "gone")
+    restore.restore(ward.root, tmp_path / "backup", keys, NONCE)  # and a kill before the command went on
+    home = SiteDirectory(ward.root)
+    JobRunner(home, BorrowedLedger(home), open_log(ward.root / "agent.log")).recover()
+    assert all(job.stopped and job.state == jobs.INTERRUPTED for job in store.all())
+
+
+def test_a_job_gets_no_number_under_which_a_vault_holds_pages(ward: Ward, tmp_path: Path) -> None:
+    with contextlib.closing(projects.open_vault(ward.site.home)) as vault:
+        vault.place("job/41/page.html").write(b"sealed")
+    backup(ward.site.home, tmp_path / "backup")  # of before: it has no jobs
+    keys = ward.lose(tmp_path / "gone")
+    restore.restore(ward.root, tmp_path / "backup", keys, NONCE)
+    home = SiteDirectory(ward.root)
+    site = agent_site(home, BorrowedLedger(home), open_log(ward.root / "agent.log"))
+    told: dict[str, Any] = {"words": ["tune"], "project": "main", "by": "olga", "price": {}, "cuda": False}
+    assert job_acts.add(site, {**told, "key": ""}) == {"number": 42}
 
 
 def test_no_budget_comes_back_whenever_the_backup_was_made(ward: Ward, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from agent.service.ledger_access import BorrowedLedger, Site
 from agent.service.site import ACTS
 from policies.governance import decisions
 from tests.agent.console.hospital import Hospital, hospital
-from tests.support.ledger_world import policy
+from tests.support.ledger_world import Person, policy
 
 
 @pytest.fixture
@@ -89,6 +89,23 @@ def test_a_person_who_left_office_approves_nothing(made: Hospital) -> None:
         decisions.dismiss(store, "rita", "d-1")
     with pytest.raises(NotTheirApprovalError, match="nobody named rita is in office"):
         job_proposals.approve(site, number, "rita")
+
+
+def test_an_approval_of_a_person_who_was_dismissed_since_does_not_count(made: Hospital) -> None:
+    site = site_of(made)
+    number = proposed(site)
+    job_proposals.approve(site, number, "dora")
+    dina = Person("dina", "compliance")
+    with site.ledger.write() as store:
+        for name in ("dora", "hugo"):
+            decisions.approve(store, made.approval(name, "a-1", "appoint", "dina", f"compliance {dina.public.hex()}"))
+        decisions.appoint(store, "dina", "compliance", dina.public, "a-1")
+        for name in ("dora", "hugo"):
+            decisions.approve(store, made.approval(name, "d-1", "dismiss", "dora", "compliance"))
+        decisions.dismiss(store, "dora", "d-1")
+    assert reason(site, number) == "waits for approval by compliance and hospital"
+    assert job_proposals.approve(site, number, "hugo") == {"state": "proposed", "missing": ["compliance"]}
+    assert job_proposals.approve(site, number, "dina") == {"state": "queued", "missing": []}
 
 
 def test_a_refused_proposal_says_by_whom_and_why_and_begins_anew_only_as_a_proposal(made: Hospital) -> None:

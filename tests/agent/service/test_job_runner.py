@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -283,6 +285,27 @@ def test_a_cancel_that_was_not_told_to_spend_spends_nothing(world: World, monkey
     job = world.wait(1, jobs.INTERRUPTED, until=lambda known: not known.wanted)
     assert (held(world.site), "its price was paid before it ended" in job.reason) == ((1, 0), True)
     assert job.not_before < 0, "it waits for a person"
+
+
+def test_a_cancel_is_refused_while_the_process_lives_and_its_service_cannot_be_asked(world: World) -> None:
+    """The service runs, and its socket could not be opened."""
+    world.stop()
+    world.queue(*ksame_words(world.folder))
+    world.store.change(1, lambda known: known.now(jobs.RUNNING, attempts=1))
+    before = world.store.read(1)
+    refused = "refused: job 1 is at work, and the service that runs it does not answer here: restart `serve`, then"
+
+    def is_refused() -> None:
+        said = world.jobs("cancel", 1)
+        assert (said.status, said.err.startswith(refused), world.store.read(1)) == (1, True, before), said.err
+
+    is_refused()  # it is being started
+    words = [sys.executable, "-c", "input()", "agent.cli.job_process"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
+        (world.store.folder(1) / "pid").write_text(str(process.pid))
+        is_refused()
+        process.communicate(b"\n")
+    assert "job 1 is cancelled" in world.jobs("cancel", 1).out
 
 
 def test_a_retry_that_is_asked_for_twice_is_done_once(world: World) -> None:

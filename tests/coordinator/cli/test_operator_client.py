@@ -191,7 +191,9 @@ def test_a_run_that_cannot_be_is_refused_with_the_reason_and_exit_1(
     assert typed(fed, "round", "plan", path) == 1
     assert "cannot start" in out(capsys)
     assert typed(fed, "round", "launch", path, "--run", "run-1") == 1
-    assert "the forecast refuses it" in out(capsys)
+    said = out(capsys)
+    assert "the forecast refuses it" in said
+    assert "north: " in said
     path = str(written(tmp_path, sites=["north", "nobody"], min_sites=1))
     assert typed(fed, "round", "plan", path) == 1
     assert "not enrolled: nobody" in out(capsys)

@@ -281,7 +281,7 @@ def test_a_masked_run_is_priced_like_the_sum_that_it_protects():
 
 
 def test_every_way_not_to_fit_is_told():
-    job = _job(sites=("full", "none", "lawless", "strict", "frozen", "tight", "kind", "ok"), min_sites=1)
+    job = _job(sites=("full", "none", "lawless", "strict", "frozen", "tight", "kind", "asks", "ok"), min_sites=1)
     account = _account()
     standings = {site: AccountContext(account) for site in job.sites if site != "none"}
     standings["full"] = AccountContext(_account(spent=account.limit - 5))
@@ -290,11 +290,16 @@ def test_every_way_not_to_fit_is_told():
     policies = {site: _policy() for site in job.sites if site != "lawless"}
     policies["strict"] = _policy(mechanisms=frozenset({"ksame"}))
     policies["tight"] = _policy(epsilon=5.0)  # P12: opened for 8, tightened since
+    policies["asks"] = _policy(approvals=frozenset({"compliance", "hospital"}))
     said = {one.site: one for one in forecast(job, standings, policies, job.claim())}
     assert {site for site, one in said.items() if one.fits} == {"ok"}
     wanted = {"full": "budget", "none": "account", "lawless": "policy", "strict": "admit", "frozen": "restored"}
     for site, word in {**wanted, "tight": "budget", "kind": "priced"}.items():
         assert word in said[site].reason, site
+    wants = (
+        "asks's policy wants compliance and hospital to approve each release, and a part in a run leaves by itself"
+    )
+    assert said["asks"].reason == wants
     assert said["full"].left == 5
     assert said["tight"].left < said["ok"].left
 

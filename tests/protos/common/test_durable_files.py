@@ -16,6 +16,7 @@ from protos.common.durable_files import (
     exclusively,
     fill_folder,
     finish_filling,
+    finish_interrupted,
     flush_directory,
     is_half_filled,
     move_durably,
@@ -157,6 +158,16 @@ def test_what_a_kill_left_of_a_filled_folder_is_finished_or_cleared_away(
         assert not is_half_filled(folder)
         assert finish_filling(folder, "aaa.toml") is False
         assert sorted(os.listdir(folder)) == (["aaa.toml", "keys", "zzz.toml"] if number > 1 else [])
+
+
+def test_what_a_kill_left_is_finished_alone_and_only_where_there_is_something(tmp_path: Path) -> None:
+    finish_interrupted(tmp_path / "nothing", "a.toml")
+    (tmp_path / ".filled").mkdir()
+    (tmp_path / ".filled" / "a.toml").write_text("a")
+    with exclusively(tmp_path), pytest.raises(BlockingIOError):
+        finish_interrupted(tmp_path, "a.toml")
+    finish_interrupted(tmp_path, "a.toml")
+    assert os.listdir(tmp_path) == ["a.toml"]
 
 
 def test_one_at_a_time_is_in_a_folder(tmp_path: Path) -> None:
