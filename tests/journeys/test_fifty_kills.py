@@ -232,7 +232,6 @@ def test_after_fifty_kills_nothing_is_lost_or_doubled_and_budgets_are_exact(tmp_
         counts = Counter(kill.state for kill in world.kills)
         print(f"{len(world.kills)} kills: {dict(counts)}; {dict(Counter(kill.target for kill in world.kills))}")
         print(f"said again by a person: {dict(world.retries)}")
-        world.serve()
         for name, earlier in before.items():
             nothing_is_lost_or_doubled(world, name, earlier)
         budgets_are_exact(world)

@@ -242,10 +242,12 @@ class KilledWorld(ProcessWorld):
         self.hours(name, CLOSED)
         console = home / "console.toml"
 
-        def without_console() -> None:
+        def without_console() -> None:  # the service would open it, too
+            wait_until(lambda: not beside.pid or beside.is_ready, 30)
             console.unlink(missing_ok=True)
 
         def with_console() -> None:
+            wait_until(lambda: service.is_ready, 30)
             console.write_text(f'listen = "127.0.0.1:{free_port()}"\n')
 
         service = ManagedProcess(
