@@ -265,6 +265,7 @@ class JobRunner:
 
     def _settle(self, job: Job, status: int | None) -> None:
         """Give a job whose process is gone its next state; where it wrote down an end, that counts."""
+        seen = status is not None
         if status is None or status < 0:
             written = self._written_end(job)
             status = written if written is not None and written >= 0 else status
@@ -279,6 +280,8 @@ class JobRunner:
             except LazaretError as error:  # the ledger is busy: a later look does it
                 state, reason, kept_wish = jobs.INTERRUPTED, str(error), True
         again = None if kept_wish else jobs.when_again(job, state, fate)
+        if again and not seen:  # its service was gone when it ended: that may be all that it waits for
+            again = 0.0
         lost = job.lost + (status is not None and status < 0 and not job.wanted)
         waits = -1.0 if again is None and state == jobs.INTERRUPTED else time.time() + (again or 0.0)
 

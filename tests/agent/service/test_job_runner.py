@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -173,6 +174,18 @@ def test_a_service_that_ends_takes_its_job_along_and_the_next_one_goes_on(world:
     world.serve()
     world.wait(1, jobs.DONE)
     assert (held(world.site), kept(world.site), entries(world.site).count("Admitted")) == ((0, 1), [], 1)
+
+
+def test_a_job_that_waited_for_a_service_that_was_killed_goes_on_with_the_next_one(world: World) -> None:
+    """It heard of its service's end first, and had the time to say that nobody answers: that is over now."""
+    world.stop()
+    world.queue(*ksame_words(world.folder))
+    world.store.change(1, lambda known: known.now(jobs.RUNNING, attempts=6))
+    (world.store.folder(1) / "end.json").write_text(json.dumps({"status": jobs.BUSY, "attempt": 6}))
+    runner = JobRunner(world.site.home, BorrowedLedger(world.site.home), open_log(world.folder / "log"))
+    runner.recover()
+    job = world.store.read(1)
+    assert (job.state, job.not_before <= time.time()) == (jobs.INTERRUPTED, True)
 
 
 def test_a_queued_job_is_cancelled_for_nothing_and_begun_anew(world: World) -> None:
