@@ -218,14 +218,16 @@ class JobRunner:
             self._supervisor = self._supervise()
         words = [sys.executable, "-P", "-m", "agent.cli.job_process", str(self._home.root.resolve())]
         words += [str(job.number), str(self._supervisor.pid)]
+        state = jobs.RUNNING
         if fate_of(self._home, self._ledger, job, None, "").kept:  # made, and the coordinator had not answered
             words += ["release", "send", release_of(self._home, job)]
+            state = jobs.LEAVING
         started = self._store.change(
-            job.number, lambda j: j if j.wanted else j.now(jobs.RUNNING, attempts=j.attempts + 1, not_before=0.0)
+            job.number, lambda j: j if j.wanted else j.now(state, attempts=j.attempts + 1, not_before=0.0)
         )
         if started.wanted:
             return
-        self._log.info("job", job=job.number, state=jobs.RUNNING, count=started.attempts)
+        self._log.info("job", job=job.number, state=state, count=started.attempts)
         try:
             with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as errors:
                 descriptors = out.fileno(), errors.fileno()

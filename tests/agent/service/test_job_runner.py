@@ -188,6 +188,28 @@ def test_a_job_that_waited_for_a_service_that_was_killed_goes_on_with_the_next_o
     assert (job.state, job.not_before <= time.time()) == (jobs.INTERRUPTED, True)
 
 
+def test_what_was_made_and_had_no_answer_is_shown_as_leaving_when_it_is_sent_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.stop()
+    world.queue(*ksame_words(world.folder))
+    started: list[list[str]] = []
+
+    class Hears:
+        pid = 1
+
+        def start(self, _name: str, words: list[str], *_: object) -> int:
+            started.append(words[-3:-1])
+            return 1
+
+    log = open_log(world.folder / "log")
+    runner = JobRunner(world.site.home, BorrowedLedger(world.site.home), log, Hears)  # type: ignore[arg-type]
+    for kept, state, last in ((False, jobs.RUNNING, "1"), (True, jobs.LEAVING, "send")):
+        monkeypatch.setattr(job_runner, "fate_of", lambda *_, kept=kept: jobs.Fate(None, "", kept=kept))
+        runner._start(world.store.read(1))
+        assert (world.store.read(1).state, last in started[-1]) == (state, True)
+
+
 def test_a_queued_job_is_cancelled_for_nothing_and_begun_anew(world: World) -> None:
     world.stop()
     number = world.queue(*ksame_words(world.folder)).number  # without a service it waits
