@@ -204,8 +204,8 @@ def test_what_was_made_and_had_no_answer_is_shown_as_leaving_when_it_is_sent_aga
 
     log = open_log(world.folder / "log")
     runner = JobRunner(world.site.home, BorrowedLedger(world.site.home), log, Hears)  # type: ignore[arg-type]
-    for kept, state, last in ((False, jobs.RUNNING, "1"), (True, jobs.LEAVING, "send")):
-        monkeypatch.setattr(job_runner, "fate_of", lambda *_, kept=kept: jobs.Fate(None, "", kept=kept))
+    for made, state, last in ((False, jobs.RUNNING, "1"), (True, jobs.LEAVING, "send")):
+        monkeypatch.setattr(job_runner, "fate_of", lambda *_, made=made: jobs.Fate(None, "", kept=made))
         runner._start(world.store.read(1))
         assert (world.store.read(1).state, last in started[-1]) == (state, True)
 
