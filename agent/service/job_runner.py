@@ -219,14 +219,16 @@ class JobRunner:
             self._supervisor = self._supervise()
         words = [sys.executable, "-P", "-m", "agent.cli.job_process", str(self._home.root.resolve())]
         words += [str(job.number), str(self._supervisor.pid)]
+        state = jobs.RUNNING
         if fate_of(self._home, self._ledger, job, None, "").kept:  # made, and the coordinator had not answered
             words += ["release", "send", release_of(self._home, job)]
+            state = jobs.LEAVING
         started = self._store.change(
-            job.number, lambda j: j if j.wanted else j.now(jobs.RUNNING, attempts=j.attempts + 1, not_before=0.0)
+            job.number, lambda j: j if j.wanted else j.now(state, attempts=j.attempts + 1, not_before=0.0)
         )
         if started.wanted:
             return
-        self._log.info("job", job=job.number, state=jobs.RUNNING, count=started.attempts)
+        self._log.info("job", job=job.number, state=state, count=started.attempts)
         try:
             with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as errors:
                 descriptors = out.fileno(), errors.fileno()
@@ -266,6 +268,7 @@ class JobRunner:
 
     def _settle(self, job: Job, status: int | None) -> None:
         """Give a job whose process is gone its next state; where it wrote down an end, that counts."""
+        seen = status is not None
         if status is None or status < 0:
             written = self._written_end(job)
             status = written if written is not None and written >= 0 else status
@@ -283,6 +286,8 @@ class JobRunner:
             with contextlib.closing(projects.open_vault(self._home)) as vault:
                 forget(vault, release_of(self._home, job))
         again = None if kept_wish else jobs.when_again(job, state, fate)
+        if again and not seen:  # its service was gone when it ended: that may be all that it waits for
+            again = 0.0
         lost = job.lost + (status is not None and status < 0 and not job.wanted)
         waits = -1.0 if again is None and state == jobs.INTERRUPTED else time.time() + (again or 0.0)
 

@@ -152,7 +152,10 @@ class Supervisor:
             raise SupervisorError(f"the process that starts jobs does not answer: {error.strerror}") from None
 
     def _receive(self) -> dict[str, Any] | None:
-        raw = self._socket.recv(_MOST)
+        try:
+            raw = self._socket.recv(_MOST)
+        except ConnectionError:  # it was killed before it had read all that it was sent
+            return None
         return json.loads(raw) if raw else None
 
 

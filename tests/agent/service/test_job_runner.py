@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -175,6 +176,40 @@ def test_a_service_that_ends_takes_its_job_along_and_the_next_one_goes_on(world:
     world.serve()
     world.wait(1, jobs.DONE)
     assert (held(world.site), kept(world.site), entries(world.site).count("Admitted")) == ((0, 1), [], 1)
+
+
+def test_a_job_that_waited_for_a_service_that_was_killed_goes_on_with_the_next_one(world: World) -> None:
+    """It heard of its service's end first, and had the time to say that nobody answers: that is over now."""
+    world.stop()
+    world.queue(*ksame_words(world.folder))
+    world.store.change(1, lambda known: known.now(jobs.RUNNING, attempts=6))
+    (world.store.folder(1) / "end.json").write_text(json.dumps({"status": jobs.BUSY, "attempt": 6}))
+    runner = JobRunner(world.site.home, BorrowedLedger(world.site.home), open_log(world.folder / "log"))
+    runner.recover()
+    job = world.store.read(1)
+    assert (job.state, job.not_before <= time.time()) == (jobs.INTERRUPTED, True)
+
+
+def test_what_was_made_and_had_no_answer_is_shown_as_leaving_when_it_is_sent_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.stop()
+    world.queue(*ksame_words(world.folder))
+    started: list[list[str]] = []
+
+    class Hears:
+        pid = 1
+
+        def start(self, _name: str, words: list[str], *_: object) -> int:
+            started.append(words[-3:-1])
+            return 1
+
+    log = open_log(world.folder / "log")
+    runner = JobRunner(world.site.home, BorrowedLedger(world.site.home), log, Hears)  # type: ignore[arg-type]
+    for made, state, last in ((False, jobs.RUNNING, "1"), (True, jobs.LEAVING, "send")):
+        monkeypatch.setattr(job_runner, "fate_of", lambda *_, made=made: jobs.Fate(None, "", kept=made))
+        runner._start(world.store.read(1))
+        assert (world.store.read(1).state, last in started[-1]) == (state, True)
 
 
 def test_a_queued_job_is_cancelled_for_nothing_and_begun_anew(world: World) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +141,18 @@ def test_jobs_end_with_the_process_that_started_them(jobs: Jobs) -> None:
     with pytest.raises(SupervisorError):
         jobs.start("b", "")
     wait_gone(pid)
+
+
+def test_a_supervisor_that_is_killed_before_it_has_read_has_ended(jobs: Jobs) -> None:
+    """Then the kernel resets the connection, which is no fault of the job's."""
+    os.kill(jobs.supervisor.pid, signal.SIGSTOP)
+    killing = threading.Timer(0.3, os.kill, (jobs.supervisor.pid, signal.SIGKILL))
+    killing.start()
+    with pytest.raises(SupervisorError, match="has ended"):
+        jobs.start("a", SLEEPS)
+    killing.join()
+    with pytest.raises(SupervisorError, match="has ended"):
+        jobs.ended()
 
 
 def test_the_supervisor_and_its_jobs_end_with_the_service(tmp_path: Path) -> None:
