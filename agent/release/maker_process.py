@@ -41,8 +41,14 @@ _INHERITED: Final = (
     "CUDA_VISIBLE_DEVICES", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "MKL_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV",
 )  # fmt: skip
+_STAGE, _SENTENCE = 60, 600  # most characters of a stage's name, and of an error's text
 # libraries ask for a name and for folders when they are imported; over there /etc/passwd is closed, and all writing
 _SAID: Final = {"PYTHONDONTWRITEBYTECODE": "1", "TORCHINDUCTOR_CACHE_DIR": "/", "USER": "lazaret"}
+
+
+def plain(text: str, most: int) -> str:
+    """What the other side says, for a terminal and a log: so many characters, and none that steers either."""
+    return "".join(one if one.isprintable() else "?" for one in text[:most])
 
 
 class MakerEndedError(TrainingError):
@@ -118,7 +124,7 @@ class _Room:
     def _answer(self, stream: IO[bytes], head: dict[str, Any], parts: list[bytes]) -> None:
         match head:
             case {"step": "say", "stage": str(stage), "numbers": [int(done), int(of)]} if self._bench is not None:
-                self._bench.say(stage, done, of)
+                self._bench.say(plain(stage, _STAGE), done, of)
             case {"step": "read", "place": str(place)} if self._bench is not None and place in self._places:
                 found = self._bench.place(place).read()
                 send(stream, {"found": found is not None}, [found or b""])
@@ -184,7 +190,7 @@ def _raise(kind: str, text: str) -> NoReturn:
         found = known if known.__name__ == kind else found
         classes += known.__subclasses__()
     if found is None:
-        raise MakerFaultError(f"internal fault ({kind[:80]}) in the process that makes it")
+        raise MakerFaultError(f"internal fault ({plain(kind, _STAGE)}) in the process that makes it")
     error = found.__new__(found)
-    error.args = (text,)
+    error.args = (plain(text, _SENTENCE),)
     raise error

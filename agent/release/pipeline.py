@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from agent.domain import Cohort, Selection, SyntheticSet, VolumeSet
+from agent.domain import Clusters, Cohort, Selection, SyntheticSet, VolumeSet
 from agent.dp.noise import Entropy
 from agent.errors import (
     CohortTooSmallError,
@@ -226,6 +226,7 @@ def release_synthetic(
         examiner = inspection.over(known, rng) if inspection else None
         site.say("make", f"{mechanism.name}: latents, clusters of {mechanism.k} patients or more, representatives")
         made, clusters = site.run(mechanism, cohort, rng, others)
+        check_clusters(clusters, cohort, mechanism.k)
         fresh = freeze(made, clusters, mechanism, selection)
         passed = (
             examiner.examine(fresh, again, partial(retire_clusters, site))
@@ -244,6 +245,19 @@ def release_synthetic(
         keep(site.vault, signed.release, signed.artifact, signed.clear, frozenset())
     end(site)
     return signed, submit_or_await_approval(site, signed)
+
+
+def check_clusters(clusters: Clusters, cohort: Cohort, k: int) -> None:
+    """Whoever made a set, its clusters are of patients whom it was given, k or more in each.
+
+    Raises:
+        WorkerError: they are not; nothing of it is kept, and its grant stays held.
+    """
+    given = {patient.pseudonym for patient in cohort.patients}
+    if not all(len(members) >= k and given.issuperset(members) for members in clusters.members):
+        raise WorkerError(
+            "what makes the release named other patients than it was given, or fewer than k: nothing left"
+        )
 
 
 class MemoryExhaustedError(TrainingError):

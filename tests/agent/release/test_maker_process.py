@@ -67,6 +67,9 @@ class Tries:
     def raises(self, cohort, bench):
         raise {"ours": CohortTooSmallError(), "told": DivergedError("it diverged"), "memory": MemoryError(),
                "other": ValueError("Patient Smith")}[self.told[0]]
+    def steers(self, cohort, bench):
+        bench.say("\x1b[2J" + "x" * 10_000, 1, 2)
+        raise DivergedError("\x1b]0;title\x07" + "y" * 10_000)
     def says(self, cohort, bench):
         os.write(self.told[0], b"\\0\\0\\0\\2{}")
     def ends(self, cohort, bench):
@@ -175,6 +178,14 @@ def test_an_error_of_ours_comes_back_and_no_other_ones_text(tries: Callable[...,
         tries("raises", "memory")
     with pytest.raises(MakerFaultError, match=r"internal fault \(ValueError\) in the process that makes it$"):
         tries("raises", "other")
+
+
+def test_what_it_says_steers_no_terminal_and_fills_no_log(tries: Callable[..., Any]) -> None:
+    said = []
+    with pytest.raises(DivergedError) as error:
+        tries("steers", bench=Workspace(say=lambda stage, *_: said.append(stage)))
+    assert said == ["?[2J" + "x" * 56]
+    assert str(error.value) == "?]0;title?" + "y" * 590
 
 
 def test_a_kill_from_outside_is_no_fault_of_the_making(tries: Callable[..., Any]) -> None:

@@ -40,6 +40,7 @@ from policies.review.rules import Verdict
 from policies.statements import encode
 from protos.artifacts.arrays import unpack_images
 from protos.artifacts.png import pack_earlier_png
+from protos.common.errors import WorkerError
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.federated_sites import federated
 from tests.support.image_sets import shard_of
@@ -103,6 +104,24 @@ def test_a_silent_coordinator_costs_nothing_the_grant_stays_held_and_the_same_re
     signed, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
     assert (verdict.admitted, signed.release.grant) == (True, "grant-site-a-0")
     assert s.spent("k") == ((0, 1), (0, 1))
+
+
+@pytest.mark.parametrize("named", ["of another", "fewer than k"])
+def test_a_making_that_names_other_patients_or_fewer_than_k_releases_nothing(tmp_path: Path, named: str) -> None:
+    """What a confined process answers is no word to rely on; its grant stays held, and the release goes on."""
+    s = site_world(tmp_path)
+
+    def lies(mechanism: Any, *given: Any) -> Any:
+        made, clusters = mechanism.run(*given)
+        first = clusters.members[0]
+        lie = ("somebody", *first[1:]) if named == "of another" else first[: mechanism.k - 1]
+        return made, replace(clusters, members=(lie, *clusters.members[1:]))
+
+    with pytest.raises(WorkerError, match="other patients than it was given, or fewer than k"):
+        release_synthetic(replace(s.site, run=lies), ksame(), "OT", RNG)
+    assert (s.spent("k")[0], listed(s.vault), s.intake.register.store.state.releases) == ((1, 0), {}, {})
+    _, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
+    assert (verdict.admitted, s.spent("k")) == (True, ((0, 1), (0, 1)))
 
 
 def test_a_private_component_is_not_even_priced(tmp_path: Path) -> None:
