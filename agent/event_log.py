@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent.errors import SiteConfigError
+from protos.operations.event_counters import PROCESS, EventCounters
 from protos.operations.event_log import LogConfigError, open_journal
 
 KEYS: Final = frozenset(
@@ -18,14 +19,17 @@ KEYS: Final = frozenset(
 )  # fmt: skip
 
 
-def open_log(path: Path) -> Any:
+def open_log(path: Path, tally: EventCounters = PROCESS) -> Any:
     """A logger that appends to ``path`` (0600) as JSON lines; ``log.toml`` beside it says more.
 
+    Args:
+        path: of the log.
+        tally: counts what is logged.
     Raises:
         SiteConfigError: ``log.toml`` cannot be used.
     """
     logging.getLogger("flwr").disabled = True
     try:
-        return open_journal(path, "lazaret-agent", KEYS)
+        return open_journal(path, "lazaret-agent", KEYS, tally)
     except LogConfigError as error:
         raise SiteConfigError(str(error)) from None

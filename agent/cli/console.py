@@ -8,9 +8,7 @@ import threading
 
 from agent.cli.output import OUT
 from agent.console.app import console_server
-from agent.errors import SiteConfigError
 from agent.event_log import open_log
-from agent.service.ledger_access import BorrowedLedger
 from agent.storage.site_directory import SiteDirectory
 
 
@@ -25,9 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: stop.set())
     home = SiteDirectory(arguments.home)
     home.settings()
-    with console_server(home, BorrowedLedger(home), open_log(home.root / "agent.log")) as told:
-        if not told:
-            raise SiteConfigError("console.toml is missing, so there is no console: see deploy/docs/consoles.md")
-        OUT.print(told, markup=False, soft_wrap=True)
+    with console_server(home, open_log(home.root / "agent.log")) as serving:
+        OUT.print(serving.told, markup=False, soft_wrap=True)
         stop.wait()
     return 0

@@ -16,6 +16,7 @@ from agent.release.release_record import RECORD, WHAT_TO_DO, named, unrecorded
 from agent.service import status
 from agent.service.job_monitoring import of_people
 from agent.service.jobs import INTERRUPTED
+from agent.service.process_monitoring import check_processes
 from agent.storage import read_only_access
 from agent.storage.encrypted_sqlite import OlderVaultError
 from agent.storage.read_only_access import check_history
@@ -31,8 +32,9 @@ from policies.review.policy import Policy, PolicyError, strictest
 from protos.identity.key_files import KeyFileError
 from protos.operations import next_steps
 from protos.operations.checks import CheckResult, answered, examine, failed, note, passed, progress
+from protos.service.control_client import ServiceAnswerError, ServiceRefusedError
 
-_EXPECTED: Final = (*doctor.EXPECTED, *ingest_errors.EXPECTED)
+_EXPECTED: Final = (*doctor.EXPECTED, *ingest_errors.EXPECTED, ServiceRefusedError, ServiceAnswerError)
 _LEDGER: Final = "the ledger opens"
 _VAULT: Final = "the vault opens with its key"
 _RECORDS: Final = "every project has its records"
@@ -59,6 +61,7 @@ def findings(home: SiteDirectory, now: dt.datetime, heed: Heed = lambda _done, _
     found += examine([(_LEDGER, lambda: ledgers(home, now, heed))], _EXPECTED)
     found += examine([("ingest.toml", lambda: _way_in(home))], _EXPECTED)
     found += examine([(_JOBS, lambda: _jobs(home))], _EXPECTED)
+    found += examine([("processes of `serve`", lambda: check_processes(home.root))], _EXPECTED)
     try:
         checks = doctor.of_the_way_in(home, now)
     except (SiteConfigError, KeyFileError):  # said above

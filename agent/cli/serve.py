@@ -73,11 +73,12 @@ def _warn_of_the_future(runtime: AgentRuntime, now: int) -> None:
 def _beside(
     home: site_directory.SiteDirectory, runtime: AgentRuntime | None, log: Any, reception: IngestService
 ) -> Iterator[tuple[str, ...]]:
-    """The console and metrics while this serves, as ``console.toml`` says; and systemd is told."""
-    from agent.console.app import console_server  # noqa: PLC0415 - a web framework, which releases never need
+    """Control socket, console, jobs and metrics while this serves; and systemd is told."""
+    from agent.console.console_process import ConsoleProcess  # noqa: PLC0415 - a release without these needs none of it
     from agent.operations import metrics  # noqa: PLC0415 - as above
     from agent.service.job_monitoring import put_jobs  # noqa: PLC0415 - as above
     from agent.service.job_runner import JobRunner  # noqa: PLC0415 - as above
+    from agent.service.process_monitoring import tell_status  # noqa: PLC0415 - as above
     from agent.service.site import site_app  # noqa: PLC0415 - as above
     from protos.service.control_socket import ControlSocketError, control_socket  # noqa: PLC0415 - as above
     from protos.web.health import watched_over  # noqa: PLC0415 - as above
@@ -85,15 +86,23 @@ def _beside(
     store, now = runtime.site.ledger.store if runtime else None, lambda: dt.datetime.now(dt.UTC)
     jobs = partial(put_jobs, home)
     watched = metrics.MonitoredSite(home, read_ingestion(home), now, store, lambda: reception.listener, jobs=jobs)
+    settings = console_settings.read(home.root)
+    console = ConsoleProcess(home.root, log) if settings is not None else None
+
+    def running() -> dict[str, bool]:
+        return reception.running() | ({metrics.CONSOLE: console.pid is not None} if console is not None else {})
+
     with ExitStack() as stack:
         ledger = SharedLedger(runtime) if runtime else BorrowedLedger(home)
-        console = stack.enter_context(console_server(home, ledger, log, reception))
+        app = site_app(home, ledger, log, tell_status(running, reception.received))
         try:
-            stack.enter_context(control_socket(home.root, site_app(home, ledger, log), log))
+            stack.enter_context(control_socket(home.root, app, log))
         except ControlSocketError as error:  # images come all the same
             log.error("control_fault", state=type(error).__name__)
             ERR.print(f"{error}: no command can ask this service for anything", markup=False, soft_wrap=True)
+        if console is not None:
+            stack.enter_context(console)
         stack.enter_context(JobRunner(home, ledger, log))
         page, live, ready = metrics.metrics(watched), metrics.live(watched), metrics.ready(watched)
-        port = stack.enter_context(watched_over(console_settings.read(home.root), page, live, ready))
-        yield (*([console] if console else []), *([f"metrics and health: port {port}"] if port else []))
+        port = stack.enter_context(watched_over(settings, page, live, ready))
+        yield (*([console.told] if console else []), *([f"metrics and health: port {port}"] if port else []))

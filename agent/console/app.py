@@ -1,10 +1,11 @@
-"""The site console: its pages, served inside `serve` or alone."""
+"""The site console: its pages, in the process that `serve` keeps for them, or in one that a person starts."""
 
 from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from agent.console import jobs, optout, overview, pacs, proposals, releases
 from agent.console import policy as policies
 from agent.console import quarantine as queues
 from agent.console.context import SiteConsoleContext
-from agent.ingest.service import IngestService
-from agent.service.ledger_access import SiteLedger
+from agent.errors import SiteConfigError
+from agent.service.ledger_access import BorrowedLedger
 from agent.storage.site_directory import SiteDirectory
 from policies.governance import decisions
 from policies.index.follower import IndexFollower
@@ -55,33 +56,39 @@ def pages(context: SiteConsoleContext, settings: ConsoleSettings, logins: Pinned
     return made
 
 
+@dataclass(frozen=True, slots=True)
+class ServedConsole:
+    """A console that answers."""
+
+    port: int
+    told: str  # address and certificate, for the operator
+
+
 @contextmanager
-def console_server(
-    home: SiteDirectory, ledger: SiteLedger, log: Any, reception: IngestService | None = None
-) -> Iterator[str]:
-    """The console, where ``console.toml`` asks for one, until the context is left.
+def console_server(home: SiteDirectory, log: Any, port: int = 0) -> Iterator[ServedConsole]:
+    """The console that ``console.toml`` asks for, until the context is left.
 
     Args:
         home: the site's.
-        ledger: the site's: :mod:`agent.service.ledger_access`.
         log: the agent's.
-        reception: what receives in this very process, if anything does.
-    Yields:
-        What to tell the operator; "" without a console.
+        port: to take; 0: that of ``console.toml``.
     Raises:
+        SiteConfigError: there is no ``console.toml``.
         ConsoleConfigError: it cannot be opened as it is configured.
     """
     settings = console_settings.read(home.root)
     if settings is None:
-        yield ""
-        return
+        raise SiteConfigError("console.toml is missing, so there is no console: see deploy/docs/consoles.md")
+    host = settings.listen.rpartition(":")[0]
+    settings = replace(settings, listen=f"{host}:{port}") if port else settings
     with ExitStack() as stack:
+        ledger = BorrowedLedger(home)
         index = stack.enter_context(Index(home.root / INDEX, ledger.disk))
         stack.enter_context(IndexFollower(index))
         logins = PinnedCertificates(home.root / FOLDER)
-        context = SiteConsoleContext(home, ledger, log, lambda: dt.datetime.now(dt.UTC), reception, index=index)
+        context = SiteConsoleContext(home, ledger, log, lambda: dt.datetime.now(dt.UTC), index=index)
         serving = stack.enter_context(
             ConsoleServer(pages(context, settings, logins).guarded(), settings, logins, home.root)
         )
-        host = settings.listen.rpartition(":")[0]
-        yield f"console: https://{host}:{serving.port}, certificate {serving.fingerprint}"
+        told = f"console: https://{host}:{serving.port}, certificate {serving.fingerprint}"
+        yield ServedConsole(serving.port, told)

@@ -1,11 +1,13 @@
 """The context of the site console's pages: directory, ledger, vaults, and the permissions of roles.
 
-Every page opens the vault for itself and closes it (SQLite keeps connections apart); what is written goes through
-:class:`agent.service.ledger_access.SiteLedger`, one act at a time.
+Every page opens the vault for itself and closes it (SQLite keeps connections apart), and reads the ledger's file.
+What is written into the ledger is an act of :mod:`agent.service.site`, which the running service carries out; where
+none runs, it is carried out here.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import datetime as dt
 import threading
@@ -16,12 +18,11 @@ from typing import Any, Final
 from agent.console.background_task import BackgroundTask
 from agent.errors import SiteStorageError
 from agent.ingest.context import IngestContext, open_ingest
-from agent.ingest.service import IngestService
-from agent.microaggregation.released_clusters import place_of
 from agent.release.unsent import clear_of
-from agent.service.job_acts import ACTS
-from agent.service.ledger_access import Site, SiteLedger
+from agent.service.ledger_access import BorrowedLedger, Site
+from agent.service.process_monitoring import ServiceStatus, read_status
 from agent.service.proposal_form import ProposalForm
+from agent.service.site import perform
 from agent.storage import projects
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import MAIN, SiteDirectory
@@ -81,10 +82,9 @@ class SiteConsoleContext:
     """One site, opened for its console."""
 
     home: SiteDirectory
-    ledger: SiteLedger
+    ledger: BorrowedLedger
     log: Any
     now: Callable[[], dt.datetime]
-    reception: IngestService | None = None  # where `serve` runs in this very process
     memory: ConsoleState = field(default_factory=ConsoleState)
     errand: BackgroundTask = field(default_factory=BackgroundTask)
     index: Index | None = None
@@ -116,23 +116,37 @@ class SiteConsoleContext:
 
     @property
     def acting(self) -> Site:
-        """The site as the acts on jobs take it. In ``serve`` the jobs run in this very process."""
-        return Site(self.home, self.ledger, self.log, runs_jobs=self.reception is not None)
+        """The site as acts take it in this process, which runs no jobs."""
+        return Site(self.home, self.ledger, self.log)
 
-    def job_act(self, act: str, **fields: Any) -> Any:
-        """An act on jobs, see :mod:`agent.service.job_acts`: by the service that runs them, or here.
+    def act(self, name: str, **fields: Any) -> Any:
+        """An act on the site, see :mod:`agent.service.site`: by the running service, or here.
 
         Raises:
-            RefusedError, UnreachableError: it was not done; the text says why.
+            LazaretError, OSError: it was not done, or nobody knows whether it was; the text says why.
         """
 
-        def here(name: str, **told: Any) -> Any:
-            return ACTS[name](self.acting, **told)
+        def here(known: str, **told: Any) -> Any:
+            return perform(self.acting, known, told)
 
-        if self.reception is not None:
-            return here(act, **fields)
         with ask_or_do(self.home.root, here, LedgerBusyError) as do:
-            return do(act, **fields)
+            return do(name, **fields)
+
+    def record_approval(self, envelope: bytes) -> None:
+        """Write a person's sealed approval into the ledger, which checks who may, and the signature.
+
+        Raises:
+            LazaretError: see :meth:`act`.
+        """
+        self.act("ledger/approve", envelope=base64.b64encode(envelope).decode())
+
+    def service(self) -> ServiceStatus:
+        """What the running service says of its receivers and of itself; nothing where none runs.
+
+        Raises:
+            LazaretError: see :meth:`act`.
+        """
+        return read_status(self.act("service/show"))
 
     def projects(self) -> tuple[str, ...]:
         """The projects that have not ended."""
@@ -185,14 +199,6 @@ class SiteConsoleContext:
         given = state.approvals(release.release, "release", release.release, release.artifact_sha256)
         missing = tuple(sorted(self.policy().approvals - set(given)))
         return PendingRelease(release, frozenset(behind), given, missing, not out.isdisjoint(behind))
-
-    def project_of(self, release: str) -> str:
-        """The project whose vault holds the images of a release's clusters; main, where none does."""
-        for name in self.projects():
-            with self.vault(name) as vault:
-                if vault.project_note(place_of(release, 0)) is not None:
-                    return name
-        return MAIN
 
 
 def _clear(vault: Vault, name: str, kept: Mapping[str, Any]) -> bytes:

@@ -19,11 +19,16 @@ from policies.ledger.store import LedgerBusyError, LedgerStoppedError, LedgerUns
 from policies.review.policy import PolicyError
 from policies.statements import StatementError
 from protos.artifacts.byte_source import ArtifactFormatError
-from protos.service.control_client import ServiceAnswerError, ServiceRefusedError
+from protos.service.control_client import (
+    ServiceAnswerError,
+    ServiceFaultError,
+    ServiceRefusedError,
+    ServiceStoppedError,
+)
 from protos.web.router import PageError
 
 _BUSY: Final = (
-    "another command of this agent uses the ledger (a release in progress, or `serve` without this console): "
+    "another command of this agent uses the ledger (a release in progress, or a `serve` that cannot be asked): "
     "nothing was done; try again when it has ended"
 )
 _WORDS: Final = (
@@ -39,6 +44,9 @@ _WORDS: Final = (
     JobStateError,
     NotTheirApprovalError,
     ServiceRefusedError,
+    ServiceAnswerError,
+    ServiceStoppedError,
+    ServiceFaultError,
 )
 
 
@@ -65,6 +73,8 @@ def errors_as_pages() -> Iterator[None]:
         yield
     except (LedgerStoppedError, LedgerUnsoundError, LedgerForkError) as error:
         raise PageError(503, _finished(f"stopped: {error}")) from None
+    except (ServiceStoppedError, ServiceFaultError) as error:
+        raise PageError(503, _finished(f"the service cannot do it: {error}")) from None
     except CoordinatorUnreachableError as error:
         raise PageError(503, _finished(f"the coordinator cannot be reached: {error}")) from None
     except (ProposalNotCheckedError, ServiceAnswerError) as error:

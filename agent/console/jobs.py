@@ -69,7 +69,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
     @pages.get("/jobs", READERS)
     def listed(asked: RequestContext) -> Response:
         with errors_as_pages():
-            told = context.job_act("jobs/list")
+            told = context.act("jobs/list")
         role = asked.person.role
         return asked.page(
             "jobs.html",
@@ -84,7 +84,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
     @pages.get("/jobs/{number}", READERS)
     def job(asked: RequestContext, number: int) -> Response:
         with errors_as_pages():
-            told = context.job_act("jobs/show", number=number)
+            told = context.act("jobs/show", number=number)
             known, state = JobStore(context.home.root).read(number), context.ledger.read().state
             waits = job_proposals.missing(known, job_proposals.approving(context.acting), state)
         role, own = asked.person.role, known.history[0].by == asked.person.name
@@ -126,7 +126,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
     def file(asked: RequestContext, number: int, name: str) -> Response:
         with errors_as_pages():
             known, found = JobStore(context.home.root).read(number), None
-            if known.lane != jobs.TRAINING and name in context.job_act("jobs/show", number=number)["job"]["outputs"]:
+            if known.lane != jobs.TRAINING and name in context.act("jobs/show", number=number)["job"]["outputs"]:
                 with context.vault(known.project) as vault:
                     found = read_output(vault, JobStore(context.home.root), known, name)
         if found is None:
@@ -174,7 +174,7 @@ def _act(pages: Router, context: SiteConsoleContext) -> None:
                 raise PageError(403, "Its price has been paid: who keeps or decides at this site may end it.")
             if not spend and _paid(context, known):
                 raise PageError(409, "Its price has been paid and stays spent: confirm that. Nothing was done.")
-            told = context.job_act("jobs/cancel", number=number, by=asked.person.name, spend=spend)
+            told = context.act("jobs/cancel", number=number, by=asked.person.name, spend=spend)
         said = (
             "It is cancelled."
             if told["state"] == jobs.CANCELLED
@@ -186,7 +186,7 @@ def _act(pages: Router, context: SiteConsoleContext) -> None:
     def retry(asked: RequestContext, number: int) -> Response:
         with errors_as_pages():
             _own(context, asked, number)
-            again = context.job_act("jobs/retry", number=number, by=asked.person.name)["number"]
+            again = context.act("jobs/retry", number=number, by=asked.person.name)["number"]
         said = "It goes on." if again == number else f"It begins anew as job {again}."
         return asked.go(f"/jobs/{again}", said)
 

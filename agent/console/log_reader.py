@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 _TAIL: Final = 512 * 1024  # bytes of the end that are read
-_FAULTS: Final = frozenset({"intake_failed", "pull_failed", "defacing_failed", "link_failed", "ledger_forked"})
+_FAULTS: Final = frozenset(
+    {"intake_failed", "pull_failed", "defacing_failed", "link_failed", "ledger_forked", "process_ended"}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,10 @@ from agent.console.context import KEEPERS, LOOKERS, SiteConsoleContext
 from agent.console.errors import errors_as_pages
 from agent.ingest.config import Ingestion, read_ingestion
 from agent.ingest.retrieval import Archive, check_reachable, named
+from agent.ingest.service import LISTENER, STOW
 from agent.pacs.archive import ArchiveConfig
 from agent.pacs.dimse.storage_scp import EVENTS
+from agent.service.process_monitoring import ServiceStatus
 from protos.web.router import RequestContext, Router
 
 _GOOD = frozenset({"accepted", "released", "echoed", "stored", "stopped"})
@@ -41,15 +43,17 @@ def add(pages: Router, context: SiteConsoleContext) -> None:
         events = log_reader.read(context.home.root / "agent.log")
         with errors_as_pages():
             ingestion = read_ingestion(context.home)
-        counts = _counts(context, events)
+        with errors_as_pages():
+            service = context.service()
+        counts = _counts(service, events)
         return asked.page(
             "pacs.html",
-            listening=tuple(_listening(context, ingestion)),
+            listening=tuple(_listening(service, ingestion)),
             callers=[(c.ae_title, ", ".join(c.addresses)) for c in ingestion.listener.callers]
             if ingestion.listener
             else [],
             counts=[(EVENTS[code], count, code in _GOOD) for code, count in counts.items() if code in EVENTS],
-            here=context.reception is not None,
+            here=service.received is not None,
             archives=tuple(_archives(ingestion, events)),
             folders=[(str(f.path), f.watch, f.path.is_dir()) for f in ingestion.folders],
             faults=[e for e in reversed(events) if e.fault][:20],
@@ -65,21 +69,20 @@ def add(pages: Router, context: SiteConsoleContext) -> None:
         return asked.go("/pacs", f"{name} answers and accepts queries of this site.")
 
 
-def _listening(context: SiteConsoleContext, ingestion: Ingestion) -> Iterator[tuple[str, str, bool]]:
-    """What is to listen: for what, where, and whether it does, as far as this process knows."""
-    held = context.reception
+def _listening(service: ServiceStatus, ingestion: Ingestion) -> Iterator[tuple[str, str, bool]]:
+    """What is to listen: for what, where, and whether it does, as far as the running service knows."""
     if ingestion.listener is not None:
         s = ingestion.listener
         safe = "DICOM TLS" if s.tls else "plain TCP"
-        yield f"C-STORE as {s.ae_title}, {safe}", f"{s.host}:{s.port}", bool(held and held.listener)
+        yield f"C-STORE as {s.ae_title}, {safe}", f"{s.host}:{s.port}", service.running(LISTENER)
     if ingestion.stow is not None:
-        yield "STOW-RS", f"{ingestion.stow.host}:{ingestion.stow.port}", bool(held and held.stow)
+        yield "STOW-RS", f"{ingestion.stow.host}:{ingestion.stow.port}", service.running(STOW)
 
 
-def _counts(context: SiteConsoleContext, events: list[log_reader.LogEvent]) -> dict[str, int]:
-    """What the listener counted since it started; of another process, as its log last said."""
-    if context.reception is not None and context.reception.listener is not None:
-        return dict(sorted(context.reception.listener.counts().items()))
+def _counts(service: ServiceStatus, events: list[log_reader.LogEvent]) -> dict[str, int]:
+    """What the listener counted since it started; where none runs, as the log last said."""
+    if service.running(LISTENER):
+        return dict(sorted((service.received or {}).items()))
     told = {e.state: e.count for e in events if e.name == "listener"}
     return dict(sorted(told.items()))
 

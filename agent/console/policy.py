@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from agent.console.context import DECIDERS, READERS, SiteConsoleContext
 from agent.console.errors import errors_as_pages
-from agent.runtime import amend
+from agent.service.commands import read_verdict
 from policies.governance import amendments, decisions
 from policies.ledger.entries import InvalidEntryError
 from policies.review.policy import Policy, PolicyError, parse, preset, strictest
@@ -192,8 +192,7 @@ def _decide(pages: Router, context: SiteConsoleContext) -> None:
                 )
             if word.person != asked.person.name:
                 raise InvalidEntryError(f"the signature is of {word.person}, but {asked.person.name} is logged in")
-            with context.ledger.write() as store:
-                decisions.approve(store, envelope)
+            context.record_approval(envelope)
         context.log.info("policy_approved", state=asked.person.role)
         return asked.go("/policy/draft", "Your approval is in the ledger.")
 
@@ -249,14 +248,13 @@ def in_force(context: SiteConsoleContext, text: str) -> str:
     """Put a draft in force: at this site, then at the coordinator; what came of it, in a sentence.
 
     Raises:
-        InvalidEntryError: it loosens something, and not everybody in office has approved this very text.
+        InvalidEntryError, ServiceRefusedError: it loosens something, and not everybody in office has approved this
+            very text; or the coordinator refuses.
     """
-    with context.ledger.work() as opened:
-        verdict = amend(opened, text)
-        if not verdict.admitted:
-            told = "; ".join(f"{f.rule}: {f.detail}" for f in verdict.findings)
-            raise InvalidEntryError(f"the coordinator refuses the amendment: {told}")
-        replace_private(context.home.root / "policy.toml", text.encode())  # until then the stricter of both binds
+    verdict = read_verdict(context.act("ledger/amend", policy=text)["verdict"])
+    if not verdict.admitted:
+        told = "; ".join(f"{f.rule}: {f.detail}" for f in verdict.findings)
+        raise InvalidEntryError(f"the coordinator refuses the amendment: {told}")
     (context.home.root / FILE).unlink(missing_ok=True)
     context.log.info("policy_amended", state=amendments.digest(text)[:16])
     return "The policy is in force: in this site's ledger and at the coordinator. The stricter of both applies."

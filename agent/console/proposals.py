@@ -79,7 +79,7 @@ def add(pages: Router, context: SiteConsoleContext) -> None:
                 return asked.page("proposal.html", **{**shown, "checked": True, "price": price})
             told: dict[str, Any] = {"words": words, "project": project, "by": asked.person.name, "key": key}
             told |= {"price": dict(checked.price), "cuda": filled.cuda}
-            number = context.job_act("jobs/propose", job=told, files=files)["number"]
+            number = context.act("jobs/propose", job=told, files=files)["number"]
         return asked.go(f"/jobs/{number}", f"Proposed as job {number}.")
 
 

@@ -65,6 +65,7 @@ def add(pages: Router, context: SiteConsoleContext) -> None:
     def ingest(asked: RequestContext) -> Response:
         with errors_as_pages():
             queues = tuple(queue_of(context, name) for name in context.projects())
+            receiving = context.service().received is not None
         events = log_reader.read(context.home.root / "agent.log")
         return asked.page(
             "ingest.html",
@@ -73,7 +74,7 @@ def add(pages: Router, context: SiteConsoleContext) -> None:
             last=[e for e in reversed(events) if e.name == "ingested"][:10],
             errand=context.errand.told(),
             may=asked.person.role in KEEPERS,
-            receiving=context.reception is not None,
+            receiving=receiving,
         )
 
     @pages.post("/ingest/{project}", KEEPERS)

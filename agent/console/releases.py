@@ -14,8 +14,7 @@ from agent.console.context import DECIDERS, KEEPERS, LOOKERS, NoSuchReleaseError
 from agent.console.errors import errors_as_pages, sentence
 from agent.console.jobs import job_of
 from agent.console.nearest_image import DISTANCE
-from agent.errors import CoordinatorUnreachableError, ReviewRejectedError
-from agent.release.approval import submit_approved, withdraw
+from agent.service.commands import read_verdict
 from policies.governance import decisions
 from policies.ledger.entries import InvalidEntryError, proposal
 from policies.ledger.state import State
@@ -157,8 +156,7 @@ def _decide(pages: Router, context: SiteConsoleContext) -> None:
             _signed(asked, envelope, (release, "release", release, one.release.artifact_sha256))
             if refusals(context, one):
                 raise InvalidEntryError("the release was refused already; it can only be withdrawn")
-            with context.ledger.write() as store:
-                decisions.approve(store, envelope)
+            context.record_approval(envelope)
         context.log.info("release_approved", release=release, state=asked.person.role)
         return asked.go(f"/releases/{release}", "Your approval is in the ledger.")
 
@@ -172,8 +170,7 @@ def _decide(pages: Router, context: SiteConsoleContext) -> None:
             if sha != one.release.artifact_sha256 or why not in descriptions.REFUSALS:
                 raise InvalidEntryError("the refusal names another artifact or an unknown reason")
             _signed(asked, envelope, (refusal_serial(release), REFUSE, release, value))
-            with context.ledger.write() as store:
-                decisions.approve(store, envelope)
+            context.record_approval(envelope)
         context.log.info("release_refused", release=release, reason=why)
         return _withdrawing(asked, context, release)
 
@@ -273,28 +270,17 @@ def findings(context: SiteConsoleContext, one: PendingRelease) -> tuple[Finding,
 
 def withdrawn(context: SiteConsoleContext, release: str) -> str:
     """Withdraw a release that was refused; what came of it, in a sentence."""
-    project = context.project_of(release)
     review_images.forget(context, release)
-    with context.ledger.work(project, greeted=False) as opened:
-        try:
-            withdraw(opened.site, release)
-        except CoordinatorUnreachableError:
-            context.log.warning("release_withdrawn", release=release, state="coordinator not informed")
-            return "Refused and withdrawn: its grant is spent here. The coordinator could not be informed yet."
-    context.log.info("release_withdrawn", release=release)
+    if not context.act("releases/withdraw", release=release, refused=True)["informed"]:
+        return "Refused and withdrawn: its grant is spent here. The coordinator could not be informed yet."
     return "Refused and withdrawn. Its grant is spent, since images were read. Its own images are deleted."
 
 
 def hand_over(context: SiteConsoleContext, release: str, progress: Progress) -> str:
     """Hand an approved release over; the coordinator's verdict, in a sentence."""
     progress(0, 0)
-    with context.ledger.work(context.project_of(release)) as opened:
-        try:
-            _, verdict = submit_approved(opened.site, release)
-        except ReviewRejectedError as refusal:
-            verdict = refusal.verdict
+    verdict = read_verdict(context.act("releases/send", release=release)["verdict"])
     review_images.forget(context, release)
-    context.log.info("verdict", release=release, rules=[f.rule for f in verdict.findings])
     if verdict.admitted:
         return f"Admitted at level {verdict.level}: {release} has left."
     return "Refused: " + "; ".join(f"{f.rule}: {f.detail}" for f in verdict.findings)

@@ -29,6 +29,7 @@ from agent.pacs.dimse.listener_process import Listener
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.spool import SpoolError
+from protos.operations.kept_process import log_end
 
 # what a look may end with, in words for the operator that name no patient
 FAULTS_SAID: Final = (
@@ -41,6 +42,8 @@ FAULTS_SAID: Final = (
     VaultError,
     DicomWebError,
 )
+LISTENER: Final = "listener"  # the receivers' processes, as log, metrics and doctor name them
+STOW: Final = "stow"
 _TORN_S: Final = 600.0  # a half-written file so old is a killed process's; an `ingest` beside this one writes too
 _TELL_S: Final = 60.0  # the listeners' counters go to the log as often as this, when they have changed
 
@@ -79,11 +82,13 @@ class IngestService:
             self._way.inbox.sweep(time.time() - _TORN_S)
             settings, keys, demand = self._way.ingestion, self._way.room_key, self._home.settings().confinement
             if settings.listener is not None:
+                ended = log_end(self._log, LISTENER)
                 self.listener = stack.enter_context(
-                    Listener(settings.listener, self._way.inbox.folder, keys, demand=demand)
+                    Listener(settings.listener, self._way.inbox.folder, keys, ended=ended, demand=demand)
                 )
             if settings.stow is not None:
-                self.stow = stack.enter_context(Stow(settings.stow, self._way.inbox.folder, keys, demand))
+                ended = log_end(self._log, STOW)
+                self.stow = stack.enter_context(Stow(settings.stow, self._way.inbox.folder, keys, demand, ended))
             self._intake = stack.enter_context(self._way.intake())
             if settings.faces is not None:
                 settle = 60 * settings.faces.settle_minutes
@@ -113,6 +118,15 @@ class IngestService:
             yield f"listening for STOW-RS on port {self.stow.port}"
         for watched in self._watched:
             yield f"watching {watched.folder.path}"
+
+    def running(self) -> dict[str, bool]:
+        """The receivers that ``ingest.toml`` asks for, and whether each has a process."""
+        found = {LISTENER: bool(self.listener.pids())} if self.listener is not None else {}
+        return found | ({STOW: self.stow.pid is not None} if self.stow is not None else {})
+
+    def received(self) -> dict[str, int]:
+        """What the C-STORE receiver counted since it started."""
+        return self.listener.counts() if self.listener is not None else {}
 
     def _work(self) -> None:
         while not self._stop.wait(self._way.ingestion.reading.look_seconds):
@@ -184,7 +198,7 @@ class IngestService:
         if self._clocks.monotonic() < self._told_at + _TELL_S:
             return
         self._told_at = self._clocks.monotonic()
-        counts = dict(self.listener.counts()) if self.listener is not None else {}
+        counts = self.received()
         for what, count in counts.items():
             if count != self._told.get(what, 0):
                 self._log.info("listener", state=what, count=count)

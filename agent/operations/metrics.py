@@ -15,6 +15,7 @@ from typing import Final
 
 from agent.deidentify.errors import REASONS
 from agent.ingest.config import Ingestion
+from agent.ingest.service import LISTENER, STOW
 from agent.pacs.dimse.listener_process import Listener
 from agent.storage import projects
 from agent.storage.site_directory import SiteDirectory
@@ -22,6 +23,7 @@ from policies.ledger.budget_metrics import RefusalCounts, put_budgets, put_entri
 from policies.ledger.store import Store
 from protos.identity.certificates import days_left, end_of
 from protos.operations.event_counters import PROCESS, EventCounters
+from protos.operations.kept_process import ends_of
 from protos.operations.metrics import OF_LOG, Metric, MetricsPage, Samples, disk_full, logged, put_disk, put_refusals
 
 _BUDGET: Final = ("unit", "relation", "delta")
@@ -47,6 +49,7 @@ CATALOGUE: Final = (
     Metric("lazaret_pacs_errors_total", "Failed retrievals from an archive since start.", ("archive",), "counter"),
     Metric("lazaret_pacs_last_pull_seconds", "Since the last good retrieval; absent before it.", ("archive",)),
     Metric("lazaret_link_online", "1: the link to the coordinator is up."),
+    Metric("lazaret_process_ends_total", "Ends of a process that was started again.", ("process",), "counter"),
     Metric("lazaret_jobs", "Jobs that are kept, by state.", ("state",)),
     Metric("lazaret_jobs_waiting_seconds", "Since the oldest queued job was queued; 0: none is."),
     Metric("lazaret_job_done_ratio", "Part of its stage that a running job has done; absent if unknown.", ("lane",)),
@@ -57,6 +60,8 @@ CATALOGUE: Final = (
     Metric("lazaret_disk_watermark_bytes", "Below this number of free bytes the receivers refuse images."),
     Metric("lazaret_certificate_days_left", "Days until a certificate ends.", ("which",)),
 )  # fmt: skip
+CONSOLE: Final = "console"
+PROCESSES: Final = (LISTENER, STOW, CONSOLE)  # that the service keeps, as its log names them
 _USUAL: Final = 2 << 30  # bytes; a watermark where no receiver says another
 
 
@@ -79,6 +84,7 @@ def metrics(watched: MonitoredSite) -> MetricsPage:
         "queues": lambda told: _queues(watched.home, told),
         "listener": lambda told: _listener(watched, told),
         "archives": lambda told: _archives(watched, told),
+        "processes": lambda told: _processes(watched.tally, told),
         "log": lambda told: logged(watched.tally, told),
         "disk": lambda told: put_disk(watched.home.root, partial(watermark, watched.ingestion), told),
         "certificates": lambda told: _certificates(watched, told),
@@ -156,6 +162,11 @@ def _listener(watched: MonitoredSite, told: Samples) -> None:
         told.put("lazaret_listening", float(listener is not None and bool(listener.pids())))
     for event, count in (listener.counts() if listener is not None else {}).items():
         told.put("lazaret_dimse_events_total", count, event=event)
+
+
+def _processes(tally: EventCounters, told: Samples) -> None:
+    for name in PROCESSES:
+        told.put("lazaret_process_ends_total", ends_of(name, tally).count, process=name)
 
 
 def _archives(watched: MonitoredSite, told: Samples) -> None:

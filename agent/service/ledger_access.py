@@ -1,9 +1,9 @@
-"""The site's ledger as the console reads and writes it: beside ``serve``, which holds it, or borrowed for one act.
+"""The site's ledger as acts read and write it: in ``serve``, which holds it, or borrowed for one act.
 
-One process writes a ledger. If ``serve`` takes part in rounds it is that process, and the console runs inside it on
-the same :class:`policies.ledger.store.Store`. Otherwise no process may hold the ledger open while idle, or
-``release`` and ``ledger`` could not run. Then the console reads the file, which readers may do at any time, and opens
-it for writing only for a single requested action.
+One process writes a ledger. If ``serve`` takes part in rounds it is that process, and what commands and the console
+ask of it at its control socket is done on the same :class:`policies.ledger.store.Store`. Otherwise no process may
+hold the ledger open while idle: it is opened for writing for a single act. The console reads the file in both cases,
+which readers may do at any time.
 """
 
 from __future__ import annotations
@@ -52,12 +52,6 @@ class SiteLedger(Protocol):
     def read(self) -> Store:
         """The ledger as of now, to look at. Append nothing to it."""
 
-    def lines(self, seqs: Sequence[int]) -> list[StoredRecord]:
-        """Some entries, all at once."""
-
-    def disk(self) -> LedgerBackend:
-        """The ledger's file, to look at: for an index beside it."""
-
     def write(self) -> AbstractContextManager[Store]:
         """The ledger, to write into: one at a time."""
 
@@ -78,13 +72,14 @@ class Site:
     ledger: SiteLedger
     log: Any
     runs_jobs: bool = False  # this process does: see agent.service.job_runner
+    told: Callable[[], dict[str, Any]] = lambda: {"processes": [], "received": None}  # service.process_monitoring
 
 
 class SharedLedger:
     """The ledger that this process holds anyway."""
 
     def __init__(self, runtime: Opened) -> None:
-        """``runtime``: opened by ``serve``, and open for longer than the console."""
+        """``runtime``: opened by ``serve``, and open for longer than the control socket."""
         self._runtime, self._one = runtime, threading.RLock()
 
     def _policy(self) -> Policy:
@@ -93,14 +88,6 @@ class SharedLedger:
     def read(self) -> Store:
         """The store itself: it may be read from any thread."""
         return self._runtime.site.ledger.store
-
-    def lines(self, seqs: Sequence[int]) -> list[StoredRecord]:
-        """Through the connection that is open anyway."""
-        return [self.read().line(seq) for seq in seqs]
-
-    def disk(self) -> LedgerBackend:
-        """The ledger's file, to look at beside the one that this process holds."""
-        return open_read_only(self._runtime.home.root / "ledger.db")
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Store]:

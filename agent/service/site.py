@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from agent.errors import ReviewRejectedError
+from agent.errors import CoordinatorUnreachableError, LedgerForkError, ReviewRejectedError
 from agent.event_log import open_log
 from agent.microaggregation.released_clusters import place_of
 from agent.release.ports import KEY_REUSED
@@ -28,6 +29,7 @@ from policies.ledger.state import KeyReusedError
 from policies.review.rules import Verdict
 from policies.statements import Reservation, parse
 from protos.common.errors import LazaretError, RefusedError
+from protos.identity.key_files import replace_private
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -64,26 +66,48 @@ def send(site: Site, release: str) -> dict[str, Any]:
     return {"mechanism": mechanism, "verdict": _verdict(verdict)}
 
 
-def withdraw(site: Site, release: str) -> dict[str, Any]:
-    """Give up a release that persons did not approve; its grant is spent."""
+def withdraw(site: Site, release: str, refused: bool = False) -> dict[str, Any]:
+    """Give up a release that persons did not approve; its grant is spent.
+
+    Args:
+        site: where.
+        release: its name.
+        refused: a person's refusal is in the ledger, so it ends here even while the coordinator is away.
+    Returns:
+        ``informed``: the coordinator has spent the grant, too.
+    Raises:
+        CoordinatorUnreachableError: it does not answer; without ``refused``, nothing was done.
+    """
     from agent.release import approval  # noqa: PLC0415 - as in :func:`send`
 
-    with site.ledger.work(project_of(site.home, release)) as runtime:
-        approval.withdraw(runtime.site, release)
+    with site.ledger.work(project_of(site.home, release), greeted=not refused) as runtime:
+        try:
+            approval.withdraw(runtime.site, release)
+        except CoordinatorUnreachableError as silence:
+            if not refused or isinstance(silence, LedgerForkError):
+                raise
+            site.log.warning("release_withdrawn", release=release, state="coordinator not informed")
+            return {"informed": False}
     site.log.info("release_withdrawn", release=release)
-    return {}
+    return {"informed": True}
 
 
-def amend(site: Site) -> dict[str, Any]:
-    """Put ``policy.toml`` of the home directory in force: here, and at the coordinator.
+def amend(site: Site, policy: str = "") -> dict[str, Any]:
+    """Put a policy in force: here, and at the coordinator.
 
+    Args:
+        site: where.
+        policy: its text, which replaces ``policy.toml`` when the coordinator admits it; "": that file's text.
     Returns:
         ``verdict``, see :func:`agent.service.commands.read_verdict`.
     """
     from agent import runtime as runtimes  # noqa: PLC0415 - as in :func:`send`
 
     with site.ledger.work() as runtime:
-        return {"verdict": _verdict(runtimes.amend(runtime, runtime.home.policy_text()))}
+        verdict = runtimes.amend(runtime, policy or runtime.home.policy_text())
+        if policy and verdict.admitted:  # until then the stricter of both binds
+            replace_private(site.home.root / "policy.toml", policy.encode())
+    return {"verdict": _verdict(verdict)}
 
 
 def found(site: Site) -> dict[str, Any]:
@@ -143,8 +167,18 @@ def expire(site: Site, grant: str, reason: str) -> dict[str, Any]:
     return {}
 
 
+def shown(site: Site) -> dict[str, Any]:
+    """What the service runs.
+
+    Returns:
+        ``processes`` and ``received``, as :class:`agent.service.process_monitoring.ServiceStatus` has them.
+    """
+    return site.told()
+
+
 ACTS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
+        "service/show": shown,
         "releases/send": send,
         "releases/withdraw": withdraw,
         "ledger/amend": amend,
@@ -155,6 +189,7 @@ ACTS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
         **job_acts.ACTS,
     }
 )
+_LOOKS: Final = frozenset({"service/show", "jobs/list", "jobs/show"})  # which change nothing
 
 
 def carry_out(root: Path, say: Callable[[str, str], None], act: str, fields: Mapping[str, Any]) -> Any:
@@ -164,8 +199,15 @@ def carry_out(root: Path, say: Callable[[str, str], None], act: str, fields: Map
         LedgerBusyError: another process has the ledger.
     """
     home = SiteDirectory(root)
-    ledger = BorrowedLedger(home, say)
-    site = Site(home, ledger, open_log(root / "agent.log"))
+    return perform(Site(home, BorrowedLedger(home, say), open_log(root / "agent.log")), act, fields)
+
+
+def perform(site: Site, act: str, fields: Mapping[str, Any]) -> Any:
+    """One act, in this process.
+
+    Raises:
+        LedgerBusyError: another process has the ledger.
+    """
     if act in acts.ACTS:
         return decide(site, acts.ACTS[act], fields)
     return ACTS[act](site, **fields)
@@ -178,15 +220,25 @@ def decide(site: Site, act: acts.Act, fields: Mapping[str, Any]) -> dict[str, An
         return acts.carry_out(store, act, fields)
 
 
-def site_app(home: SiteDirectory, ledger: SiteLedger, log: Any) -> FastAPI:
-    """What answers at the control socket of a service, which holds the ledger or opens it for each act."""
+def site_app(
+    home: SiteDirectory, ledger: SiteLedger, log: Any, told: Callable[[], dict[str, Any]] | None = None
+) -> FastAPI:
+    """What answers at the control socket of a service, which holds the ledger or opens it for each act.
+
+    Args:
+        home: the site's directory.
+        ledger: the site's.
+        log: hears of each act that changes something.
+        told: of :func:`agent.service.process_monitoring.tell_status`.
+    """
     from protos.service.control_app import add_act, control_app  # noqa: PLC0415 - a web framework: commands need none
 
     app, site = control_app("agent", version("lazaret"), log), Site(home, ledger, log, runs_jobs=True)
+    site = site if told is None else replace(site, told=told)
     for name, act in acts.ACTS.items():
         add_act(app, name, act, lambda act, fields: decide(site, act, fields))
     for name, act in ACTS.items():
-        add_act(app, name, act, lambda act, fields: act(site, **fields))
+        add_act(app, name, act, lambda act, fields: act(site, **fields), looks=name in _LOOKS)
     return app
 
 

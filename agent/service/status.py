@@ -16,6 +16,7 @@ from agent.ingest.config import read_ingestion
 from agent.service import pending
 from agent.service.commands import PROGRAM
 from agent.service.job_monitoring import of_people
+from agent.service.process_monitoring import AGAIN, ask_status
 from agent.storage import projects, read_only_access
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import SiteDirectory, origin
@@ -28,10 +29,12 @@ from protos.common.errors import ConfigError
 from protos.identity.certificates import fingerprint
 from protos.identity.key_files import KeyFileError
 from protos.operations.next_steps import Step, collect
+from protos.service.control_client import ServiceAnswerError, ServiceRefusedError
 
 IMAGES: Final = "until images flow"
 RELEASE: Final = "until a release can leave"
 WAITS: Final = "waiting for people"
+SERVES: Final = "while it serves"
 PARTS: Final = {
     "patients' records": ("vault.db*", "projects"),
     "ledger": ("ledger.db*", "ledger.mark"),
@@ -43,7 +46,16 @@ PARTS: Final = {
     "jobs": ("jobs",),
 }
 _INVITED: Final = "ask the coordinator for an invitation, then: lazaret-agent setup"
-_EXPECTED: Final = (*ingest_errors.EXPECTED, ConfigError, KeyFileError, LedgerUnsoundError, PolicyError, VaultError)
+_EXPECTED: Final = (
+    *ingest_errors.EXPECTED,
+    ConfigError,
+    KeyFileError,
+    LedgerUnsoundError,
+    PolicyError,
+    ServiceAnswerError,
+    ServiceRefusedError,
+    VaultError,
+)
 
 
 def steps(home: SiteDirectory, now: dt.datetime) -> list[Step]:
@@ -61,6 +73,7 @@ def steps(home: SiteDirectory, now: dt.datetime) -> list[Step]:
         (IMAGES, "images", partial(_images, home)),
         (RELEASE, "policy and people", partial(_people, home)),
         (WAITS, "jobs", partial(_jobs, home)),
+        (SERVES, "processes", partial(_processes, home)),
     ]
     return collect(looks if (home.root / "site.toml").exists() else looks[:1], _EXPECTED)
 
@@ -167,3 +180,11 @@ def _ready(home: SiteDirectory, store: Store) -> Iterator[Step]:
 def _jobs(home: SiteDirectory) -> Iterator[Step]:
     for job, why, command in of_people(home):
         yield Step(WAITS, f"job {job.number}, {job.kind}", why, command)
+
+
+def _processes(home: SiteDirectory) -> Iterator[Step]:
+    for one in ask_status(home.root).processes:
+        if one.running:
+            yield Step(SERVES, f"process {one.name}", said=one.words)
+        else:
+            yield Step(SERVES, f"process {one.name}", one.words, AGAIN)

@@ -29,7 +29,7 @@ def control_app(side: str, version: str, log: Any) -> FastAPI:
     Args:
         side: "agent" or "coordinator".
         version: of the program.
-        log: hears of each act by its name.
+        log: hears of each act by its name, but for those that only look.
     """
     app = FastAPI(
         title=f"Lazaret {side}: control socket",
@@ -53,7 +53,9 @@ def control_app(side: str, version: str, log: Any) -> FastAPI:
     return app
 
 
-def add_act(app: FastAPI, name: str, act: Act, run: Callable[[Act, Mapping[str, Any]], Any]) -> None:
+def add_act(
+    app: FastAPI, name: str, act: Act, run: Callable[[Act, Mapping[str, Any]], Any], *, looks: bool = False
+) -> None:
     """``POST /v1/NAME`` with the act's own parameters as fields; a field that it does not have is refused.
 
     Args:
@@ -61,6 +63,7 @@ def add_act(app: FastAPI, name: str, act: Act, run: Callable[[Act, Mapping[str, 
         name: the path below ``/v1``.
         act: its signature, without the first parameter, is the form of the request.
         run: carries it out with fields, in a thread.
+        looks: it changes nothing, and pages ask for it every few seconds: it leaves no line in the log.
     """
     hints, parameters = get_type_hints(act), list(inspect.signature(act).parameters.values())[1:]
     fields: Any = {p.name: (hints[p.name], ... if p.default is p.empty else p.default) for p in parameters}
@@ -69,7 +72,8 @@ def add_act(app: FastAPI, name: str, act: Act, run: Callable[[Act, Mapping[str, 
     )
 
     def carry_out(asked: Any) -> Any:
-        app.state.log.info("control_act", action=name)
+        if not looks:
+            app.state.log.info("control_act", action=name)
         return run(act, asked.model_dump())
 
     carry_out.__annotations__.update({"asked": form, "return": hints.get("return", Any)})

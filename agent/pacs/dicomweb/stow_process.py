@@ -1,7 +1,8 @@
 """The STOW-RS receiver in a process of its own, which holds none of the site's keys.
 
-``Stow`` starts ``python -m agent.pacs.dicomweb.stow_main`` and hands it its settings and a deposit
-(agent/storage/spool.py) over a pipe; when the pipe ends, with the agent, it ends too. It opens its port, and is then
+``Stow`` starts ``python -m agent.pacs.dicomweb.stow_main``, and starts it again whenever it ends
+(protos/operations/kept_process.py). It hands it its settings and a deposit (agent/storage/spool.py) over a pipe; when
+the pipe ends, with the agent, it ends too. It opens its port, and is then
 confined to that and to the spool (protos/operations/confinement.py). HTTP is uvicorn's, with what it leaves open
 closed here: who may connect, how long a request may take to be said, and how many connections there are.
 
@@ -17,9 +18,11 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import IO, Any, Final, Self
 
 from agent.pacs.dicomweb.multipart import BodyLimits
 from agent.pacs.dicomweb.stow_handler import StowLimits
@@ -27,6 +30,7 @@ from agent.pacs.secret_files import SecretFileError, is_loopback, read_secret
 from agent.storage.spool import Spool
 from protos.common.errors import WorkerError
 from protos.operations import confinement
+from protos.operations.kept_process import KeptProcess, StartedProcess
 
 _START_S: Final = 60.0
 END_S: Final = 15.0
@@ -107,7 +111,12 @@ class Stow:
     """Starts and ends the receiver's process."""
 
     def __init__(
-        self, settings: StowSettings, room_folder: Path, room_key: bytes, demand: str = confinement.AVAILABLE
+        self,
+        settings: StowSettings,
+        room_folder: Path,
+        room_key: bytes,
+        demand: str = confinement.AVAILABLE,
+        ended: Callable[[str], None] = lambda how: None,
     ) -> None:
         """Nothing runs yet.
 
@@ -116,9 +125,11 @@ class Stow:
             room_folder: of the spool.
             room_key: 32 bytes, the spool's; the receiver never sees it.
             demand: which layers of the receiver's confinement must be in force.
+            ended: called from a thread when the receiver ended by itself, with how it did; must not raise.
         """
         self._settings, self._folder, self._key, self._demand = settings, room_folder, room_key, demand
-        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = ended
+        self._kept: KeptProcess | None = None
         self.port = 0  # where it listens, once started
 
     def __enter__(self) -> Self:
@@ -133,21 +144,26 @@ class Stow:
     @property
     def pid(self) -> int | None:
         """Its process id, None when it does not run."""
-        return self._process.pid if self._process and self._process.poll() is None else None
+        return self._kept.pid if self._kept is not None else None
 
     def start(self) -> None:
-        """Start it, and return when it listens; harmless when it runs.
+        """Start it, and return when it listens; harmless when it runs. From then on it is started whenever it ends.
 
         Raises:
             StowError: with what to do.
         """
-        if self.pid is not None:
+        if self._kept is not None:
             return
+        kept = KeptProcess("stow", self._started, self._ended)
+        kept.begin()
+        self._kept = kept
+
+    def _started(self) -> StartedProcess:
         setup = self._setup()
         inherited = {k: v for k, v in os.environ.items() if k in ("LD_LIBRARY_PATH", "TZ")}
         home = str(Path(__file__).resolve().parents[2])
         one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # only what has one thread can be confined
-        process = self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-P", "-B", "-m", "agent.pacs.dicomweb.stow_main"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -162,12 +178,16 @@ class Stow:
         finally:
             watchdog.cancel()
         if type(reply.get("port")) is not int:
-            self.stop()
+            process.kill()
+            process.wait()
+            _hang_up(process)
             raise StowError(str(reply.get("fault", "the STOW receiver does not start; check the installation")))
         self.port = reply["port"]
+        return StartedProcess(process, partial(_until_the_end, process), partial(_close, process.stdin))
 
     def _setup(self) -> bytes:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self._settings).items()}
+        settings["port"] = self.port or self._settings.port  # senders know the first one
         try:
             token = read_secret(self._settings.token_file, "token_file") if self._settings.token_file else ""
         except SecretFileError as fault:
@@ -183,18 +203,27 @@ class Stow:
 
     def stop(self) -> None:
         """Let requests under way end, for a moment, and end it; harmless when it does not run."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
-        try:
-            process.wait(END_S + 5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.end(END_S + 5)
+
+
+def _until_the_end(process: subprocess.Popen[bytes]) -> None:
+    """It says nothing more; its end closes the pipe."""
+    if process.stdout is not None:
+        process.stdout.read()
+    _hang_up(process)
+
+
+def _hang_up(process: subprocess.Popen[bytes]) -> None:
+    for stream in (process.stdin, process.stdout):
+        _close(stream)
+
+
+def _close(stream: IO[bytes] | None) -> None:
+    if stream is not None:
+        with contextlib.suppress(OSError):
+            stream.close()
 
 
 def _ask(process: subprocess.Popen[bytes], setup: bytes) -> dict[str, Any]:

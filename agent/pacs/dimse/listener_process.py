@@ -34,6 +34,7 @@ from agent.pacs.dimse.storage_scp import EVENTS
 from agent.storage.spool import Spool
 from protos.common.errors import WorkerError
 from protos.operations import confinement
+from protos.operations.kept_process import how_ended
 
 MESSAGE_BYTES: Final = 1 << 17  # bytes of one; the settings are the longest
 _STRANGERS: Final = 16  # connections at once from addresses that are on no list: each gets a rejection
@@ -69,6 +70,7 @@ class Listener:
         room_key: bytes,
         *,
         told: Callable[[str, int], None] = lambda code, count: None,
+        ended: Callable[[str], None] = lambda how: None,
         demand: str = confinement.AVAILABLE,
     ) -> None:
         """Nothing listens yet.
@@ -78,9 +80,11 @@ class Listener:
             room_folder: of the spool.
             room_key: 32 bytes, the rooms' key; the workers never see it.
             told: called from a thread with an event of ``EVENTS`` and how often it happened since; must not raise.
+            ended: called from a thread when a worker ended by itself, with how it did; must not raise.
             demand: which layers of the workers' confinement must be in force.
         """
         self._settings, self._folder, self._told, self._demand = settings, room_folder, told, demand
+        self._ended = ended
         self._room = Spool(room_folder, room_key)
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
@@ -242,12 +246,13 @@ class Listener:
     def _bury(self, worker: _Worker) -> None:
         worker.channel.close()
         worker.process.kill()
-        worker.process.wait()
+        status = worker.process.wait()
         self._workers.remove(worker)
         now = time.monotonic()
         self._deaths = 1 if now - worker.born > _STEADY else self._deaths + 1
         self._due.append(now + min(_BACK_OFF[1], _BACK_OFF[0] * 2.0 ** min(self._deaths - 1, 10)))
         self._add("worker_stopped", 1)
+        self._ended(how_ended(status))
 
     def _note(self, worker: _Worker, said: dict[str, Any]) -> None:
         worker.ready = worker.ready or said.get("ready") is True

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -27,7 +28,6 @@ from agent.mechanisms.ksame.mechanism import KSame
 from agent.release.pipeline import release_synthetic
 from agent.release.ports import ApprovalPending
 from agent.runtime import open_runtime
-from agent.service.ledger_access import BorrowedLedger, SharedLedger, SiteLedger
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.spool import ReceivedFile
 from deploy.phantoms.fundus import FundusPatient, fundus_patients
@@ -199,33 +199,41 @@ def hospital(root: Path, *, patients: int = 12, **changes: object) -> Iterator[H
 
 
 @contextmanager
-def serving(
-    made: Hospital, ledger: SiteLedger | None = None, reception: IngestService | None = None
-) -> Iterator[Hospital]:
-    """Its console, while it runs; without ``books`` it borrows the ledger for each act."""
-    (made.home.root / "console.toml").write_text('listen = "127.0.0.1:0"\n')
-    log = open_log(made.home.root / "agent.log")
-    with console_server(made.home, ledger or BorrowedLedger(made.home), log, reception) as told:
-        found = re.search(r"https://[^,]+", told)
-        assert found is not None
-        made.base = found[0].replace("127.0.0.1", "localhost")
-        yield made
+def serving(made: Hospital) -> Iterator[Hospital]:
+    """Its console alone, as ``lazaret-agent console`` has it: it borrows the ledger for each act."""
+    with console_server(made.home, with_console(made)) as served:
+        yield at(made, served.told)
 
 
 @contextmanager
 def in_service(made: Hospital) -> Iterator[Hospital]:
-    """Its console as ``serve`` opens it: beside the reception, the runner of jobs and the control socket."""
-    (made.home.root / "console.toml").write_text('listen = "127.0.0.1:0"\n')
-    log = open_log(made.home.root / "agent.log")
+    """Its console as ``serve`` keeps it: a process beside reception, runner of jobs and control socket."""
+    log = with_console(made)
     with IngestService(made.home, MAIN, log) as reception, beside(made.home, None, log, reception) as told:
-        found = re.search(r"https://[^,]+", told[0])
-        assert found is not None
-        made.base = found[0].replace("127.0.0.1", "localhost")
-        yield made
+        yield at(made, told[0])
 
 
 @contextmanager
 def held(made: Hospital) -> Iterator[Hospital]:
-    """The console of a process that holds the ledger itself, as ``serve`` with a modality does."""
-    with open_runtime(made.home.root, lambda *_: None) as runtime, serving(made, SharedLedger(runtime)) as running:
-        yield running
+    """The same beside a process that holds the ledger, as ``serve`` with a modality does."""
+    log = with_console(made)
+    with (
+        open_runtime(made.home.root, lambda *_: None) as runtime,
+        IngestService(made.home, MAIN, log) as reception,
+        beside(made.home, runtime, log, reception) as told,
+    ):
+        yield at(made, told[0])
+
+
+def with_console(made: Hospital) -> Any:
+    """Its log; it has a ``console.toml`` now."""
+    (made.home.root / "console.toml").write_text('listen = "127.0.0.1:0"\n')
+    return open_log(made.home.root / "agent.log")
+
+
+def at(made: Hospital, told: str) -> Hospital:
+    """Where its console is, by the line that the operator reads."""
+    found = re.search(r"https://[^,]+", told)
+    assert found is not None
+    made.base = found[0].replace("127.0.0.1", "localhost")
+    return made

@@ -191,7 +191,7 @@ def test_the_pacs_page_says_what_the_log_told_of_and_knocks_when_asked(place: Ho
     log.info("listener", state="rejected_calling", count=4)
     with place.client("olga") as olga:
         told = words(olga.get("/pacs"))
-        assert "C-STORE as LAZARET, plain TCP 127.0.0.1:11112 not in this process" in told
+        assert "C-STORE as LAZARET, plain TCP 127.0.0.1:11112 serve is not running" in told
         assert "failed main: nobody answers there." in told
         assert "Add it to the callers. 4 check this" in told
         answer = olga.post("/pacs/pacs/main/ask")

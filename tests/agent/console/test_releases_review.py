@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import agent.console.releases
+import agent.release.approval
 import agent.runtime
 from agent.console import review_images
 from agent.console.context import PendingRelease, SiteConsoleContext
@@ -187,7 +188,7 @@ def test_a_refusal_stands_while_the_coordinator_is_away_and_nothing_can_be_sent(
         approve(hugo, "hugo", release, value)
         with monkeypatch.context() as patch:
             full = OSError(28, "disk full")
-            patch.setattr(agent.console.releases, "withdraw", lambda *_: (_ for _ in ()).throw(full))
+            patch.setattr(agent.release.approval, "withdraw", lambda *_: (_ for _ in ()).throw(full))
             assert "disk full" in refuse(hugo, "hugo", release, f"{value} purpose").lower()
         assert "Refused by hugo" in words(dora.get(f"/releases/{release}"))
         assert "so it cannot be sent" in words(dora.post(f"/releases/{release}/send"))
