@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,3 +34,8 @@ def open_log(path: Path, tally: EventCounters = PROCESS) -> Any:
         return open_journal(path, "lazaret-agent", KEYS, tally)
     except LogConfigError as error:
         raise SiteConfigError(str(error)) from None
+
+
+def log_end(log: Any, name: str) -> Callable[[str], None]:
+    """What a keeper calls when its process has ended: :data:`protos.operations.kept_process.ENDED`."""
+    return lambda how: log.warning("process_ended", where=name, state=how[:300])

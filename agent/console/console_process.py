@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
+from agent.event_log import log_end
 from agent.operations.metrics import CONSOLE
 from protos.operations import child_process
 from protos.operations.event_counters import PROCESS, EventCounters
-from protos.operations.kept_process import ENDED, KeptProcess, StartedProcess, log_end
+from protos.operations.kept_process import ENDED, KeptProcess, StartedProcess, how_ended
 from protos.web.settings import ConsoleConfigError
 
 MESSAGE_BYTES: Final = 1 << 14
@@ -83,8 +84,8 @@ class ConsoleProcess:
         finally:
             watchdog.cancel()
         if said is None or type(said.get("port")) is not int:
-            _refused(process, ours)
-            raise ConsoleConfigError(str((said or {}).get("fault", "the console does not start")))
+            how = f"the console does not start: {how_ended(_refused(process, ours))}"
+            raise ConsoleConfigError(str((said or {}).get("fault", how)))
         self._port, self.told = said["port"], str(said["told"])
         return StartedProcess(process, partial(self._listen, ours), partial(_hang_up, ours))
 
@@ -100,10 +101,11 @@ class ConsoleProcess:
             self._tally.count(event, str(said.get("level", "info"))[:20])
 
 
-def _refused(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+def _refused(process: subprocess.Popen[bytes], channel: socket.socket) -> int:
+    """Its exit status; one that ends already keeps its own."""
     process.kill()
-    process.wait()
     channel.close()
+    return process.wait()
 
 
 def _read(channel: socket.socket) -> Mapping[str, Any] | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from agent.errors import ParserError, SiteConfigError
+from agent.event_log import log_end
 from agent.ingest.context import open_ingest
 from agent.ingest.folders import FolderWatcher
 from agent.ingest.ocr import OcrMissingError
@@ -29,7 +30,6 @@ from agent.pacs.dimse.listener_process import Listener
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.spool import SpoolError
-from protos.operations.kept_process import log_end
 
 # what a look may end with, in words for the operator that name no patient
 FAULTS_SAID: Final = (

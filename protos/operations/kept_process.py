@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from protos.common.errors import LazaretError
 from protos.operations.event_counters import EventCounters
@@ -45,11 +45,6 @@ def ends_of(name: str, tally: EventCounters) -> ProcessEnds:
     count = sum(n for heard, n in tally.counts().items() if (heard.event, heard.where) == (ENDED, name))
     last = tally.last(ENDED, name)
     return ProcessEnds(count, *last) if last is not None else ProcessEnds(count)
-
-
-def log_end(log: Any, name: str) -> Callable[[str], None]:
-    """What a keeper calls when its process has ended."""
-    return lambda how: log.warning(ENDED, where=name, state=how[:300])
 
 
 def how_ended(status: int) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime as dt
 import html
+import json
 import re
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +30,7 @@ from agent.mechanisms.ksame.mechanism import KSame
 from agent.release.pipeline import release_synthetic
 from agent.release.ports import ApprovalPending
 from agent.runtime import open_runtime
+from agent.storage import projects
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.spool import ReceivedFile
 from deploy.phantoms.fundus import FundusPatient, fundus_patients
@@ -237,3 +240,30 @@ def at(made: Hospital, told: str) -> Hospital:
     assert found is not None
     made.base = found[0].replace("127.0.0.1", "localhost")
     return made
+
+
+def sha(made: Hospital, release: str) -> str:
+    """The artifact of a release that waits, by its statement."""
+    vault = projects.open_vault(made.home)
+    try:
+        pending = vault.note("pending") or {}
+        return str(json.loads(pending[release]["statement"])["predicate"]["artifact_sha256"])
+    finally:
+        vault.close()
+
+
+def settled(client: Client) -> str:
+    """What the releases' page says once nothing is under way."""
+    for _ in range(200):
+        told = words(client.get("/releases"))
+        if "Running" not in told:
+            return told
+        time.sleep(0.1)
+    raise AssertionError(told)
+
+
+def approve(client: Client, name: str, release: str, value: str, action: str = "release", serial: str = "") -> str:
+    """Hand a signed approval in, and what the next page says of it."""
+    sealed = client.hospital.approval(name, serial or release, action, release, value)
+    answer = client.post(f"/releases/{release}/approve", files={"envelope": sealed})
+    return words(client.get(answer.headers["location"])) if answer.status_code == 303 else words(answer)

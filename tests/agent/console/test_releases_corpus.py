@@ -20,9 +20,9 @@ from agent.console.proposal_process import CheckedProposal
 from agent.console.releases import REFUSE, refusal_serial
 from agent.event_log import open_log
 from agent.ingest.context import open_ingest
-from agent.runtime import open_runtime
+from agent.runtime import open_runtime, recover_at_startup
 from agent.service.jobs import FAILED, INTERRUPTED, PROPOSED, QUEUED, Event, Job, JobStore
-from agent.service.ledger_access import SharedLedger
+from agent.service.ledger_access import BorrowedLedger
 from agent.service.proposal_form import FormField, FormGroup, ProposalForm
 from agent.storage import projects
 from agent.storage.site_directory import MAIN
@@ -134,14 +134,13 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
         for name in ROLES:
             place.login(name)
         with open_runtime(place.home.root, lambda *_: None) as opened:
-            ledger, log = SharedLedger(opened), open_log(place.home.root / "agent.log")
-            with Index(place.home.root / app.INDEX, ledger.disk) as index:
-                context = SiteConsoleContext(
-                    place.home, ledger, log, lambda: dt.datetime.now(dt.UTC), None, index=index
-                )
-                made = Trial(_side(place, context), heard)
-                _happens(place, context, made, release)
-                yield made
+            recover_at_startup(opened)  # the coordinator's own note of this site is there before anything is tried
+        ledger, log = BorrowedLedger(place.home), open_log(place.home.root / "agent.log")
+        with Index(place.home.root / app.INDEX, ledger.disk) as index:
+            context = SiteConsoleContext(place.home, ledger, log, lambda: dt.datetime.now(dt.UTC), index=index)
+            made = Trial(_side(place, context), heard)
+            _happens(place, context, made, release)
+            yield made
 
 
 def has_jobs(place: Hospital, release: str) -> None:

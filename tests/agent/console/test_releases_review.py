@@ -23,7 +23,7 @@ from agent.storage import projects
 from policies.audit.verify import verify
 from policies.ledger.backends.sqlite import read_lines
 from policies.ledger.entries import Approved, Expired
-from tests.agent.console.hospital import Client, Hospital, held, hospital, serving, words
+from tests.agent.console.hospital import Client, Hospital, approve, held, hospital, serving, settled, sha, words
 from tests.support.ledger_world import Person
 
 
@@ -31,15 +31,6 @@ from tests.support.ledger_world import Person
 def made(tmp_path: Path) -> Iterator[Hospital]:
     with hospital(tmp_path) as one:
         yield one
-
-
-def sha(made: Hospital, release: str) -> str:
-    vault = projects.open_vault(made.home)
-    try:
-        pending = vault.note("pending") or {}
-        return str(json.loads(pending[release]["statement"])["predicate"]["artifact_sha256"])
-    finally:
-        vault.close()
 
 
 def waits(made: Hospital) -> list[str]:
@@ -55,22 +46,6 @@ def account(made: Hospital) -> tuple[int, int]:
 
     k = BorrowedLedger(made.home).read().state.accounts["site-a/k"]
     return k.held, k.spent
-
-
-def settled(client: Client) -> str:
-    """What the releases' page says once nothing is under way."""
-    for _ in range(200):
-        told = words(client.get("/releases"))
-        if "Running" not in told:
-            return told
-        time.sleep(0.1)
-    raise AssertionError(told)
-
-
-def approve(client: Client, name: str, release: str, value: str, action: str = "release", serial: str = "") -> str:
-    sealed = client.hospital.approval(name, serial or release, action, release, value)
-    answer = client.post(f"/releases/{release}/approve", files={"envelope": sealed})
-    return words(client.get(answer.headers["location"])) if answer.status_code == 303 else words(answer)
 
 
 def refuse(client: Client, name: str, release: str, value: str, serial: str = "") -> str:

@@ -457,6 +457,24 @@ def test_a_restart_takes_the_same_room_and_stop_is_harmless_twice(
         assert stow.pid is None
 
 
+def test_a_killed_receiver_is_started_again_at_its_port_and_told(
+    token_file: Path, files: list[bytes], tmp_path: Path
+) -> None:
+    room, told = Spool(tmp_path / "inbox", KEY), list[str]()
+    with Stow(settings_of(token_file), room.folder, KEY, ended=told.append) as stow:
+        assert alive(stow, token_file, files[0])
+        old, port = stow.pid, stow.port
+        assert old is not None
+        os.kill(old, signal.SIGKILL)
+        until = time.monotonic() + 60
+        while stow.pid in (None, old) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert stow.port == port
+        assert alive(stow, token_file, files[1])
+        assert (bodies(room), told) == (sorted(files[:2]), ["killed by SIGKILL"])
+    assert told == ["killed by SIGKILL"], "an end that was asked for is none"
+
+
 def test_what_cannot_start_says_why(token_file: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         stow = Stow(settings_of(token_file, port=taken.getsockname()[1]), tmp_path / "inbox", KEY)
