@@ -161,9 +161,7 @@ def verified(made: Hospital, release: str, path: Path) -> None:
 def test_without_scripts_a_job_is_cancelled_and_says_so(made: Hospital, chrome: Chrome) -> None:
     with in_service(made), chrome.visitor(made.base, *made.login("rita"), script=False) as rita:
         rita.log_in("/jobs")
-        press(
-            rita, "Propose a release or a training", link=True
-        )  # forms are described by a process that imports torch
+        press(rita, "Propose a release or a training", link=True)  # a process that imports torch describes the forms
         press(rita, "ksame", link=True)
         rita.page.get_by_label("modality (required)").fill("OT")
         rita.page.get_by_label("basis (required)").select_option("networks/basis.safetensors")
