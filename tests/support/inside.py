@@ -12,13 +12,13 @@ import ctypes
 import errno
 import json
 import os
-import select
 import socket
 import stat
 import struct
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,7 @@ def heard(end: int, seconds: float = 120.0) -> dict[str, Any]:
     """The report, from the FIFO's other end."""
     said = b""
     while not said.endswith(b"\n"):
-        ready, _, _ = select.select([end], [], [], seconds)
-        assert ready, "the process did not report"
+        assert wait([end], seconds), "the process did not report"
         with contextlib.suppress(BlockingIOError):
             part = os.read(end, 1 << 16)
             assert part, "the process ended without a report"

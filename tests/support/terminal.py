@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Final
 
@@ -105,7 +105,7 @@ class Terminal:
         seen, until = len(self.said), time.monotonic() + _PATIENCE_S
         while asked is None or not (asked in self.said[seen:] and self.said.endswith(": ")):
             assert time.monotonic() < until, f"{asked} was not asked: {self.said}"
-            if not select.select([ours], [], [], 1.0)[0]:
+            if not wait([ours], 1.0):
                 continue
             try:
                 chunk = os.read(ours, 4096)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import os
 import resource
-import select
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -182,8 +182,7 @@ def _taken_over(folder: Path, monkeypatch: pytest.MonkeyPatch, *, confined: bool
 
 
 def _until_nobody_writes(stream: IO[bytes], seconds: float) -> bool:
-    ready, _, _ = select.select([stream], [], [], seconds)
-    return bool(ready) and stream.read() == b""
+    return bool(wait([stream], seconds)) and stream.read() == b""
 
 
 @pytest.mark.parametrize("confined", [True, False])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import os
-import select
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -107,7 +107,7 @@ def test_a_terminal_shows_what_is_being_done_and_a_file_gets_nothing_of_it(
         typed(world, "denied", tmp_path / "watched.json")
         screen.flush()
         text = ""  # a terminal hands over what it was given in pieces
-        while " entries" not in text and select.select([reader], [], [], 5)[0]:
+        while " entries" not in text and wait([reader], 5):
             text += reader.read(65_536).decode()
     assert "reading the ledger" in text
     assert f"making denied of {world.store.state.size} entries" in text

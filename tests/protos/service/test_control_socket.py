@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +166,7 @@ def test_silent_callers_block_nobody_and_one_too_many_is_closed(
         held = [silent() for _ in range(CONNECTIONS - 1)]
         assert asked(tmp_path, account="a"), "there is one place left"
         more = [silent(), silent()]
-        ready, _, _ = select.select(more, [], [], 60)
-        assert ready, "one of two more is closed at once"
+        assert wait(more, 60), "one of two more is closed at once"
         for one in (*held, *more):
             one.close()
         until = time.monotonic() + 60
