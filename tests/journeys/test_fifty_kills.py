@@ -69,7 +69,7 @@ class Journey:
                 site.service.wait()
             self.pause(1.0)
             assert state_of(site) == jobs.QUEUED
-            self.hit("queued", site, *(("service", "service", "console") if site is self.b else ("service",)))
+            self.hit("queued", site, "service", "service", "console")
 
     def opens(self, site: KilledSite) -> None:
         """Its hours have come; a service reads them when it starts."""

@@ -48,6 +48,7 @@ PRIVATE, REVIEWED, STEADY = "site-a", "site-b", "site-c"
 APPROVER, RUN = "head-b", "killed-1"
 PATIENCE_S = 400.0  # for one thing to come true on a machine that is busy
 PRETRAINING = 150  # steps of PrivImage: some seconds, with checkpoints
+_CHILDREN = {"supervisor": "service.supervisor", "console": "agent.console.console_main"}  # of the service
 CLOSED, OPEN = 'hours = "{:02d}:00-{:02d}:00"\n', ""
 _RECEIVER = """
 [site]
@@ -70,7 +71,6 @@ class ManagedProcess:
     words: list[str]
     out: Path
     ready: str  # what it says when it is
-    before: Callable[[], None] = lambda: None  # whatever a start needs
     starts: int = 0
     ended: list[int] = field(default_factory=list)  # how, each time
     process: subprocess.Popen[bytes] | None = None
@@ -84,7 +84,6 @@ class ManagedProcess:
 
     def _manage(self) -> None:
         while not self._over.is_set():
-            self.before()
             with self.out.open("wb") as out:
                 environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
                 self.process = subprocess.Popen(self.words, cwd=ROOT, stdout=out, stderr=out, env=environment)
@@ -125,7 +124,6 @@ class KilledSite:
     name: str
     home: SiteDirectory
     service: ManagedProcess
-    console: ManagedProcess  # beside the service: change here when the service starts it itself
     port: int  # of C-STORE
 
     @property
@@ -140,11 +138,11 @@ class KilledSite:
 
     def pid(self, target: str) -> int:
         """Of a process that may be killed; 0: it does not run."""
-        if target in ("service", "console"):
-            return self.service.pid if target == "service" else self.console.pid
         service, known = self.service.pid, processes()
-        if target == "supervisor":
-            found = [n for n, (parent, line) in known.items() if parent == service and "service.supervisor" in line]
+        if target == "service":
+            return service
+        if target in _CHILDREN:
+            found = [n for n, (parent, line) in known.items() if parent == service and _CHILDREN[target] in line]
         else:
             found = [n for n, (_, line) in known.items() if "agent.cli.job_process" in line and self._is_mine(line)]
         return found[0] if found and service else 0
@@ -211,8 +209,6 @@ class KilledWorld(ProcessWorld):
                 site.service.start()
                 stack.callback(site.service.stop)
             self.sites[REVIEWED].service.wait()
-            self.sites[REVIEWED].console.start()
-            stack.callback(self.sites[REVIEWED].console.stop)
             self.sites[PRIVATE].service.wait()
             over = threading.Event()
             people = threading.Thread(target=self._people, args=(over,), daemon=True)
@@ -240,29 +236,13 @@ class KilledWorld(ProcessWorld):
             settings.write(_RECEIVER.format(title=TITLE, caller=CALLER, port=port))
         self._new_patients(name, images)
         self.hours(name, CLOSED)
-        console = home / "console.toml"
-
-        def without_console() -> None:  # the service would open it, too
-            wait_until(lambda: not beside.pid or beside.is_ready, 30)
-            console.unlink(missing_ok=True)
-
-        def with_console() -> None:
-            wait_until(lambda: service.is_ready, 30)
-            console.write_text(f'listen = "127.0.0.1:{free_port()}"\n')
-
+        (home / "console.toml").write_text(f'listen = "127.0.0.1:{free_port()}"\n')
         service = ManagedProcess(
             [sys.executable, *self.agent(name, "serve", "--modality", "OT")[1:]],
             self.work / f"{name}.out",
             "link: online",
-            without_console,
         )
-        beside = ManagedProcess(
-            [sys.executable, *self.agent(name, "console")[1:]],
-            self.work / f"{name}-console.out",
-            "console: ",
-            with_console,
-        )
-        return KilledSite(name, SiteDirectory(home), service, beside, port)
+        return KilledSite(name, SiteDirectory(home), service, port)
 
     def _new_patients(self, name: str, images: int) -> None:
         first = images * (PRIVATE, REVIEWED).index(name)
