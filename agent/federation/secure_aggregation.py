@@ -124,6 +124,7 @@ class SecureAggregationClient:
         check_opt_outs(part.site, {patient.pseudonym for patient in cohort.patients})
         lattice = self._session.params.ring.quantise(delta.vector)
         message = member.answer(step, payload, lattice)
-        signed = part.seal(number, pack_ring(round.masked_vector(self._session, message)))
+        signed = part.sign(number, pack_ring(round.masked_vector(self._session, message)))
+        part.set_out(signed)
         self._member = member
         return round.frame(signed.envelope, message)

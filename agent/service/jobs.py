@@ -375,7 +375,7 @@ def when_again(job: Job, state: str, fate: Fate) -> float | None:
 
 def back_off(times: int) -> float:
     """How long to wait after something stood in the way as it had so many ``times`` in a row before, in seconds."""
-    return min(60.0 * 2 ** min(times, 6), 3600.0)
+    return min(60.0 * 2.0 ** min(times, 6), 3600.0)
 
 
 _LOSSES: Final = 3
