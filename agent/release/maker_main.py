@@ -1,4 +1,4 @@
-"""The process of one making: ``python -m agent.release.maker_main JSON``; see :mod:`agent.release.maker_process`.
+"""The process of one call: ``python -m agent.release.maker_main JSON``; see :mod:`agent.release.maker_process`.
 
 It imports no mechanism, and not even numpy, before it is confined: that starts threads, and only what has one can
 be. Unpickling imports what is needed.
@@ -88,7 +88,7 @@ def main(words: str) -> None:
 def _handed(descriptor: int) -> memoryview:
     """The memory, which nobody can change any more; what this process changes of it is its own copy."""
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise ConfinementError("what the making was handed is not sealed")
+        raise ConfinementError("what the process was handed is not sealed")
     return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))
 
 
@@ -100,8 +100,8 @@ def _made(line: _Line, memory: memoryview) -> tuple[dict[str, Any], tuple[bytes 
     from agent.release.sealed_making import opened  # noqa: PLC0415 - as above
 
     bench = Workspace(lambda name: _Place(line, name), line.say)
-    mechanism, given = opened(memory, bench)
-    made = mechanism.run(*given)
+    call, given = opened(memory, bench)
+    made = call(*given)
     dice = next((one.bit_generator.state for one in given if isinstance(one, np.random.Generator)), None)
     return {"step": "made", "dice": dice}, pack(made)
 

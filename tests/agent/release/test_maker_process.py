@@ -19,8 +19,9 @@ import pytest
 from agent.dp.noise import SystemEntropy
 from agent.errors import CohortTooSmallError, DivergedError, SiteStorageError
 from agent.mechanisms.common.workspace import Workspace
-from agent.release import maker_process, sealed_making
+from agent.release import sealed_making
 from agent.release.maker_process import MakerEndedError, MakerFaultError, MakerProcess
+from agent.release.ports import run_here
 from protos.common.errors import WorkerError
 from protos.operations.confinement import REQUIRED, landlock_abi
 from tests.support.memory_place import MemoryPlace
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[3]
 HOSTILE = '''
 import os, socket, subprocess
 from pathlib import Path
-from agent.domain import Clusters, SyntheticSet
+from typing import Any
 from agent.errors import CohortTooSmallError, DivergedError
 
 class Tries:
@@ -39,7 +40,7 @@ class Tries:
     places = ("known",)
     def __init__(self, what, *told):
         self.what, self.told = what, told
-    def run(self, cohort, rng=None, bench=None) -> tuple[SyntheticSet, Clusters]:
+    def run(self, cohort, rng=None, bench=None) -> Any:
         return getattr(self, self.what)(cohort, bench)
     def reach(self, cohort, bench):
         home, port, inode = self.told
@@ -103,7 +104,7 @@ def tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     folder.mkdir()
     (folder / "hostile_mechanism.py").write_text(HOSTILE)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{ROOT}")  # this very tree, wherever else one is installed
     monkeypatch.setenv("LAZARET_SECRET", "a key")
     import hostile_mechanism
 
@@ -111,7 +112,7 @@ def tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
         what: str, *told: Any, bench: Workspace | None = None, demand: str = "available", given: Any = None
     ) -> Any:
         mechanism = hostile_mechanism.Tries(what, *told)
-        return MakerProcess(demand)(mechanism, given or COHORT, np.random.default_rng(1), bench or Workspace())
+        return MakerProcess(demand)(mechanism.run, given or COHORT, np.random.default_rng(1), bench or Workspace())
 
     yield run
     sys.modules.pop("hostile_mechanism", None)
@@ -152,18 +153,18 @@ def test_every_mechanism_makes_there_what_it_makes_here(
 ) -> None:
     for copied in ("tests/support", "deploy/phantoms"):
         shutil.copytree(ROOT / copied, tmp_path / copied, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     release, results = SET_RELEASES[name], []
-    for run in (maker_process.MakerProcess(), lambda mechanism, *given: mechanism.run(*given)):
+    for run in (MakerProcess(), run_here):
         if not release.public:
             rng = np.random.default_rng(3)
-            made, clusters = run(release.mechanism, COHORT, rng, ())
+            made, clusters = run(release.mechanism.run, COHORT, rng, ())
             results.append((made.images.tobytes(), made.labels, clusters, rng.random()))
             continue
         places, said = defaultdict[str, MemoryPlace](MemoryPlace), list[tuple[object, ...]]()
         bench = Workspace(lambda name, kept=places: kept[name], lambda *told, all_=said: all_.append(told))  # type: ignore[misc]
         cohort = digit_patients(PRIVATE[:120], DIGITS) if name == "privimage" else COHORT
-        made = run(release.mechanism, cohort, SystemEntropy(), bench)
+        made = run(release.mechanism.run, cohort, SystemEntropy(), bench)
         kept = {place: len(held.data or b"") for place, held in places.items()}
         results.append((made.images.shape[1:], len(made.labels) == len(made.images), kept, said))
     assert results[0] == results[1]
@@ -176,7 +177,7 @@ def test_an_error_of_ours_comes_back_and_no_other_ones_text(tries: Callable[...,
         tries("raises", "told")
     with pytest.raises(MemoryError):
         tries("raises", "memory")
-    with pytest.raises(MakerFaultError, match=r"internal fault \(ValueError\) in the process that makes it$"):
+    with pytest.raises(MakerFaultError, match=r"internal fault \(ValueError\) in the process that computes it$"):
         tries("raises", "other")
 
 
@@ -190,7 +191,7 @@ def test_what_it_says_steers_no_terminal_and_fills_no_log(tries: Callable[..., A
 
 def test_a_kill_from_outside_is_no_fault_of_the_making(tries: Callable[..., Any]) -> None:
     bench = Workspace(say=lambda _, pid, __: os.kill(pid, signal.SIGKILL))
-    with pytest.raises(MakerEndedError, match=r"signal 9, perhaps since memory ran out: the same command goes on"):
+    with pytest.raises(MakerEndedError, match=r"signal 9, perhaps since memory ran out: give the same command again"):
         tries("waits", bench=bench)
 
 
