@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from agent.domain import Update
+from agent.domain import Cohort, Update
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
+from agent.federation.part_watch import How, PartEnd, PartWatch
+from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
 from agent.release.budget import (
     best_effort,
@@ -88,6 +90,8 @@ class Participant:
     # it was begun by this process, and is neither sealed nor given up: the run is not over
     round_in_progress: bool = False
     sealed: int = 0  # the newest round whose update was sealed: never trained again
+    watch: PartWatch = field(default_factory=PartWatch)
+    end: PartEnd | None = None  # of the newest part that has ended in this process
     last: SealedUpdate | None = None  # that update, sent again if asked again; None: no longer, or not in clear
 
     def resume(self) -> bool:
@@ -169,7 +173,7 @@ class Participant:
             findings.append(Finding("artifact_size", told))
         if findings:
             raise ReviewRejectedError("site", Verdict(tuple(findings)))
-        self.leave_run()
+        self.leave_run("replaced")
         reservation = reservation_of(self.site, mechanism, self.modality, run)
         self.site.say("price", f"{mechanism.name}: reserve in the site's ledger, then at the coordinator")
         envelope = reserve_locally(self.site, reservation)
@@ -204,12 +208,12 @@ class Participant:
                 settle_grant(self.site, self.grant, None)
             else:
                 release_grant(self.site, held)
-            self._forget()
+            self._forget("refused")
             return False
         self.granted = verdict.admitted
         return self.granted
 
-    def leave_run(self) -> None:
+    def leave_run(self, how: How = "over") -> None:
         """Leave the site's run: record its state, and spend what was made under its grant.
 
         If nothing was made, the process that reserved frees the grant. After a restart only the vault's note says
@@ -228,15 +232,17 @@ class Participant:
                 return_unused_grant(self.site, grant.reserved)
             else:
                 settle_grant(self.site, self.grant, self._made())
-        self._forget()
+        self._forget(how)
 
-    def _forget(self, but_the_last: bool = False) -> None:
-        """The part is over. ``but_the_last``: the run is not, and may ask for the last update again."""
+    def _forget(self, how: How) -> None:
+        """The part is over. If all is ``made`` the run is not, and may ask for the last update again."""
+        if self.grant and self.mechanism is not None:
+            self.end = PartEnd(self.grant, how, self.rounds_trained, self.mechanism.rounds)
         self.grant, self.granted, self.mechanism = "", False, None
         self.resumed = False
         self.rounds_trained = self.begun = 0
         self.round_in_progress = False
-        if not but_the_last:
+        if how != "made":
             self.run = ""
             self._replace_last(0, None)
         else:
@@ -276,6 +282,7 @@ class Participant:
         self.begun = max(self.begun, round_index)
         self._note()
         self.round_in_progress = True
+        self.watch.changed(self)
         return mechanism
 
     def train(self, run: str, round_index: int, start: Update) -> tuple[SignedRelease, Update]:
@@ -292,7 +299,7 @@ class Participant:
         mechanism = self.begin_round(run, round_index)
         try:
             cohort = self.site.vault.cohort(self.modality, mechanism.shape)
-            update = mechanism.run_round(cohort, start, self.entropy)
+            update = self.run_round(cohort, start)
             persons = frozenset(patient.pseudonym for patient in cohort.patients)
             check_opt_outs(self.site, persons)
             signed = self.sign(round_index, pack_vector(update.vector))
@@ -321,6 +328,13 @@ class Participant:
             self._replace_last(self.sealed, None)
             raise
         return signed
+
+    def run_round(self, cohort: Cohort, start: Update) -> Update:
+        """What this site makes of a round's start, in a process that is given its patients and nothing else."""
+        assert self.mechanism is not None
+        bench = Workspace(say=self.watch.trains)
+        made: Update = self.site.run(self.mechanism.run_round, cohort, start, self.entropy, bench)
+        return made
 
     def sign(self, round_index: int, artifact: bytes) -> SignedRelease:
         """A round's artifact, sealed. Nobody has it yet."""
@@ -361,5 +375,5 @@ class Participant:
         if self.last is not None and self.last.signed.release.release not in self.site.ledger.store.state.sent:
             return False  # killed before it set out: it is asked for again, or the run ends
         self.site.ledger.close(self.grant, "released")
-        self._forget(but_the_last=True)
+        self._forget("made")
         return True

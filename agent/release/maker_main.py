@@ -27,6 +27,7 @@ from protos.operations.confinement import (
     interpreter,
 )
 from protos.operations.pipe_messages import receive, send
+from protos.operations.process_bounds import bound
 
 _MOST_BYTES: Final = 1 << 34  # of a checkpoint
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -72,6 +73,8 @@ def main(words: str) -> None:
     os.dup2(2, 1)  # the pipe is for messages
     try:
         end_with(int(told["parent"]))
+        if told["memory"] is not None:
+            bound(told["memory"])
         memory = _handed(int(told["descriptor"]))
         if told["demand"]:
             files = (*interpreter(), *filter(os.path.exists, _PROCESSORS))

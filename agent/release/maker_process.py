@@ -71,6 +71,9 @@ class MakerProcess:
     """Calls in a process of its own; see :class:`agent.release.ports.SiteContext`."""
 
     demand: str = AVAILABLE  # which layers of the confinement must be in force
+    memory: int | None = None  # most bytes of its data, 0: any number, and it leaves the rest to this process; None:
+    # it is bounded as this process is
+    started: Callable[[int], None] = lambda _: None  # hears its number
 
     def __call__(self, call: Callable[..., Any], *given: Any) -> Any:
         """What ``call(*given)`` returns; a random generator among them has drawn as much as it had.
@@ -93,8 +96,9 @@ class MakerProcess:
                     'confinement = "required" and an accelerator: what computes there cannot be confined; '
                     'set device = "cpu", or confinement = "available" in site.toml'
                 )
-            told = {"descriptor": handed, "demand": "" if accelerated else self.demand}
+            told = {"descriptor": handed, "demand": "" if accelerated else self.demand, "memory": self.memory}
             with _process(told) as process:
+                self.started(process.pid)
                 return room.until_made(process, result)
         finally:
             os.close(handed)
