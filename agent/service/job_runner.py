@@ -202,8 +202,8 @@ class JobRunner:
         else:
             return
         for job in alive:
-            held = job.lane not in (jobs.INTAKE, jobs.ROUND) and (late or job_rules.gives_way(job))
-            if (held or number == signal.SIGCONT) and self._supervisor is not None and job.lane != jobs.ROUND:
+            concerned = job.lane not in (jobs.INTAKE, jobs.ROUND)
+            if concerned and (late or number == signal.SIGCONT or job_rules.gives_way(job)) and self._supervisor:
                 self._supervisor.signal(str(job.number), number)
 
     def _surroundings(self, cards: bool) -> job_rules.Surroundings:
