@@ -40,6 +40,7 @@ from policies.review.rules import Finding, Verdict
 from policies.statements import ID, release_id
 from protos.artifacts.arrays import pack_vector, unpack_vector
 from protos.artifacts.strict_safetensors import pack_ring
+from protos.common.errors import WorkerError
 
 MECHANISMS: dict[str, type[Federated] | type[FederatedMasked]] = {m.name: m for m in (Federated, FederatedMasked)}
 
@@ -330,11 +331,17 @@ class Participant:
         return signed
 
     def run_round(self, cohort: Cohort, start: Update) -> Update:
-        """What this site makes of a round's start, in a process that is given its patients and nothing else."""
+        """What a round makes of patients' images, in a confined process.
+
+        Raises:
+            WorkerError: it is of another size than it began with; nothing of it leaves.
+        """
         assert self.mechanism is not None
         bench = Workspace(say=self.watch.trains)
-        made: Update = self.site.run(self.mechanism.run_round, cohort, start, self.entropy, bench)
-        return made
+        update: Update = self.site.run(self.mechanism.run_round, cohort, start, self.entropy, bench)
+        if update.vector.shape != start.vector.shape:
+            raise WorkerError("what trains a round answered with other parameters than it was given: nothing left")
+        return update
 
     def sign(self, round_index: int, artifact: bytes) -> SignedRelease:
         """A round's artifact, sealed. Nobody has it yet."""
