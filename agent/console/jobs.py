@@ -61,7 +61,8 @@ def _without_counts(one: Mapping[str, Any], role: str) -> dict[str, Any]:
 
 def _reason_kept(event: Mapping[str, Any], command: str, role: str) -> bool:
     """Whether a role may read why a job changed; what a person wrote is for who proposed."""
-    free = role in LOOKERS or command.startswith("train ") or event["state"] in _RULED
+    round_of_a_run = command.startswith(f"{jobs.PART} ") and event["state"] != jobs.INTERRUPTED
+    free = role in LOOKERS or command.startswith("train ") or round_of_a_run or event["state"] in _RULED
     return free or bool(event["by"]) or not event["reason"]
 
 
