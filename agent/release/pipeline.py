@@ -60,7 +60,7 @@ from policies.ledger.entries import InvalidEntryError, Reserved
 from policies.review.rules import Finding, Verdict
 from policies.statements import Release, Reservation, claim_json
 from protos.artifacts.shards import Nifti, pack_shard
-from protos.common.errors import TrainingError, WorkerError
+from protos.common.errors import TrainingError, WorkerError, out_of_memory
 
 if TYPE_CHECKING:  # what learns imports torch: a release that learns nothing does without it
     from agent.defacing.deface import Examine
@@ -270,12 +270,6 @@ class MemoryExhaustedError(TrainingError):
         )
 
 
-def _out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, of this machine or of its accelerator. On a processor, torch has no class for it."""
-    of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch)
-
-
 @contextlib.contextmanager
 def spent_unless_kept(site: SiteContext, grant: Reserved | Reservation, places: Iterable[str] = ()) -> Iterator[None]:
     """Wraps the making of a release until it is stored: on any failure its grant is spent, and the error is raised.
@@ -292,7 +286,7 @@ def spent_unless_kept(site: SiteContext, grant: Reserved | Reservation, places: 
             "the patients' images have changed since it began: discard it with --anew; its budget stays spent"
         ) from None
     except Exception as error:  # and nothing of what was drawn stays
-        if _out_of_memory(error):  # nor is a machine that is too small
+        if out_of_memory(error):  # nor is a machine that is too small
             raise MemoryExhaustedError from None
         end(site, places)
         with best_effort():  # what went wrong is what the operator must hear

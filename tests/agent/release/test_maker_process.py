@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,11 @@ def test_an_accelerator_cannot_be_confined(tries: Callable[..., Any]) -> None:
     with pytest.raises(WorkerError, match='"required" and an accelerator'):
         tries("answers", "cuda:1", demand=REQUIRED)
     assert tries("answers", "cuda:1") == "cuda:1"
+    bound = Comparison(replace(demo_vetting(), device="cuda"), False)
+    for call in (bound.power, partial(_evaluated, bound, None)):
+        with pytest.raises(WorkerError, match='"required" and an accelerator'):
+            MakerProcess(REQUIRED)(call, COHORT.patients, 1)
     threads = threading.active_count()
-    assert tries("answers", "cudamatrix", demand=REQUIRED) == "cudamatrix"
+    named = Cohort((Patient("p", (Image(COHORT.patients[0].images[0].pixels, "cuda"),)),))  # a label is any word
+    assert tries("answers", "cudamatrix", demand=REQUIRED, given=named) == "cudamatrix"
     assert threading.active_count() == threads
