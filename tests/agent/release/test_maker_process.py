@@ -10,11 +10,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from agent.dp.noise import SystemEntropy
 from agent.errors import CohortTooSmallError, DivergedError, SiteStorageError
@@ -31,9 +34,14 @@ CONFINED = pytest.mark.skipif(not landlock_abi(), reason="this kernel has no Lan
 ROOT = Path(__file__).resolve().parents[3]
 HOSTILE = '''
 import os, socket, subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from agent.errors import CohortTooSmallError, DivergedError
+
+@dataclass(frozen=True)
+class Placed:
+    device: str
 
 class Tries:
     """Stands for a library that has turned against the hospital."""
@@ -251,10 +259,33 @@ def test_nonsense_on_the_pipe_and_an_end_without_a_result_are_refused(tries: Cal
         tries("ends", 3)
 
 
-def test_an_accelerator_cannot_be_confined(tries: Callable[..., Any]) -> None:
+def test_an_accelerator_cannot_be_confined(tries: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import hostile_mechanism
+
+    placed = hostile_mechanism.Placed("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(WorkerError, match='"required" and an accelerator'):
-        tries("answers", "cuda:1", demand=REQUIRED)
-    assert tries("answers", "cuda:1") == "cuda:1"
+        tries("answers", 1, placed, demand=REQUIRED)
+    assert tries("answers", 1, placed) == 1
     threads = threading.active_count()
-    assert tries("answers", "cudamatrix", demand=REQUIRED) == "cudamatrix"
+    assert tries("answers", "cuda:1", hostile_mechanism.Placed("cpu"), demand=REQUIRED) == "cuda:1"
     assert threading.active_count() == threads
+
+
+def test_a_word_is_no_accelerator_and_neither_is_one_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes, conditions and templates are whatever somebody proposes: none of them switches the confinement off."""
+
+    def accelerated(one: object) -> bool:
+        descriptor, found = sealed_making.sealed(partial(print, one), ())
+        os.close(descriptor)
+        return found
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    model = replace(SET_RELEASES["privimage"].mechanism.model, device="cuda")
+    assert accelerated(model)
+    for name in ("cuda", "cuda:0", "cuda: none"):
+        assert not accelerated(replace(SET_RELEASES["centroids"].mechanism, classes=(name,)))
+        assert not accelerated({"device": name})
+    assert not accelerated(replace(model, device="cuda:1"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert not accelerated(model)
