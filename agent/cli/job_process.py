@@ -134,7 +134,8 @@ def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
             return main.carry_out(arguments)
         except (MakerEndedError, MakingBusyError, LedgerBusyError, UnreachableError, SiteStorageError) as error:
             output.print_stderr(f"refused: {error}")
-            return BUSY
+            # without a grant it begins anew, and a look is counted again: not more often than if all of it had ended
+            return BUSY if job.grant or not isinstance(error, MakerEndedError) else -error.number
         except OSError as error:
             if error.errno not in _OF_DISK:
                 raise

@@ -37,9 +37,10 @@ from protos.operations.confinement import AVAILABLE, REQUIRED
 from protos.operations.pipe_messages import receive, send
 
 _MOST_BYTES: Final = 1 << 34  # of a checkpoint, or of a result
-_INHERITED: Final = (
-    "CUDA_VISIBLE_DEVICES", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "MKL_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV",
+_INHERITED: Final = (  # also by which instructions is computed: the same images shall be made over there
+    "ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "MKL_CBWR",
+    "MKL_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS",
+    "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV",
 )  # fmt: skip
 _STAGE, _SENTENCE = 60, 600  # most characters of a stage's name, and of an error's text
 # libraries ask for a name and for folders when they are imported; over there /etc/passwd is closed, and all writing
@@ -53,6 +54,8 @@ def plain(text: str, most: int) -> str:
 
 class MakerEndedError(TrainingError):
     """The process was ended from outside; a grant stays held, and its making goes on."""
+
+    number: int = signal.SIGKILL
 
     def __init__(self, number: int) -> None:
         """``number``: of the signal."""

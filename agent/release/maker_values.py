@@ -1,7 +1,8 @@
 """What a confined process answers: plain values, arrays, and the classes that its call promises.
 
 Nothing is unpickled. A class is built by its own constructor, which checks it, and only one that the call's
-annotation names as its result, or that such a class holds. Fields and result are of the types that are annotated.
+annotation names as its result, or that such a class holds. Fields and result are of the types that are annotated, and
+text in them steers no terminal.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _fits(one: Any, hint: Any) -> bool:
         return one is None
     if kind in _ONES:
         return isinstance(one, _ONES[kind]) and (kind is bool or not isinstance(one, bool))
-    if not isinstance(one, kind):
+    if not isinstance(one, kind) or (kind is str and not one.isprintable()):
         return False
     if kind is np.ndarray and parts:
         return all(issubclass(one.dtype.type, number) for number in get_args(parts[1]) if number is not Any)

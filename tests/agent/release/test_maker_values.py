@@ -162,7 +162,7 @@ def test_every_field_and_the_result_are_of_the_type_that_is_annotated() -> None:
         "number": [1.0, True, "1", None],
         "share": ["0.5", False, None],
         "sure": [1, "true"],
-        "name": [1, b"name"],
+        "name": [1, b"name", "two\nlines", "\x1b[2J"],
         "shares": [{"a": "<script>"}, {1: 1.0}, ()],
         "pair": [(1,), (1, "2"), (1, 2.0, 3)],
         "names": [("a", 1), ["a"]],

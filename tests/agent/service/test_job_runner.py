@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from agent.cli import main, options
+from agent.cli import job_process, main, options, output
 from agent.event_log import open_log
 from agent.mechanisms.ksame.mechanism import KSame
+from agent.release.maker_process import MakerEndedError
 from agent.runtime import open_runtime, recover_at_startup
 from agent.service import job_runner, jobs
 from agent.service.job_runner import JobRunner
@@ -440,6 +441,22 @@ def test_memory_that_runs_out_in_a_making_keeps_its_grant(
     assert (said.status, "refused: memory ran out" in said.err, held(world.site)) == (1, True, (1, 0))
     assert world.typed(*at(world.site), *ksame_words(world.folder)).status == 0
     assert held(world.site) == (0, 1)
+
+
+@pytest.mark.parametrize(("grant", "status"), [("", -signal.SIGKILL), ("grant-1", jobs.BUSY)])
+def test_a_look_whose_confined_process_is_killed_begins_anew_no_more_often_than_a_killed_job(
+    world: World, monkeypatch: pytest.MonkeyPatch, grant: str, status: int
+) -> None:
+    """Every attempt counts a look; a release goes on under its grant, as often as it takes."""
+
+    def killed(_: object) -> int:
+        raise MakerEndedError(signal.SIGKILL)
+
+    job = Job(1, ("jobs", "list"), "main", (jobs.Event(1.0, jobs.RUNNING),), grant=grant)
+    world.store.folder(1).mkdir(parents=True)
+    monkeypatch.setattr(main, "carry_out", killed)
+    monkeypatch.setattr(output, "LISTENERS", [])
+    assert job_process._carry_out(world.store, job, job.words) == status
 
 
 def late_image(world: World, seconds: float) -> Path:
