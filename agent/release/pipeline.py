@@ -25,7 +25,7 @@ from agent.errors import (
     ReviewRejectedError,
     SiteStorageError,
 )
-from agent.mechanisms.common.workspace import Workspace
+from agent.mechanisms.common.workspace import Say, Workspace, in_twentieths
 from agent.release.budget import best_effort, expire_grant
 from agent.release.history import (
     combine_shuffled,
@@ -426,17 +426,9 @@ def made_as(mechanism: Synthesis | Resumable | Remodel, rule: object) -> str:
     return hashlib.sha256(told.encode()).hexdigest()
 
 
-def _told(site: SiteContext) -> Callable[[str, int, int], None]:
-    """Progress of a long making, twenty times in each stage."""
-    last: dict[str, int] = {}
-
-    def say(stage: str, step: int, of: int) -> None:
-        part = 20 * step // max(of, 1)
-        if last.get(stage) != part:
-            last[stage] = part
-            site.say("make", f"{stage}: {step} of {of}")
-
-    return say
+def _told(site: SiteContext) -> Say:
+    """Progress of a long making."""
+    return in_twentieths(lambda stage, step, of: site.say("make", f"{stage}: {step} of {of}"))
 
 
 def submit_or_await_approval(site: SiteContext, signed: SignedRelease) -> Verdict:

@@ -35,11 +35,11 @@ def _of_accelerator(one: Any) -> bool:
     if (torch := sys.modules.get("torch")) is None:
         return False
     if isinstance(one, torch.Tensor):
-        return one.device.type not in ("cpu", "meta")
+        return one.device.type not in {"cpu", "meta"}
     name = getattr(one, "device", "") if "device" in getattr(type(one), "__dataclass_fields__", ()) else ""
     if not isinstance(name, str) or not _ACCELERATOR.fullmatch(name):
         return False
-    return (torch.device(name).index or 0) < torch.cuda.device_count()
+    return bool((torch.device(name).index or 0) < torch.cuda.device_count())
 
 
 class _Pickler(pickle.Pickler):
