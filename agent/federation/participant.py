@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from agent.domain import Update
+from agent.domain import Cohort, Update
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
@@ -34,6 +34,7 @@ from policies.review.rules import Finding, Verdict
 from policies.statements import ID, release_id
 from protos.artifacts.arrays import pack_vector
 from protos.artifacts.strict_safetensors import pack_ring
+from protos.common.errors import WorkerError
 
 NOTE = "run"  # in the vault: the part that is open
 MECHANISMS: dict[str, type[Federated] | type[FederatedMasked]] = {m.name: m for m in (Federated, FederatedMasked)}
@@ -244,13 +245,24 @@ class Participant:
         mechanism = self.begin_round(run, round_index)
         try:
             cohort = self.site.vault.cohort(self.modality, mechanism.shape)
-            update = mechanism.run_round(cohort, start, self.entropy)
+            update = self.part(mechanism, cohort, start)
             check_opt_outs(self.site, {patient.pseudonym for patient in cohort.patients})
             signed = self.seal(round_index, pack_vector(update.vector))
         finally:
             self.round_in_progress = False
         self.last = (round_index, signed, update)
         return signed, update
+
+    def part(self, mechanism: Federated | FederatedMasked, cohort: Cohort, start: Update) -> Update:
+        """What a round makes of patients' images, in a confined process.
+
+        Raises:
+            WorkerError: it is of another size than it began with; nothing of it leaves.
+        """
+        update: Update = self.site.run(mechanism.run_round, cohort, start, self.entropy)
+        if update.vector.shape != start.vector.shape:
+            raise WorkerError("what trains a round answered with other parameters than it was given: nothing left")
+        return update
 
     def seal(self, round_index: int, artifact: bytes) -> SignedRelease:
         """A round's artifact, sealed and written down as leaving; the link carries it out."""

@@ -120,7 +120,7 @@ class SecureAggregationClient:
         assert isinstance(mechanism, FederatedMasked)
         assert start is not None
         cohort = part.site.vault.cohort(part.modality, mechanism.shape)
-        delta = mechanism.run_round(cohort, start, part.entropy)
+        delta = part.part(mechanism, cohort, start)
         check_opt_outs(part.site, {patient.pseudonym for patient in cohort.patients})
         lattice = self._session.params.ring.quantise(delta.vector)
         message = member.answer(step, payload, lattice)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agent.domain import Update
@@ -15,6 +17,7 @@ from agent.federation.participant import NOTE, Participant
 from agent.release.recovery import recover
 from policies.audit.verify import verify
 from policies.ledger.backends.sqlite import export_file
+from protos.common.errors import WorkerError
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.federated_sites import (
     START,
@@ -80,6 +83,17 @@ def test_a_killed_agent_goes_on_with_its_part_and_what_it_had_begun_counts(
     with pytest.raises(ReviewRejectedError, match="round"):
         part(w).train("run-1", 4, START)
     assert w.vault.reads <= 3 == part(w).rounds_trained
+
+
+def test_a_part_that_comes_back_as_something_else_does_not_leave_and_is_paid(tmp_path: Path) -> None:
+    """It comes from a confined process, whose word is no word to rely on."""
+    w = federated_site(tmp_path)
+    granted(w, federated(rounds=2))
+    one = part(w)
+    one.site = replace(one.site, run=lambda *_: Update(np.zeros(START.vector.size + 1, np.float32)))
+    with pytest.raises(WorkerError, match="with other parameters than it was given"):
+        one.train("run-1", 1, START)
+    assert (one.rounds_trained, one.site.ledger.store.state.sent) == (1, {})
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -28,6 +28,7 @@ from agent.evaluation.k_selection import Menu
 from agent.evaluation.released_set import Effort, Subject
 from agent.evaluation.utility import Recipe
 from agent.mechanisms.common.workspace import Workspace
+from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
 from agent.mechanisms.ksalsa.mechanism import KSalsa
 from agent.mechanisms.ksalsa.style_alignment import Alignment
 from agent.microaggregation.released_clusters import ReleasedCluster
@@ -44,9 +45,10 @@ from agent.release.ports import run_here
 from protos.common.errors import WorkerError
 from protos.operations.confinement import REQUIRED, landlock_abi
 from protos.operations.pipe_messages import send
+from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.memory_place import MemoryPlace
 from tests.support.networks import codec
-from tests.support.small_mechanisms import COHORT, DIGITS, PRIVATE, SET_RELEASES, digit_patients
+from tests.support.small_mechanisms import COHORT, DIGITS, FEDERATED, MASKED, PRIVATE, SET_RELEASES, digit_patients
 from tests.support.verifiers import chests, demo_vetting
 
 CONFINED = pytest.mark.skipif(not landlock_abi(), reason="this kernel has no Landlock")
@@ -208,13 +210,17 @@ def test_memory_that_somebody_could_still_change_is_not_opened(
         tries("changes")
 
 
-@pytest.mark.parametrize("name", ["ksame", "ksalsa", "centroids", "privimage"])
-def test_every_mechanism_makes_there_what_it_makes_here(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A confined process may import what stands for patients and noise in tests."""
     for copied in ("tests/support", "deploy/phantoms"):
         shutil.copytree(ROOT / copied, tmp_path / copied, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+
+
+@pytest.mark.usefixtures("ours")
+@pytest.mark.parametrize("name", ["ksame", "ksalsa", "centroids", "privimage"])
+def test_every_mechanism_makes_there_what_it_makes_here(name: str) -> None:
     release, results = SET_RELEASES[name], []
     for run in (MakerProcess(), run_here):
         if not release.public:
@@ -229,6 +235,16 @@ def test_every_mechanism_makes_there_what_it_makes_here(
         kept = {place: len(held.data or b"") for place, held in places.items()}
         results.append((made.images.shape[1:], len(made.labels) == len(made.images), kept, said))
     assert results[0] == results[1]
+
+
+@pytest.mark.usefixtures("ours")
+@pytest.mark.parametrize("mechanism", [FEDERATED, MASKED])
+def test_a_part_of_a_round_is_there_what_it_is_here(mechanism: Federated | FederatedMasked) -> None:
+    there, here = (
+        run(mechanism.run_round, COHORT, mechanism.initial(), UnsafeSeededEntropy(1)).vector
+        for run in (MakerProcess(REQUIRED), run_here)
+    )
+    assert np.array_equal(there, here)
 
 
 def test_a_vetting_a_search_and_an_evaluation_find_there_what_they_find_here() -> None:
