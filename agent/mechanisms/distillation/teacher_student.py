@@ -32,8 +32,8 @@ from agent.models.diffusion.prompts import Conditions
 from agent.models.image_tensors import to_tensor
 from agent.models.training_loop import HEADER_BYTES, checkpoint_bytes, load_state, save_state, torch_generator
 from agent.vetting.exhibits import SHOWN, Exhibit, Images, Labels, ReviewSamples, exhibits
-from agent.vetting.filter import REASONS, Power, measured, power, vet
-from agent.vetting.reference import Reference, Vetting
+from agent.vetting.filter import KINDS, REASONS, Power, measured, power, vet
+from agent.vetting.reference import SHARES, Reference, Vetting
 from protos.common.errors import RefusedError
 
 
@@ -46,6 +46,12 @@ class Tally:
     dropped: Mapping[str, int] = field(hash=False)  # by the reason of :class:`agent.vetting.filter.FilterResult`
     learned: int  # groups whose best sample the student learned
     empty: int  # groups with nothing left: never filled up with what had failed
+
+    def __post_init__(self) -> None:
+        """Reasons are those that there are, and nothing is counted twice."""
+        numbers = (self.drawn, self.learned, self.empty, *self.dropped.values())
+        if not set(self.dropped) <= set(REASONS) or min(numbers) < 0 or sum(self.dropped.values()) > self.drawn:
+            raise ValueError("an unknown reason, or more dropped than were drawn")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +169,12 @@ class Review:
     scores: NDArray[np.float64]  # (n,) log-odds of the teacher's samples, as drawn: highest against the reference
     alignment: float  # mean s_align of the student's samples
     exhibits: tuple[Exhibit, ...]
+
+    def __post_init__(self) -> None:
+        """What is printed has the names that there are."""
+        known = {*self.thresholds, *self.intervals} <= {*SHARES, "unseen"}
+        if not known or not self.power.kinds.keys() <= KINDS.keys():
+            raise ValueError("an unknown threshold or kind of copy")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
