@@ -81,6 +81,7 @@ def main(words: str) -> None:
             confine(Allowed(INTERPRETER, files), told["demand"], dict.fromkeys(_NOTHING, (0, 0)))
         else:
             drop_rights()
+        send(line.sink, {"step": "opens"})  # what is said from here on may be said by what was handed over
         head, parts = _made(line, memory)
     except BaseException as error:  # noqa: BLE001 - its text stays here unless it is one of ours
         head, parts = _of_error(error), ()

@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +289,33 @@ def test_whatever_was_half_written_progress_is_read(raw: bytes) -> None:
         whole = json.dumps({"at": 1.0, "step": "read", "detail": "x", "done": 0, "of": 0}).encode()
         (Path(folder) / "said.jsonl").write_bytes(whole + b"\n" + raw.replace(b"\n", b" "))
         assert jobs.progress_of(Path(folder)).step == "read"
+
+
+ANYTHING = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([10**400, -1, 1 << 53])
+)
+LINES = st.fixed_dictionaries(
+    {},
+    optional={
+        "at": ANYTHING,
+        "step": ANYTHING,
+        "detail": ANYTHING | st.builds("{}: {} of {}".format, st.text(), st.integers(), st.integers()),
+        "done": ANYTHING,
+        "of": ANYTHING,
+    },
+)
+
+
+@given(
+    st.lists(LINES | st.just({"at": 1.0, "step": "make", "detail": f"a: {10**400} of {10**400}", "done": 0, "of": 0}))
+)
+def test_whatever_stands_in_the_file_progress_is_read_and_told(lines: list[dict[str, Any]]) -> None:
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        said(Path(folder), *lines, "[" * 10_000)
+        at = jobs.progress_of(Path(folder))
+        assert jobs.standing({"progress": asdict(at), "reason": "", "memory_bytes": 0}) is not None
 
 
 def test_the_last_sentence_is_that_of_the_errors_else_the_findings_of_a_verdict(tmp_path: Path) -> None:
