@@ -157,7 +157,7 @@ def retry(site: Site, number: int, by: str) -> dict[str, Any]:
         def again(known: Job) -> Job:
             if known.state != jobs.INTERRUPTED:
                 raise JobStateError(f"job {number} is {known.state}: nothing is to be tried again")
-            return known.now(jobs.QUEUED, "", by, not_before=0.0, lost=0, wanted="", wanted_by="")
+            return known.now(jobs.QUEUED, "", by, not_before=0.0, lost=0, hindered=0, wanted="", wanted_by="")
 
         store.change(number, again)
         site.log.info("job", job=number, state=jobs.QUEUED)

@@ -235,8 +235,8 @@ class JobRunner:
                 pid = self._supervisor.start(str(job.number), words, self._environment(job), *descriptors, folder)
         except (NotStartedError, OSError) as error:  # it is said to run, and does not
             told = str(error) if isinstance(error, NotStartedError) else error.strerror or type(error).__name__
-            again = min(60.0 * 2 ** min(started.attempts - 1, 6), 3600.0)
-            self._change(started, jobs.INTERRUPTED, told, not_before=time.time() + again)
+            again, hindered = time.time() + jobs.back_off(started.hindered), started.hindered + 1
+            self._change(started, jobs.INTERRUPTED, told, not_before=again, hindered=hindered)
             return
         self._mine.add(job.number)
         with contextlib.suppress(OSError):  # then its memory is not told
@@ -289,12 +289,13 @@ class JobRunner:
         if again and not seen:  # its service was gone when it ended: that may be all that it waits for
             again = 0.0
         lost = job.lost + (status is not None and status < 0 and not job.wanted)
+        hindered = job.hindered + 1 if status == jobs.BUSY else 0
         waits = -1.0 if again is None and state == jobs.INTERRUPTED else time.time() + (again or 0.0)
 
         def settled(known: Job) -> Job:
             wish = known.wanted if kept_wish or known.wanted != job.wanted else ""  # one that came meanwhile stays
             after = known.now(state, reason, job.wanted_by, not_before=waits, wanted=wish)
-            return replace(after, lost=lost if status is None or status < 0 else 0)
+            return replace(after, lost=lost if status is None or status < 0 else 0, hindered=hindered)
 
         if job.lane != jobs.TRAINING:  # what a kill left there in clear; what it wrote in full is sealed
             shutil.rmtree(folder / "out", ignore_errors=True)

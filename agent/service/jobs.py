@@ -77,6 +77,7 @@ class Job:
     cuda: bool = False
     attempts: int = 0  # starts
     lost: int = 0  # of these, in a row, ended by a signal that nobody had asked for
+    hindered: int = 0  # of these, in a row, that the coordinator, the disk or another command stood in the way of
     not_before: float = 0.0  # seconds since 1970
     wanted: str = ""  # "cancelled": it is to end; "spent": also where its price is paid
     wanted_by: str = ""  # who wants that
@@ -369,7 +370,12 @@ def when_again(job: Job, state: str, fate: Fate) -> float | None:
         return 0.0
     if fate.status < 0:
         return 0.0 if job.lost < _LOSSES else None
-    return min(60.0 * 2 ** min(job.attempts - 1, 6), 3600.0) if fate.status == BUSY else None
+    return back_off(job.hindered) if fate.status == BUSY else None
+
+
+def back_off(times: int) -> float:
+    """How long to wait after something stood in the way as it had so many ``times`` in a row before, in seconds."""
+    return min(60.0 * 2 ** min(times, 6), 3600.0)
 
 
 _LOSSES: Final = 3

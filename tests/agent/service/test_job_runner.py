@@ -22,7 +22,7 @@ from agent.mechanisms.ksame.mechanism import KSame
 from agent.runtime import open_runtime, recover_at_startup
 from agent.service import job_runner, jobs
 from agent.service.job_runner import JobRunner
-from agent.service.jobs import Job, JobStore
+from agent.service.jobs import Event, Job, JobStore
 from agent.service.ledger_access import BorrowedLedger, SharedLedger
 from agent.service.site import site_app
 from agent.storage import projects
@@ -188,6 +188,20 @@ def test_a_job_that_waited_for_a_service_that_was_killed_goes_on_with_the_next_o
     runner.recover()
     job = world.store.read(1)
     assert (job.state, job.not_before <= time.time()) == (jobs.INTERRUPTED, True)
+
+
+def test_how_long_it_waits_counts_what_hindered_it_in_a_row_and_no_start_that_a_kill_ended(world: World) -> None:
+    """After eight kills of the service, a coordinator that is away once is asked again in a minute."""
+    world.stop()
+    words = ("tune", "--config", "in/x.toml")
+    number = world.store.add(Job(0, words, "main", (Event(1.0, jobs.QUEUED),), attempts=8)).number
+    runner = JobRunner(world.site.home, BorrowedLedger(world.site.home), open_log(world.folder / "log"))
+    found = []
+    for status in (jobs.BUSY, jobs.BUSY, -signal.SIGKILL, jobs.BUSY, None, jobs.BUSY):
+        world.store.change(number, lambda known: known.now(jobs.RUNNING))
+        runner._settle(world.store.read(number), status)
+        found.append(round((world.store.read(number).not_before - time.time()) / 60))
+    assert found == [1, 2, 0, 1, 0, 1]
 
 
 def test_what_was_made_and_had_no_answer_is_shown_as_leaving_when_it_is_sent_again(
