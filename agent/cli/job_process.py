@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import json
 import os
@@ -33,7 +32,6 @@ _OOM_SCORE: Final = "900"  # of 1000: when memory runs out, the kernel ends a jo
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IDLE: Final = 3 << 13  # IOPRIO_CLASS_IDLE, ioprio_set(2)
 _EVERY_S: Final = 1.0
-_OF_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def bound(memory: int) -> None:
@@ -113,14 +111,12 @@ def run(store: JobStore, job: Job, send: Sequence[str]) -> int:
 
 def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
     from agent.cli import main, options, output  # noqa: PLC0415 - rich, and what it brings: the bounds come first
-    from agent.errors import SiteStorageError  # noqa: PLC0415 - as above
     from agent.release.maker_process import MakerEndedError  # noqa: PLC0415 - as above
     from agent.service.job_outputs import output_names, seal_outputs  # noqa: PLC0415 - as above
     from agent.service.making_lock import MakingBusyError  # noqa: PLC0415 - as above
     from agent.storage import projects  # noqa: PLC0415 - as above
     from agent.storage.site_directory import SiteDirectory  # noqa: PLC0415 - as above
-    from policies.ledger.store import LedgerBusyError  # noqa: PLC0415 - as above
-    from protos.common.errors import UnreachableError  # noqa: PLC0415 - as above
+    from protos.common.errors import LazaretError, is_transient  # noqa: PLC0415 - as above
     from protos.operations.command_line import run_main  # noqa: PLC0415 - as above
 
     home = SiteDirectory(store.root.parent)
@@ -132,13 +128,13 @@ def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
         arguments.grant = job.grant
         try:
             return main.carry_out(arguments)
-        except (MakerEndedError, MakingBusyError, LedgerBusyError, UnreachableError, SiteStorageError) as error:
+        except MakerEndedError as error:  # this process ends as that one did, and is counted so
             output.print_stderr(f"refused: {error}")
-            return BUSY
-        except OSError as error:
-            if error.errno not in _OF_DISK:
+            return -error.number
+        except (LazaretError, OSError) as error:
+            if not isinstance(error, MakingBusyError) and not is_transient(error):
                 raise
-            output.print_stderr(f"refused: {error.strerror}")
+            output.print_stderr(f"refused: {error.strerror if isinstance(error, OSError) else error}")
             return BUSY
         except MemoryError as error:  # of the command itself; a making has a sentence of its own
             exhausted.append(error)

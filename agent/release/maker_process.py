@@ -54,10 +54,13 @@ def plain(text: str, most: int) -> str:
 class MakerEndedError(TrainingError):
     """The process of a making was ended from outside; nothing is lost, and its grant stays held."""
 
+    number: int = signal.SIGKILL
+
     def __init__(self, number: int) -> None:
         """``number``: of the signal."""
         memory = ", perhaps since memory ran out" if number == signal.SIGKILL else ""
         super().__init__(f"the process that makes it was ended by signal {number}{memory}: the same command goes on")
+        self.number = number
 
 
 class MakerFaultError(InvariantError):

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, create_model
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from protos.common.errors import InvariantError, LazaretError, LedgerIntegrityError
+from protos.common.errors import InvariantError, LazaretError, LedgerIntegrityError, is_transient
 from protos.service.control_client import API, PROBLEM
 
 Act = Callable[..., Any]  # the first argument is what the service works with, the others are fields
@@ -82,7 +82,8 @@ def add_act(
 
 
 def as_problem(error: Exception, status: int) -> Response:
-    """What a caller is told of an error: its class, a sentence, and the exit status that the command ends with.
+    """What a caller is told of an error: its class, a sentence, the exit status that the command ends with, and
+    whether the same may succeed later.
 
     Texts of errors that are not ours may hold patient data, and stay here.
     """
@@ -91,6 +92,7 @@ def as_problem(error: Exception, status: int) -> Response:
         "sentence": _sentence(error),
         "exit": error.exit_code if isinstance(error, LazaretError) else 70 if status == 500 else 1,
         "stopped": isinstance(error, LedgerIntegrityError),
+        "again": is_transient(error),
     }
     return JSONResponse(told, status, media_type=PROBLEM)
 
