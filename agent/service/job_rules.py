@@ -1,7 +1,7 @@
 """Which job starts next. The first rule that says no is the reason that people are shown.
 
 The rules, in their order: what is wanted (cancelled, not before), lane, images that wait, quiet hours, memory,
-accelerator; then age.
+accelerator; then priority, and age. A release that was begun goes before any other of its lane.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 from agent import toml_config
 from agent.errors import SiteConfigError
 from agent.pacs.schedule import Hours
-from agent.service.jobs import INTAKE, INTERRUPTED, LEAVING, MAKING, PROPOSED, QUEUED, RUNNING, Job
+from agent.service.jobs import INTAKE, INTERRUPTED, LEAVING, MAKING, PRIORITIES, PROPOSED, QUEUED, RUNNING, Job
 
 _QUERY: Final = ("nvidia-smi", "--query-gpu=index,memory.total,memory.used", "--format=csv,noheader,nounits")
 _PATIENCE_S: Final = 20.0
@@ -93,7 +93,7 @@ def choose(
     if not waiting:
         return None, reasons
     busy, seen, first = list(_busy(jobs)), around(any(job.cuda for job in waiting)), None
-    for job in waiting:
+    for job in sorted(waiting, key=lambda job: (PRIORITIES.index(job.priority), job.number)):
         why = _against(job, busy, settings, seen)
         if why:
             reasons[job.number] = why
@@ -120,8 +120,10 @@ def _against(job: Job, busy: Sequence[Job], settings: JobSettings, seen: Surroun
         return f"goes on at {again:%H:%M}; at once by `jobs retry {job.number}`"
     for other in busy:
         if other.number != job.number and other.lane == job.lane:
+            why = f": its priority is {other.priority}" if other.priority != job.priority else ""
             stuck = f": `jobs retry {other.number}` or `jobs cancel {other.number}`"
-            return f"job {other.number} goes first" + (stuck if other.state == INTERRUPTED else "")
+            why = {INTERRUPTED: stuck, QUEUED: "" if other.attempts else why}.get(other.state, "")
+            return f"job {other.number} goes first{why}"
     if job.lane != INTAKE and seen.late:
         return "images wait to be read"
     if job.lane == MAKING and seen.making:
