@@ -15,6 +15,7 @@ import pytest
 import agent.cli.options
 import coordinator.cli.options
 from agent.mechanisms.distillation import options as distillation
+from agent.service.jobs import PRIORITIES
 from agent.storage.site_directory import MAIN
 from policies.governance import options as governance
 from policies.ledger.approvals import ROLES
@@ -250,4 +251,5 @@ def test_the_help_of_home_names_the_commands_that_need_none(side: str) -> None:
 
 def test_what_the_parsers_write_twice_is_what_there_is() -> None:
     assert agent.cli.options.MAIN == MAIN
+    assert agent.cli.options.PRIORITIES == PRIORITIES
     assert tuple(sorted(ROLES)) == governance.ROLES

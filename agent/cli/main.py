@@ -17,6 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run(arguments: argparse.Namespace) -> int:
         if not getattr(arguments, "detach", False):
+            if arguments.command != "jobs priority" and getattr(arguments, "priority", None):
+                from agent.errors import CommandError
+
+                raise CommandError("--priority is of a job: add --detach")
             return carry_out(arguments)
         from agent.cli import detach
 

@@ -21,6 +21,7 @@ from policies.statements import StatementError
 from protos.artifacts.byte_source import ArtifactFormatError
 from protos.service.control_client import (
     ServiceAnswerError,
+    ServiceBusyError,
     ServiceFaultError,
     ServiceRefusedError,
     ServiceStoppedError,
@@ -44,6 +45,7 @@ _WORDS: Final = (
     JobStateError,
     NotTheirApprovalError,
     ServiceRefusedError,
+    ServiceBusyError,
     ServiceAnswerError,
     ServiceStoppedError,
     ServiceFaultError,

@@ -21,7 +21,8 @@ from agent.federation.supernode_process import LinkError, SuperNodeLink
 from agent.federation.tasks import RoundAnswer, RoundTask, TaskDeclinedError
 from agent.gateway.witness import EpochChangedError
 from agent.mechanisms.federated.mechanism import FederatedConfigError
-from agent.release.maker_process import MakerEndedError, MakerFaultError
+from agent.release.maker_errors import MakerFaultError
+from agent.release.maker_process import MakerEndedError
 from policies.accounting.claims import UnsupportedClaimError
 from policies.ledger.entries import InvalidEntryError
 from policies.ledger.store import LedgerStoppedError

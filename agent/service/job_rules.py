@@ -1,8 +1,9 @@
 """Which job starts next. The first rule that says no is the reason that people are shown.
 
 The rules, in their order: what is wanted (cancelled, not before), lane, a round that is trained on the same
-processors, images that wait, quiet hours, memory, accelerator; then age. A part in a run is under none of them: its
-round has an end, so it begins when the coordinator asks, and others give way.
+processors, images that wait, quiet hours, memory, accelerator; then priority, and age. A release that was begun goes
+before any other of its lane. A part in a run is under none of them: its round has an end, so it begins when the
+coordinator asks, and others give way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,19 @@ from typing import Final
 from agent import toml_config
 from agent.errors import SiteConfigError
 from agent.pacs.schedule import Hours
-from agent.service.jobs import INTAKE, INTERRUPTED, LEAVING, MAKING, PROPOSED, QUEUED, ROUND, RUNNING, TRAINING, Job
+from agent.service.jobs import (
+    INTAKE,
+    INTERRUPTED,
+    LEAVING,
+    MAKING,
+    PRIORITIES,
+    PROPOSED,
+    QUEUED,
+    ROUND,
+    RUNNING,
+    TRAINING,
+    Job,
+)
 
 _QUERY: Final = ("nvidia-smi", "--query-gpu=index,memory.total,memory.used", "--format=csv,noheader,nounits")
 _PATIENCE_S: Final = 20.0
@@ -95,7 +108,7 @@ def choose(
     if not waiting:
         return None, reasons
     busy, seen, first = list(_busy(jobs)), around(any(job.cuda for job in waiting)), None
-    for job in waiting:
+    for job in sorted(waiting, key=lambda job: (PRIORITIES.index(job.priority), job.number)):
         why = _against(job, busy, settings, seen)
         if why:
             reasons[job.number] = why
@@ -127,8 +140,10 @@ def _against(job: Job, busy: Sequence[Job], settings: JobSettings, seen: Surroun
         return f"goes on at {again:%H:%M}; at once by `jobs retry {job.number}`"
     for other in busy:
         if other.number != job.number and other.lane == job.lane:
+            why = f": its priority is {other.priority}" if other.priority != job.priority else ""
             stuck = f": `jobs retry {other.number}` or `jobs cancel {other.number}`"
-            return f"job {other.number} goes first" + (stuck if other.state == INTERRUPTED else "")
+            why = {INTERRUPTED: stuck, QUEUED: "" if other.attempts else why}.get(other.state, "")
+            return f"job {other.number} goes first{why}"
     trained = next((other for other in busy if other.lane == ROUND), None)
     if trained is not None and gives_way(job):
         return f"job {trained.number} trains a round: it goes first"

@@ -28,6 +28,10 @@ class ServiceRefusedError(RefusedError):
     """The service refused, with a sentence of its own."""
 
 
+class ServiceBusyError(UnreachableError):
+    """The service could not do it now, with a sentence of its own: no coordinator, a busy ledger, a full disk."""
+
+
 class ServiceStoppedError(LedgerIntegrityError):
     """The service's ledger cannot be used."""
 
@@ -86,6 +90,7 @@ class ControlClient:
             The answer, as JSON has it.
         Raises:
             ServiceRefusedError: the service says no; the text is its sentence.
+            ServiceBusyError: it could not; later it may.
             ServiceStoppedError, ServiceFaultError: it cannot go on.
             ServiceAnswerError: nobody knows whether it was done.
         """
@@ -195,4 +200,6 @@ def _ask(connection: _Connection, path: str, fields: Mapping[str, Any] | None) -
         raise http.client.HTTPException(media)
     if told.get("stopped"):
         raise ServiceStoppedError(sentence)
+    if told.get("again"):
+        raise ServiceBusyError(sentence)
     raise (ServiceRefusedError if told.get("exit") == 1 else ServiceFaultError)(sentence)

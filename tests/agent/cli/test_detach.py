@@ -36,6 +36,14 @@ def test_files_are_copied_and_named_from_the_jobs_folder(tmp_path: Path) -> None
     assert (tmp_path / "job" / "in" / "0-basis.safetensors").read_bytes() == b"basis"
 
 
+@pytest.mark.parametrize(
+    "more", [["--detach", "--priority", "high"], ["--priority=high", "--detach"], ["--det", "--prio", "low"]]
+)
+def test_what_is_of_the_job_is_not_of_its_command(more: list[str]) -> None:
+    command = ["tune", "--menu", "5,6", "--project", "main"]
+    assert detach._of_command(["--home", "x", *command[:3], *more, *command[3:]]) == command
+
+
 def test_a_word_that_equals_a_files_name_by_chance_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("OT").write_bytes(b"")

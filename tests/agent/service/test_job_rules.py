@@ -54,6 +54,19 @@ def test_an_interrupted_release_goes_before_any_other() -> None:
     assert chosen(job(1), job(2, attempts=3)) == (2, {1: "job 2 goes first"}), "a person said `jobs retry 2`"
 
 
+def test_in_a_lane_the_higher_priority_goes_first_then_the_older_job() -> None:
+    low, usual, high = job(1, priority="low"), job(2), job(3, priority="high")
+    told = "job 3 goes first: its priority is high"
+    assert chosen(low, usual, high) == (3, {1: told, 2: told})
+    assert chosen(low, usual, job(4)) == (2, {1: "job 2 goes first: its priority is normal", 4: "job 2 goes first"})
+    assert chosen(job(1, state=jobs.RUNNING), high) == (0, {3: "job 1 goes first"}), "what runs is not put back"
+    late = job(3, priority="high", not_before=NOON.timestamp() + 90)
+    assert chosen(low, late)[0] == 1, "what cannot start yet is waited for by nobody"
+    begun = job(1, state=jobs.INTERRUPTED, not_before=-1.0, attempts=1, priority="low")
+    assert chosen(begun, high) == (0, {3: "job 1 goes first: `jobs retry 1` or `jobs cancel 1`"})
+    assert chosen(job(1, attempts=1, priority="low"), high) == (1, {3: "job 1 goes first"})
+
+
 def test_what_is_proposed_made_wanted_cancelled_or_ended_does_not_start() -> None:
     for state in (jobs.MADE, *jobs.ENDED):
         assert chosen(job(1, state=state)) == (0, {})

@@ -60,8 +60,9 @@ def test_files_that_were_put_down_before_come_along(store: JobStore) -> None:
     (store.fresh_folder("abc") / "in" / "0-x").write_bytes(b"network")
     added = store.add(job(), "abc")
     assert (store.folder(added.number) / "in" / "0-x").read_bytes() == b"network"
-    with pytest.raises(JobRecordError, match="type the command again"):
-        store.add(job(), "abc")
+    for none in ("abc", "../1", "\0"):
+        with pytest.raises(JobRecordError, match="type the command again"):
+            store.add(job(), none)
     assert len(store.all()) == 1
 
 
@@ -115,7 +116,19 @@ def test_two_at_once_change_one_after_the_other(store: JobStore) -> None:
     assert store.read(1).attempts == 200
 
 
-@pytest.mark.parametrize("broken", [b"", b"{", b"[]", b'{"words": []}', b'{"history": 3, "words": []}'])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"words": []}',
+        b'{"history": 3, "words": []}',
+        b'{"history": [{"at": 1, "state": "queued"}], "words": [], "project": "main"}',
+        b'{"history": [], "words": ["tune"], "project": "main"}',
+        b'{"history": [{"at": 1, "state": "queued"}], "words": ["tune"], "project": "main", "priority": "first"}',
+    ],
+)
 def test_a_broken_record_is_named_and_stops_no_other(store: JobStore, broken: bytes) -> None:
     store.add(job())
     store.add(job())
