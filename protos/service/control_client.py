@@ -10,8 +10,9 @@ import http.client
 import json
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,6 +77,10 @@ class ControlClient:
         """Hang up."""
         self._connection.close()
 
+    def patient(self, seconds: float) -> None:
+        """Wait so long for each answer, and no longer."""
+        self._connection.sock.settimeout(seconds)
+
     def ask(self, path: str, fields: Mapping[str, Any] | None = None) -> Any:
         """GET without ``fields``, POST with them.
 
@@ -127,6 +132,23 @@ def connect(home: Path, patience_s: float = _ABOUT_S) -> ControlClient | None:
         raise ServiceRefusedError("the running service is of another version than this command: restart the service")
     connection.sock.settimeout(None)  # an act takes as long as it takes; if the service ends, the connection does
     return ControlClient(connection, about)
+
+
+def service_fault(home: Path, patience_s: float = _ABOUT_S) -> str | None:
+    """What is wrong with the service in a home directory and only a restart mends, as it says itself; None: nothing.
+
+    One that is not there, or does not answer in time, is not well either.
+    """
+    try:
+        service = connect(home, patience_s)
+        if service is None:
+            return f"no service answers in {home.name}: start it, or restart it"
+        with service:
+            service.patient(patience_s)
+            wrong = service.ask("/health")["wrong"]
+            return None if wrong is None else str(wrong)
+    except (RefusedError, UnreachableError, LedgerIntegrityError, InvariantError, KeyError, TypeError) as error:
+        return str(error) if not isinstance(error, (KeyError, TypeError)) else "the service gave no answer to be read"
 
 
 def is_serving(home: Path) -> bool:
@@ -196,3 +218,18 @@ def _ask(connection: _Connection, path: str, fields: Mapping[str, Any] | None) -
     if told.get("stopped"):
         raise ServiceStoppedError(sentence)
     raise (ServiceRefusedError if told.get("exit") == 1 else ServiceFaultError)(sentence)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Ask whether the service in the home directory HOME is well: exit 0 it is, 1 it is not, 2 usage."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if len(words) != 1:
+        sys.stderr.write("usage: python -m protos.service.control_client HOME\n")
+        return 2
+    wrong = service_fault(Path(words[0]))
+    sys.stdout.write("well\n" if wrong is None else f"{wrong}\n")
+    return 0 if wrong is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
