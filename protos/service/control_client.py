@@ -165,7 +165,9 @@ def is_serving(home: Path) -> bool:
 
 
 @contextlib.contextmanager
-def ask_or_do(home: Path, here: Callable[..., Any], busy: type[Exception]) -> Iterator[Callable[..., Any]]:
+def ask_or_do(
+    home: Path, here: Callable[..., Any], busy: Callable[[Exception], bool]
+) -> Iterator[Callable[..., Any]]:
     """Acts, by name and fields, that the running service carries out; where none runs, they are done here.
 
     A service that starts or ends just then is waited for, and so is another command.
@@ -173,7 +175,7 @@ def ask_or_do(home: Path, here: Callable[..., Any], busy: type[Exception]) -> It
     Args:
         home: the directory of the service.
         here: carries out one act.
-        busy: what it raises while another process works there.
+        busy: whether it raised this because another process works there.
     Yields:
         The acts.
     """
@@ -188,8 +190,8 @@ def ask_or_do(home: Path, here: Callable[..., Any], busy: type[Exception]) -> It
             while service is None:
                 try:
                     return here(name, **fields)
-                except busy:
-                    if time.monotonic() > until:
+                except Exception as error:
+                    if not busy(error) or time.monotonic() > until:
                         raise
                 time.sleep(0.1)
                 service = connect(home)

@@ -264,12 +264,12 @@ def test_an_act_is_done_here_where_nothing_runs_and_waits_for_a_service_that_sta
 
     started: list[Any] = []
     try:
-        with ask_or_do(tmp_path, here, BusyError) as act:
+        with ask_or_do(tmp_path, here, lambda error: isinstance(error, BusyError)) as act:
             assert act("ledger/limit", account="a") == {"account": "a", "budget": 1}
     finally:
         started[0].__exit__(None, None, None)
     busy = False
-    with ask_or_do(tmp_path, here, BusyError) as act:
+    with ask_or_do(tmp_path, here, lambda error: isinstance(error, BusyError)) as act:
         assert act("ledger/limit", account="a") == "here"
     assert done == ["ledger/limit"]
 
