@@ -107,7 +107,7 @@ print(json.dumps(found))
 LIGHT: Final = frozenset(
     {
         *("administration", "backup", "cohort", "console", "doctor", "ingest", "ledger", "quarantine"),
-        *("jobs", "made_release", "release_kanonymous", "serve", "setup"),
+        *("jobs", "ledger_decisions", "made_release", "release_kanonymous", "serve", "setup"),
     }
 )
 WITH_TORCH: Final = frozenset(  # every other command does without, but for vetting, rounds and heads that come in
@@ -207,6 +207,7 @@ def test_what_does_not_learn_imports_no_torch() -> None:
     ("module", "never"),
     [
         ("agent.cli.ledger", HEAVY - {"cryptography", "rich", "apsw"}),
+        ("agent.cli.ledger_decisions", HEAVY | {"policies.ledger.store", "structlog"}),
         ("agent.cli.made_release", HEAVY - {"cryptography", "rich"}),
         ("agent.runtime", {"torch", "scipy", "fastapi"}),
         ("agent.cli.serve", {"torch", "scipy", "fastapi"}),

@@ -27,7 +27,7 @@ from policies.review.rules import Finding
 from protos.common.errors import RefusedError
 
 _WRITTEN: Final = ("out", "sheet", "report")  # options that name what a command writes
-_SEEN_BY_NAME: Final = ("pictures",)  # folders too large to copy: the service must be able to read them
+_SEEN_BY_NAME: Final = ("pictures", "heads")  # folders too large to copy: the service must be able to read them
 _UNFIT: Final = re.compile(r"[^A-Za-z0-9._-]")  # in names of files that a backup holds
 _LONGEST: Final = 100  # of their characters
 _UNFINISHED: Final = "unfinished"  # a finding of a dry run that a queue is the remedy for

@@ -81,6 +81,8 @@ def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR
             from protos.web import login_cli
 
             return login_cli.run(arguments, say)
+        case ["ledger", "dismiss" | "limit" | "approve"]:
+            from agent.cli.ledger_decisions import run
         case ["ledger", _]:
             from agent.cli.ledger import run
         case _:

@@ -178,6 +178,32 @@ def free_memory(meminfo: str) -> int | None:
     return None
 
 
+def cgroup_memory(membership: str, mounted: Path) -> int | None:
+    """Bytes that the limits of a process's control groups leave (cgroup v2); None: none limits it.
+
+    A container and a systemd unit have such a limit, of which /proc/meminfo says nothing. What the kernel gives back
+    by itself, file pages that were not used lately, counts as free.
+
+    Args:
+        membership: the text of /proc/self/cgroup.
+        mounted: where the control groups are mounted.
+    """
+    path = next((line[3:] for line in membership.splitlines() if line.startswith("0::/")), "/")
+    own, left = mounted / path.lstrip("/"), list[int]()
+    for folder in (own, *own.parents):
+        if not folder.is_relative_to(mounted):
+            break
+        try:
+            limits = [(folder / f"memory.{name}").read_text().strip() for name in ("max", "high")]
+            current = int((folder / "memory.current").read_text())
+            kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # the root has none of these files; a container may not see the folder
+            continue
+        free = int(kept.get("inactive_file", 0)) - current
+        left += [int(limit) + free for limit in limits if limit != "max"]
+    return max(min(left), 0) if left else None
+
+
 def cards(answer: str) -> tuple[int, ...]:
     """Numbers of the accelerators in ``nvidia-smi``'s answer to ``_QUERY``.
 

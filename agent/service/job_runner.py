@@ -400,9 +400,16 @@ def surroundings(home: SiteDirectory, cards: bool) -> job_rules.Surroundings:
             making = False
     except MakingBusyError:
         making = True
-    free = job_rules.free_memory(Path("/proc/meminfo").read_text())
+    free = _free_memory()
     late, found = longest_wait(home) > _LATE_S, job_rules.ask_cards() if cards else ()
     return job_rules.Surroundings(dt.datetime.now().astimezone(), making, late, free, found)
+
+
+def _free_memory() -> int | None:
+    """Bytes that machine and control group leave; None: neither says."""
+    of_machine = job_rules.free_memory(Path("/proc/meminfo").read_text())
+    of_group = job_rules.cgroup_memory(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))
+    return min((free for free in (of_machine, of_group) if free is not None), default=None)
 
 
 def give_up(home: SiteDirectory, ledger: SiteLedger, job: Job) -> bool:

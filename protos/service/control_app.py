@@ -29,7 +29,9 @@ class NotTextError(RefusedError):
 
 
 def control_app(side: str, version: str, log: Any) -> FastAPI:
-    """An application that knows ``/v1``: what is running here. A side adds its acts.
+    """An application that knows ``/v1``: what is running here, and ``/v1/health``: what only a restart mends.
+
+    A side adds its acts, and sets ``state.wrong`` to what says what is wrong with it, or None.
 
     Args:
         side: "agent" or "coordinator".
@@ -45,10 +47,15 @@ def control_app(side: str, version: str, log: Any) -> FastAPI:
     )
 
     app.state.log = log
+    app.state.wrong = lambda: None
 
     @app.get(f"/v{API}")
     def about() -> dict[str, Any]:
         return {"api": API, "side": side, "version": version, "pid": os.getpid()}
+
+    @app.get(f"/v{API}/health")
+    def health() -> dict[str, str | None]:
+        return {"wrong": app.state.wrong()}
 
     app.add_exception_handler(RequestValidationError, lambda _, error: as_problem(error, 422))
     app.add_exception_handler(HTTPException, lambda _, error: as_problem(error, getattr(error, "status_code", 500)))

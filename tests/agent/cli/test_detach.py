@@ -51,6 +51,13 @@ def test_a_word_that_equals_a_files_name_by_chance_stays(tmp_path: Path, monkeyp
     assert found[2:] == ["--basis=in/0-OT", "--k", "5", "--modality", "OT", "--project", "OT"]
 
 
+@pytest.mark.parametrize(("network", "option"), [("features", "--pictures"), ("remodeller", "--heads")])
+def test_a_folder_to_learn_from_is_seen_where_it_lies(tmp_path: Path, network: str, option: str) -> None:
+    (tmp_path / "public").mkdir()
+    found, _ = words(tmp_path, "train", network, option, tmp_path / "public", "--out", "nets", "--detach")
+    assert found == ["train", network, option, str(tmp_path / "public"), "--out", "out/nets"]
+
+
 def test_what_a_configuration_names_comes_along_and_folders_are_seen_where_they_lie(tmp_path: Path) -> None:
     for name in ("net.safetensors", "sub/other.safetensors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -141,7 +141,7 @@ def test_the_socket_knows_the_acts_and_no_others(site: Site) -> None:
     with open_runtime(site.home.root, lambda *_: None) as runtime:
         app = site_app(site.home, SharedLedger(runtime), runtime.log)
     paths = {path.removeprefix("/v1").removeprefix("/") for path in app.openapi()["paths"]}
-    assert paths == {"", *acts.ACTS, *ACTS}
+    assert paths == {"", "health", *acts.ACTS, *ACTS}
 
 
 JSON = st.recursive(
