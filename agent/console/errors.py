@@ -21,8 +21,8 @@ from policies.statements import StatementError
 from protos.artifacts.byte_source import ArtifactFormatError
 from protos.service.control_client import (
     ServiceAnswerError,
-    ServiceBusyError,
     ServiceFaultError,
+    ServiceHinderedError,
     ServiceRefusedError,
     ServiceStoppedError,
 )
@@ -45,7 +45,7 @@ _WORDS: Final = (
     JobStateError,
     NotTheirApprovalError,
     ServiceRefusedError,
-    ServiceBusyError,
+    ServiceHinderedError,
     ServiceAnswerError,
     ServiceStoppedError,
     ServiceFaultError,

@@ -32,6 +32,7 @@ from agent.storage import projects, read_only_access
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.site_ledger import site_policy
 from policies.ledger.entries import Reserved
+from policies.ledger.store import LedgerBusyError
 from policies.statements import release_id
 from protos.common.errors import LazaretError
 from protos.service.supervisor import Ended, NotStartedError, Supervisor, SupervisorError
@@ -193,9 +194,13 @@ class JobRunner:
     def _watch_release(self, job: Job) -> None:
         """A person may send, withdraw or give up by hand what waits here; or opt out of it."""
         fate = fate_of(self._home, self._ledger, job, 1, "")
-        discarded = fate.grant == "held" and not fate.kept and not fate.noted
         over = fate.admitted or (fate.grant == "spent" and not fate.kept)
-        if over or (discarded and give_up(self._home, self._ledger, job)):
+        discarded = fate.grant == "held" and not fate.kept and not fate.noted
+        if discarded and time.monotonic() > self._wished:
+            self._wished = time.monotonic() + _FAULT_S
+            with contextlib.suppress(LedgerBusyError):  # a later look does it
+                over = give_up(self._home, self._ledger, job)
+        if over:
             self._change(job, *jobs.outcome(job, fate), job.wanted_by, wanted="")
 
     def _hold(self, found: Iterable[Job]) -> None:

@@ -29,7 +29,7 @@ class ServiceRefusedError(RefusedError):
     """The service refused, with a sentence of its own."""
 
 
-class ServiceBusyError(UnreachableError):
+class ServiceHinderedError(UnreachableError):
     """The service could not do it now, with a sentence of its own: no coordinator, a busy ledger, a full disk."""
 
 
@@ -95,7 +95,7 @@ class ControlClient:
             The answer, as JSON has it.
         Raises:
             ServiceRefusedError: the service says no; the text is its sentence.
-            ServiceBusyError: it could not; later it may.
+            ServiceHinderedError: it could not; later it may.
             ServiceStoppedError, ServiceFaultError: it cannot go on.
             ServiceAnswerError: nobody knows whether it was done.
         """
@@ -225,7 +225,7 @@ def _ask(connection: _Connection, path: str, fields: Mapping[str, Any] | None) -
     if told.get("stopped"):
         raise ServiceStoppedError(sentence)
     if told.get("again"):
-        raise ServiceBusyError(sentence)
+        raise ServiceHinderedError(sentence)
     raise (ServiceRefusedError if told.get("exit") == 1 else ServiceFaultError)(sentence)
 
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from protos.service.control_client import (
     SOCKET,
     ServiceAnswerError,
-    ServiceBusyError,
     ServiceFaultError,
+    ServiceHinderedError,
     ServiceRefusedError,
     ServiceStoppedError,
     ask_or_do,
@@ -98,10 +98,10 @@ def test_an_act_is_carried_out_and_described(home: Path) -> None:
         ("ledger", ServiceStoppedError, "the ledger does not fold"),
         ("ours", ServiceFaultError, "internal fault (InvariantError)"),
         ("theirs", ServiceFaultError, "internal fault (ValueError)"),
-        ("disk", ServiceBusyError, "No space left on device: vault.db"),
+        ("disk", ServiceHinderedError, "No space left on device: vault.db"),
         ("rights", ServiceRefusedError, "Permission denied: vault.db"),
-        ("away", ServiceBusyError, "no answer from the coordinator"),
-        ("busy", ServiceBusyError, "another command has the ledger"),
+        ("away", ServiceHinderedError, "no answer from the coordinator"),
+        ("busy", ServiceHinderedError, "another command has the ledger"),
     ],
 )
 def test_an_error_keeps_its_sentence_its_exit_status_and_whether_it_may_pass_and_no_other_text_leaves(
@@ -110,7 +110,7 @@ def test_an_error_keeps_its_sentence_its_exit_status_and_whether_it_may_pass_and
     with pytest.raises(error) as told:
         asked(home, account=account)
     assert str(told.value) == text
-    assert getattr(told.value, "exit_code") == (1 if error in (ServiceRefusedError, ServiceBusyError) else 70)  # noqa: B009
+    assert getattr(told.value, "exit_code") == (1 if error in (ServiceRefusedError, ServiceHinderedError) else 70)  # noqa: B009
     assert "patient 7" not in str(log.lines)
     assert asked(home, account="a"), "it goes on"
 
