@@ -120,7 +120,7 @@ def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
     from agent.storage import projects  # noqa: PLC0415 - as above
     from agent.storage.site_directory import SiteDirectory  # noqa: PLC0415 - as above
     from policies.ledger.store import LedgerBusyError  # noqa: PLC0415 - as above
-    from protos.common.errors import UnreachableError  # noqa: PLC0415 - as above
+    from protos.common.errors import UnreachableError, out_of_memory  # noqa: PLC0415 - as above
     from protos.operations.command_line import run_main  # noqa: PLC0415 - as above
 
     home = SiteDirectory(store.root.parent)
@@ -141,8 +141,10 @@ def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
                 raise
             output.print_stderr(f"refused: {error.strerror}")
             return BUSY
-        except MemoryError as error:  # of the command itself; a making has a sentence of its own
-            exhausted.append(error)
+        except (MemoryError, RuntimeError) as error:  # of the command itself; a making has a sentence of its own
+            if not out_of_memory(error):
+                raise
+            exhausted.append(MemoryError())
             return 70
         finally:
             seal_outputs(home, store, job, gone)

@@ -1,11 +1,11 @@
 """Computes on patients' images in a process of its own, which sees those and nothing else of the site.
 
-Networks, samplers and linear algebra are a hundred libraries that read every patient: whoever makes a set, vets it,
-searches for k or evaluates. ``python -m agent.release.maker_main`` is handed one call of installed code and its
-patients as a sealed piece of memory (memfd_create(2), which nobody can change any more), and a pipe. Before it opens
-them it is confined (:mod:`protos.operations.confinement`): no file but the interpreter's, no socket, no program, no
-key. Vault, ledger and control socket stay on this side. It asks over the pipe for three things: to tell its progress,
-and to read and write a checkpoint, which is sealed here. It ends with this process.
+Networks, samplers and linear algebra are a hundred libraries, and what makes a set, vets it, searches for k,
+evaluates or trains a round's part gives them every patient. ``python -m agent.release.maker_main`` is handed one call
+of installed code and its patients as a sealed piece of memory (memfd_create(2), which nobody can change any more),
+and a pipe. Before it opens them it is confined (:mod:`protos.operations.confinement`): no file but the interpreter's,
+no socket, no program, no key. Vault, ledger and control socket stay on this side. It asks over the pipe for three
+things: to tell its progress, and to read and write a checkpoint, which is sealed here. It ends with this process.
 
 On an accelerator it is a process of its own with a clean environment and without rights, and is not closed: CUDA
 needs devices and calls that no test here could show. ``confinement = "required"`` refuses such a call. Remodelled

@@ -64,7 +64,7 @@ from policies.statements import Release, Reservation, claim_json
 from protos.artifacts.byte_source import ArtifactFormatError, BytesSource
 from protos.artifacts.shards import Nifti, pack_shard
 from protos.artifacts.strict_safetensors import Architecture, check_weights
-from protos.common.errors import LazaretError, TrainingError, WorkerError
+from protos.common.errors import LazaretError, TrainingError, WorkerError, out_of_memory
 
 if TYPE_CHECKING:  # what learns imports torch: a release that learns nothing does without it
     from agent.defacing.deface import Examine
@@ -317,9 +317,11 @@ def _answered() -> Iterator[None]:
     """
     try:
         yield
-    except (LazaretError, OSError, MemoryError):
+    except (LazaretError, OSError):
         raise
     except Exception as error:
+        if out_of_memory(error):
+            raise
         raise WorkerError(
             f"what makes the release answered what cannot be used ({type(error).__name__}): nothing left"
         ) from error
@@ -333,12 +335,6 @@ class MemoryExhaustedError(TrainingError):
         super().__init__(
             "memory ran out: free some or take smaller batches; the same command goes on under its grant"
         )
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, of this machine or of its accelerator. On a processor, torch has no class for it."""
-    of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch)
 
 
 @contextlib.contextmanager
@@ -357,7 +353,7 @@ def spent_unless_kept(site: SiteContext, grant: Reserved | Reservation, places: 
             "the patients' images have changed since it began: discard it with --anew; its budget stays spent"
         ) from None
     except Exception as error:  # and nothing of what was drawn stays
-        if _out_of_memory(error):  # nor is a machine that is too small
+        if out_of_memory(error):  # nor is a machine that is too small
             raise MemoryExhaustedError from None
         end(site, places)
         with best_effort():  # what went wrong is what the operator must hear

@@ -68,3 +68,9 @@ class InvariantError(LazaretError):
 
 class Signal(Exception):
     """Leaves a loop or waits for a person. It is no error, and no person reads it."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of this machine or of its accelerator. On a processor, torch has no class for it."""
+    of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from protos.common.errors import InvariantError, LazaretError, LedgerIntegrityError
+from protos.common.errors import InvariantError, LazaretError, LedgerIntegrityError, out_of_memory
 
 
 def add(group: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -65,10 +65,10 @@ def run_main(
     except LazaretError as error:
         say(f"{'stopped' if isinstance(error, LedgerIntegrityError) else 'refused'}: {error}")
         return error.exit_code
-    except MemoryError:
-        say("refused: memory ran out: free some or take smaller batches, and give the same command again")
-        return 1
     except Exception as error:  # noqa: BLE001 - whatever it is: stop, and say no text that may hold patient data
+        if out_of_memory(error):
+            say("refused: memory ran out: free some or take smaller batches, and give the same command again")
+            return 1
         say(f"stopped: internal fault ({type(error).__name__})")
         return 70
 

@@ -409,6 +409,10 @@ def test_an_accelerator_cannot_be_confined(tries: Callable[..., Any], monkeypatc
     with pytest.raises(WorkerError, match='"required" and an accelerator'):
         tries("answers", 1, placed, demand=REQUIRED)
     assert tries("answers", 1, placed) == 1
+    bound = Comparison(replace(demo_vetting(), device="cuda"), False)
+    for call in (bound.power, partial(_evaluated, bound, None)):
+        with pytest.raises(WorkerError, match='"required" and an accelerator'):
+            MakerProcess(REQUIRED)(call, COHORT.patients, 1)
     threads = threading.active_count()
     assert tries("answers", "cuda:1", hostile_mechanism.Placed("cpu"), demand=REQUIRED) == "cuda:1"
     assert threading.active_count() == threads
