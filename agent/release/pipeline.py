@@ -317,9 +317,11 @@ def _answered() -> Iterator[None]:
     """
     try:
         yield
-    except (LazaretError, OSError, MemoryError):
+    except (LazaretError, OSError):
         raise
     except Exception as error:
+        if out_of_memory(error):
+            raise
         raise WorkerError(
             f"what makes the release answered what cannot be used ({type(error).__name__}): nothing left"
         ) from error
