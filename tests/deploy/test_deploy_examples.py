@@ -18,6 +18,7 @@ from pynetdicom import AE
 from pynetdicom.sop_class import Verification
 
 from agent.ingest.config import parse_ingestion
+from agent.service.job_rules import read_settings
 from agent.storage.site_directory import parse_settings
 from deploy.validate import HERE
 from policies.review.policy import parse, preset
@@ -57,6 +58,14 @@ def test_every_console_that_is_shown_is_one_and_is_where_the_rest_says(name: str
     assert settings is not None
     told = tomllib.loads(consoles()[name])
     assert (told["listen"], told["metrics"]) == ("0.0.0.0:8743", "127.0.0.1:9464")
+
+
+def test_the_rules_for_jobs_of_compose_and_of_the_chart_are_read(tmp_path: Path) -> None:
+    values = [HERE / "helm" / name for name in ("lazaret/values.yaml", "agent.example.yaml")]
+    texts = [yaml.safe_load(path.read_text())["agent"]["jobs"] for path in values]
+    for text in (*texts, (HERE / "compose" / "agent" / "jobs.toml").read_text()):
+        (tmp_path / "jobs.toml").write_text(text)
+        assert read_settings(tmp_path).memory_gib > 0
 
 
 @pytest.mark.parametrize("where", ["compose", "helm"])

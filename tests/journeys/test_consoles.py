@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from protos.service.control_client import SOCKET
 from tests.support.browser import SCREENS, Chrome, Visitor, chromium
 from tests.support.process_world import AT_SITE, REVIEWED, ROLES, ConsoleWorld, console_world
 
@@ -152,6 +154,12 @@ def test_metrics_and_health_answer_beside_both(scene: ConsoleWorld) -> None:
         assert "lazaret_" in said
         assert urllib.request.urlopen(f"{base}/healthz", timeout=120).status == 200
         assert urllib.request.urlopen(f"{base}/readyz", timeout=120).status == 200
+        where_asked = scene.work / where / SOCKET
+        aside = where_asked.rename(where_asked.with_name("aside"))
+        with pytest.raises(urllib.error.HTTPError, match="503"):  # the owner is asked, and cannot be reached
+            urllib.request.urlopen(f"{base}/healthz", timeout=120)
+        aside.rename(where_asked)
+        assert urllib.request.urlopen(f"{base}/healthz", timeout=120).status == 200
 
 
 def test_pictures_of_the_screens_are_kept(scene: ConsoleWorld) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 import pytest
 
 from deploy.demo.scene import SITES
-from protos.service.control_client import SOCKET
+from protos.service.control_client import service_fault
 from tests.support.pages_world import PagesWorld, pages_world
 from tests.support.peers import HEAD, PLUGIN, lacking
 
@@ -197,7 +197,8 @@ def test_every_line_of_the_pages_works_as_printed_beside_both_services(tmp_path:
                 found = shape(filled(line.page, shown, world)).search(world.said)
                 assert found, f"{line.page}: {shown!r} is not in {world.said}"
             how.then(world)
-        assert all((world.work / home / SOCKET).exists() for home in ("coordinator", *SITES)), "all served to the end"
+        faults = {home: service_fault(world.work / home) for home in ("coordinator", *SITES)}
+        assert set(faults.values()) == {None}, f"all serve to the end, and are well: {faults}"
 
 
 def test_every_key_of_the_tables_means_a_line_that_a_page_shows() -> None:
