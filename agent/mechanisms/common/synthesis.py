@@ -53,7 +53,8 @@ class Synthesis(Protocol):
         ``others`` are patients of earlier releases: nothing is made of them, and what is made is compared with them.
 
         Returns:
-            The set, and the clusters in the same order, which is random.
+            The set, and the clusters in the same order, which is random. The agent checks both: each image has the
+            label that :func:`agent.microaggregation.aggregation.aggregate_labels` gives its cluster.
         Raises:
             CohortTooSmallError: too few patients, or labels, for one cluster.
             RepeatedInputError: an image is, pixel for pixel at 8 bits, an image of a patient.
