@@ -8,12 +8,10 @@ processors but one.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -24,38 +22,13 @@ from typing import TYPE_CHECKING, Any, Final
 from agent.service.jobs import BUSY, TRAINING, Job, JobStore
 from protos.common.durable_files import replace_file
 from protos.operations.confinement import end_with
+from protos.operations.process_bounds import bound
 
 if TYPE_CHECKING:
     import argparse
 
-_NICE: Final = 10
-_OOM_SCORE: Final = "900"  # of 1000: when memory runs out, the kernel ends a job before the service
-_IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
-_IDLE: Final = 3 << 13  # IOPRIO_CLASS_IDLE, ioprio_set(2)
 _EVERY_S: Final = 1.0
 _OF_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-
-
-def bound(memory: int) -> None:
-    """Take what the service leaves.
-
-    Args:
-        memory: most bytes of data (RLIMIT_DATA); 0: no bound. The address space is not bound: torch maps far more
-            than it uses.
-    """
-    os.nice(_NICE)
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    with contextlib.suppress(OSError):  # a kernel may have no such classes
-        ctypes.CDLL(None, use_errno=True).syscall(_IOPRIO_SET.get(os.uname().machine, -1), 1, 0, _IDLE)
-    with contextlib.suppress(OSError):  # under a service manager that forbids it, the kernel chooses
-        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[1:] or cores)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # read when torch and numpy load
-        os.environ[name] = str(max(1, len(cores) - 1))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold patients' images
-    if memory:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
 
 
 @contextlib.contextmanager
@@ -134,7 +107,8 @@ def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
             return main.carry_out(arguments)
         except (MakerEndedError, MakingBusyError, LedgerBusyError, UnreachableError, SiteStorageError) as error:
             output.print_stderr(f"refused: {error}")
-            return BUSY
+            # without a grant it begins anew, and a look is counted again: not more often than if all of it had ended
+            return BUSY if job.grant or not isinstance(error, MakerEndedError) else -error.number
         except OSError as error:
             if error.errno not in _OF_DISK:
                 raise

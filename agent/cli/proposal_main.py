@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 from agent.cli import main as command_line
 from agent.cli import options
-from agent.cli.job_process import bound
 from agent.cli.output import require_device
 from protos.operations.command_line import run_main
+from protos.operations.process_bounds import bound
 
 
 def main(words: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,11 @@ from agent.federation.service import EndedRuns, FederationContext, run_service
 from agent.federation.supernode_process import LinkConfig, SuperNodeLink
 from agent.gateway.notifications import NotificationStream
 from agent.privacy_audit.gate import gate
+from agent.release.maker_process import MakerProcess
 from agent.runtime import AgentRuntime, close_open_grants, sync_with_coordinator
+from agent.service.job_runner import settings_or_default
+from agent.service.ledger_access import SharedLedger
+from agent.service.round_parts import PartJobs
 from policies.ledger.store import LedgerStoppedError
 from protos.secagg.session import KnownPartners
 
@@ -25,8 +30,11 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def take_part(runtime: AgentRuntime, modality: str, stop: threading.Event) -> int:
-    """Federated rounds, until told to stop; none at all on a machine that does not draw the noise that is claimed."""
+def take_part(runtime: AgentRuntime, project: str, modality: str, stop: threading.Event) -> int:
+    """Federated rounds, until told to stop; none at all on a machine that does not draw the noise that is claimed.
+
+    ``project``: whose patients they are of.
+    """
     print_progress("audit", "checking that this machine draws the noise that is claimed", False)
     gate(SystemEntropy())  # with the engine of both federated mechanisms
     met = False
@@ -41,7 +49,10 @@ def take_part(runtime: AgentRuntime, modality: str, stop: threading.Event) -> in
     keys, settings = runtime.home.keys, runtime.settings
     way = LinkConfig(settings.coordinator, keys, keys / "node.key", settings.proxy, demand=settings.confinement)
     link = SuperNodeLink(way)
-    participant = Participant(runtime.site, modality, SystemEntropy())
+    watch = PartJobs(runtime.home, project, SharedLedger(runtime), runtime.log)
+    memory = int(settings_or_default(runtime.home).memory_gib * 2**30)
+    maker = MakerProcess(settings.confinement, memory, watch.started)
+    participant = Participant(replace(runtime.site, run=maker), modality, SystemEntropy(), watch=watch)
     if participant.resume():
         runtime.log.info("run_resumed", run=participant.run)
     partners = runtime.settings.partners

@@ -58,7 +58,7 @@ def serve(arguments: argparse.Namespace) -> int:
             OUT.print("receiving only: to take part in rounds, give --modality")
             stop.wait()
             return 0
-        return rounds.take_part(runtime, arguments.modality, stop)
+        return rounds.take_part(runtime, arguments.project, arguments.modality, stop)
 
 
 def _warn_of_the_future(runtime: AgentRuntime, now: int) -> None:

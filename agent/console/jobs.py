@@ -13,7 +13,7 @@ from starlette.responses import Response
 from agent.console import descriptions
 from agent.console.context import DECIDERS, KEEPERS, LOOKERS, OPERATOR, READERS, RESEARCHER, SiteConsoleContext
 from agent.console.errors import errors_as_pages
-from agent.service import job_proposals, jobs
+from agent.service import job_proposals, jobs, round_parts
 from agent.service.job_outputs import read_output, trained_files
 from agent.service.job_runner import release_of
 from agent.service.jobs import Job, JobStore, standing
@@ -61,7 +61,8 @@ def _without_counts(one: Mapping[str, Any], role: str) -> dict[str, Any]:
 
 def _reason_kept(event: Mapping[str, Any], command: str, role: str) -> bool:
     """Whether a role may read why a job changed; what a person wrote is for who proposed."""
-    free = role in LOOKERS or command.startswith("train ") or event["state"] in _RULED
+    round_of_a_run = command.startswith(f"{jobs.PART} ") and event["state"] != jobs.INTERRUPTED
+    free = role in LOOKERS or command.startswith("train ") or round_of_a_run or event["state"] in _RULED
     return free or bool(event["by"]) or not event["reason"]
 
 
@@ -109,7 +110,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
             ],
             settings=list(settings_of(known)),
             files=frozen_files(context, known),
-            command=" ".join(known.words),
+            command="" if known.lane == jobs.ROUND else " ".join(known.words),
             printed=printed(context, known) if role in LOOKERS or known.lane == jobs.TRAINING else None,
             trained=trained_files(JobStore(context.home.root), known),
             sees=role in DECIDERS and known.lane != jobs.TRAINING,
@@ -119,7 +120,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
             may_approve=may_approve(asked, known, waits),
             may_refuse=role in DECIDERS and known.state == jobs.PROPOSED,
             may_cancel=_may_act(role, own) and known.state not in jobs.ENDED | _DECIDED_ELSEWHERE[role in DECIDERS],
-            may_retry=_may_act(role, own) and known.state in jobs.ENDED - {jobs.DONE} | {jobs.INTERRUPTED},
+            may_retry=_may_act(role, own) and _may_begin_again(known),
         )
 
     @pages.get("/jobs/{number}/files/{name}", DECIDERS, told=True)
@@ -222,7 +223,13 @@ def _own(context: SiteConsoleContext, asked: RequestContext, number: int) -> Job
     return known
 
 
+def _may_begin_again(known: Job) -> bool:
+    return known.lane != jobs.ROUND and known.state in jobs.ENDED - {jobs.DONE} | {jobs.INTERRUPTED}
+
+
 def _paid(context: SiteConsoleContext, known: Job) -> bool:
+    if known.lane == jobs.ROUND:
+        return round_parts.paid(context.home, context.ledger.read().state, known)
     grant = context.ledger.read().state.grants.get(known.grant)
     return grant is not None and grant.state == "held"
 
@@ -242,7 +249,8 @@ def job_of(context: SiteConsoleContext, release: str) -> int | None:
 
 def price_words(state: State, site: str, words: tuple[str, ...], price: Mapping[str, Any]) -> str:
     """What a release costs and leaves of the budget, as the dry run told it; "" where nothing was told."""
-    account = state.accounts.get(account_name(site, words[1])) if price and len(words) > 1 else None
+    mechanism = price.get("mechanism", words[1]) if len(words) > 1 else ""
+    account = state.accounts.get(account_name(site, mechanism)) if price and mechanism else None
     if account is None:
         return ""
     amount, left = int(price["amount"]), int(price["left"])
@@ -258,9 +266,10 @@ def price_words(state: State, site: str, words: tuple[str, ...], price: Mapping[
 
 def _claims(known: Job) -> Iterator[tuple[str, str]]:
     """Method and promise of a release, as its statement will have them."""
-    if known.words[0] != "release" or not known.price:
+    if known.words[0] not in ("release", jobs.PART) or not known.price:
         return
-    yield "Method", descriptions.MECHANISMS.get(known.words[1], known.words[1])
+    method = str(known.price.get("mechanism", known.words[1]))
+    yield "Method", descriptions.MECHANISMS.get(method, method)
     yield "Promise", descriptions.promise(claim_from(dict(known.price["claim"])))
 
 

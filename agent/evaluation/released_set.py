@@ -279,7 +279,7 @@ def evaluate(
         ValueError: images of another size.
     """
     real, effort = _rows(held_out, subject), effort or Effort()
-    say("Fréchet distance: the set, and one half of the held-out patients, against the other half")
+    say("Fréchet distance to one half of the held-out patients")
     near = _fidelity(subject.made, real, effort, rng)
     taught = _taught(subject, real, effort, rng, say)
     say("semantics: of the set, and of the public images")
@@ -365,7 +365,7 @@ def _taught(
         try:
             figures = tstr(shown, tested, train, seeds, rng, Resampling(effort.draws)).figures
         except (DivergedError, ValueError) as fault:
-            return f"{name}: {fault}"
+            return f"{name}: {' '.join(str(fault).split())}"  # a library's text may be of several lines
         recalls = zip(figures[2:], sorted(set(truth.tolist())), strict=True)
         named = tuple(replace(figure, name=subject.classes[place]) for figure, place in recalls)
         out.append(ClassifierResult(name, _sure(figures[0]), named, len(seeds)))

@@ -2,20 +2,25 @@
 
 The site's own ledger reserves the price first. The coordinator then reserves the budgets of all sites at once, and
 only grants in its ledger are trained for. The vault records the participant's progress before an image is read, so a
-killed agent rejoins the run with the rounds it has begun counted as made.
+killed agent rejoins the run with the rounds it has begun counted as made. An update is kept in the vault before it
+sets out, so that a kill on its way takes no site out of a round: asked again, the site sends the same bytes. They go
+when the next round's are sealed, with the run's end, or when the site leaves it.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from agent.domain import Update
+from agent.domain import Cohort, Update
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
+from agent.federation.part_watch import How, PartEnd, PartWatch
+from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
 from agent.release.budget import (
     best_effort,
@@ -28,14 +33,15 @@ from agent.release.budget import (
 from agent.release.packaging import draft_of
 from agent.release.pipeline import check_opt_outs, fetch_verdicts, record_submission, sign_release
 from agent.release.ports import SignedRelease, SiteContext
+from agent.release.unsent import PART, forget, keep_update, kept_update
 from policies.accounting.claims import Claim
 from policies.ledger.entries import Reserved
 from policies.review.rules import Finding, Verdict
 from policies.statements import ID, release_id
-from protos.artifacts.arrays import pack_vector
+from protos.artifacts.arrays import pack_vector, unpack_vector
 from protos.artifacts.strict_safetensors import pack_ring
+from protos.common.errors import WorkerError
 
-NOTE = "run"  # in the vault: the part that is open
 MECHANISMS: dict[str, type[Federated] | type[FederatedMasked]] = {m.name: m for m in (Federated, FederatedMasked)}
 
 
@@ -60,6 +66,14 @@ def _no(rule: str, detail: str) -> ReviewRejectedError:
     return ReviewRejectedError("site", Verdict((Finding(rule, detail),)))
 
 
+@dataclass(frozen=True, slots=True)
+class SealedUpdate:
+    """An update that may leave, or has left, and of whom it is."""
+
+    signed: SignedRelease
+    persons: frozenset[str]
+
+
 @dataclass(slots=True)
 class Participant:
     """A site's part in one federated run: one grant, one update a round, each update made once."""
@@ -76,7 +90,10 @@ class Participant:
     begun: int = 0  # the newest round that was begun
     # it was begun by this process, and is neither sealed nor given up: the run is not over
     round_in_progress: bool = False
-    last: tuple[int, SignedRelease, Update] | None = None  # the newest round's update, sent again if asked again
+    sealed: int = 0  # the newest round whose update was sealed: never trained again
+    watch: PartWatch = field(default_factory=PartWatch)
+    end: PartEnd | None = None  # of the newest part that has ended in this process
+    last: SealedUpdate | None = None  # that update, sent again if asked again; None: no longer, or not in clear
 
     def resume(self) -> bool:
         """Take up the part that an earlier process had open; False when there is none.
@@ -85,28 +102,50 @@ class Participant:
         count: the number of rounds made is at least the number that the site's ledger holds as sent, and then no part
         of the grant is returned whole.
         """
-        note = self.site.vault.note(NOTE)
-        known = self.site.ledger.store.state.grants.get(note["grant"]) if note else None
-        if not note or known is None or known.state != "held" or note["modality"] != self.modality:
+        note = self.site.vault.note(PART)
+        if not note or note["modality"] != self.modality:
             return False
-        self.run, self.grant, self.resumed = note["run"], note["grant"], True
+        known = self.site.ledger.store.state.grants.get(note["grant"])
+        held = known is not None and known.state == "held"
+        if held or not note["grant"]:  # without a grant all is made, and the run goes on without this site's work
+            self.run = note["run"]
+            self._take_up(note.get("sealed", {}))
+        if not held:
+            return False
+        self.grant, self.resumed = note["grant"], True
         sent = self._sent()
         self.rounds_trained = max(note["rounds_trained"], len(sent))
         self.begun = max([note["begun"], *sent])
         self.mechanism = MECHANISMS[note["mechanism"]].from_json(note["config"])
         return True
 
+    def _take_up(self, sealed: dict[str, Any]) -> None:
+        """The newest update again; without its bytes the round is refused, and never trained again."""
+        self.sealed = sealed.get("round", 0)
+        if "envelope" in sealed:
+            envelope = base64.b64decode(sealed["envelope"])
+            release = self.site.read(envelope)
+            artifact = kept_update(self.site.vault, release)
+            if artifact is not None:
+                signed = SignedRelease(release, envelope, artifact)
+                self.last = SealedUpdate(signed, frozenset(sealed["persons"]))
+
     def _sent(self) -> list[int]:
         """The rounds whose updates have set out under this grant, by the site's ledger."""
         return [s.round for s in self.site.ledger.store.state.sent.values() if s.grant == self.grant]
 
     def _note(self) -> None:
-        note: dict[str, Any] | None = None
-        if self.grant and self.mechanism is not None:
-            note = {"run": self.run, "grant": self.grant, "modality": self.modality}
+        note: dict[str, Any] = {"run": self.run, "grant": self.grant, "modality": self.modality}
+        if self.mechanism is not None:
             note |= {"mechanism": self.mechanism.name, "config": self.mechanism.to_json()}
             note |= {"rounds_trained": self.rounds_trained, "begun": self.begun}
-        self.site.vault.write_note(NOTE, note)
+        if self.sealed:
+            note["sealed"] = {"round": self.sealed}
+        if self.last is not None:
+            signed, persons = self.last.signed, sorted(self.last.persons)
+            note["sealed"] |= {"release": signed.release.release, "persons": persons}
+            note["sealed"]["envelope"] = base64.b64encode(signed.envelope).decode()
+        self.site.vault.write_note(PART, note if self.grant or self.last is not None else None)
 
     def join(self, run: str, mechanism: Federated | FederatedMasked) -> bytes:
         """Price the whole run here. Asked again for the run it is in, it reserves nothing more.
@@ -118,7 +157,9 @@ class Participant:
             proper name, is for more patients than delta allows (P1), or has larger updates than the policies admit.
         """
         if run == self.run and mechanism == self.mechanism and self.grant:
-            return self._reservation()
+            return self._reservation(self.grant)
+        if run == self.run and self.mechanism is None and self.last is not None:  # all is made, and the run goes on
+            return self._reservation(self.last.signed.release.grant)
         delta = float(self.site.ledger.account(self.site.name, mechanism.claim()).opened.delta)
         findings = []
         if not ID.fullmatch(run):
@@ -133,18 +174,18 @@ class Participant:
             findings.append(Finding("artifact_size", told))
         if findings:
             raise ReviewRejectedError("site", Verdict(tuple(findings)))
-        self.leave_run()
+        self.leave_run("replaced")
         reservation = reservation_of(self.site, mechanism, self.modality, run)
         self.site.say("price", f"{mechanism.name}: reserve in the site's ledger, then at the coordinator")
         envelope = reserve_locally(self.site, reservation)
         self.run, self.grant, self.granted, self.resumed = run, reservation.grant, False, False
-        self.mechanism, self.rounds_trained, self.begun, self.last = mechanism, 0, 0, None
+        self.mechanism = mechanism
         self._note()
         return envelope
 
-    def _reservation(self) -> bytes:
+    def _reservation(self, grant: str) -> bytes:
         store = self.site.ledger.store
-        return store.envelope(store.state.grants[self.grant].reserved.envelope) or b""
+        return store.envelope(store.state.grants[grant].reserved.envelope) or b""
 
     def confirm(self) -> bool:
         """Does the coordinator's ledger hold this site's price?
@@ -157,7 +198,7 @@ class Participant:
         """
         if self.granted or not self.grant:
             return self.granted
-        digest = hashlib.sha256(self._reservation()).digest()
+        digest = hashlib.sha256(self._reservation(self.grant)).digest()
         verdict = self.site.gateway.outcome(f"run-{self.run}", digest)
         if verdict is None:
             return False
@@ -168,12 +209,12 @@ class Participant:
                 settle_grant(self.site, self.grant, None)
             else:
                 release_grant(self.site, held)
-            self._forget()
+            self._forget("refused")
             return False
         self.granted = verdict.admitted
         return self.granted
 
-    def leave_run(self) -> None:
+    def leave_run(self, how: How = "over") -> None:
         """Leave the site's run: record its state, and spend what was made under its grant.
 
         If nothing was made, the process that reserved frees the grant. After a restart only the vault's note says
@@ -192,14 +233,28 @@ class Participant:
                 return_unused_grant(self.site, grant.reserved)
             else:
                 settle_grant(self.site, self.grant, self._made())
-        self._forget()
+        self._forget(how)
 
-    def _forget(self) -> None:
-        self.run, self.grant, self.granted, self.mechanism = "", "", False, None
+    def _forget(self, how: How) -> None:
+        """The part is over. If all is ``made`` the run is not, and may ask for the last update again."""
+        if self.grant and self.mechanism is not None:
+            self.end = PartEnd(self.grant, how, self.rounds_trained, self.mechanism.rounds)
+        self.grant, self.granted, self.mechanism = "", False, None
         self.resumed = False
-        self.rounds_trained, self.begun, self.last = 0, 0, None
+        self.rounds_trained = self.begun = 0
         self.round_in_progress = False
+        if how != "made":
+            self.run = ""
+            self._replace_last(0, None)
+        else:
+            self._note()
+
+    def _replace_last(self, sealed: int, last: SealedUpdate | None) -> None:
+        """Another newest update, or none: it is listed before the bytes of the one before go."""
+        before, self.sealed, self.last = self.last, sealed, last
         self._note()
+        if before is not None:
+            forget(self.site.vault, before.signed.release.release)
 
     def _made(self) -> Claim | None:
         """What was made in this run so far, failed rounds included; None before the first round."""
@@ -219,7 +274,7 @@ class Participant:
             CoordinatorUnreachableError: whether it was granted is not known now.
         """
         mechanism = self.mechanism
-        in_order = round_index > max([self.begun if once else 0, *self._sent()])
+        in_order = round_index > max([self.begun if once else 0, self.sealed, *self._sent()])
         if mechanism is None or run != self.run or not in_order or not self.rounds_trained < mechanism.rounds:
             raise _no("round", "this round is not covered by a grant")
         if not self.confirm():
@@ -228,6 +283,7 @@ class Participant:
         self.begun = max(self.begun, round_index)
         self._note()
         self.round_in_progress = True
+        self.watch.changed(self)
         return mechanism
 
     def train(self, run: str, round_index: int, start: Update) -> tuple[SignedRelease, Update]:
@@ -237,23 +293,58 @@ class Participant:
             ReviewRejectedError: see :meth:`begin_round`; a run that is aggregated in secret; or a patient opted out
             meanwhile.
         """
-        if self.last is not None and run == self.run and self.last[0] == round_index:
-            return self.last[1:]
+        if (kept := self._kept(run, round_index)) is not None:
+            return kept, Update(unpack_vector(kept.artifact))
         if not isinstance(self.mechanism, Federated):
             raise _no("round", "this run sends no unencrypted updates")
         mechanism = self.begin_round(run, round_index)
         try:
             cohort = self.site.vault.cohort(self.modality, mechanism.shape)
-            update = mechanism.run_round(cohort, start, self.entropy)
-            check_opt_outs(self.site, {patient.pseudonym for patient in cohort.patients})
-            signed = self.seal(round_index, pack_vector(update.vector))
+            update = self.run_round(cohort, start)
+            persons = frozenset(patient.pseudonym for patient in cohort.patients)
+            check_opt_outs(self.site, persons)
+            signed = self.sign(round_index, pack_vector(update.vector))
+            keep_update(self.site.vault, signed.release.release, signed.artifact)
+            self._replace_last(round_index, SealedUpdate(signed, persons))
         finally:
             self.round_in_progress = False
-        self.last = (round_index, signed, update)
+        self._kept(run, round_index)
         return signed, update
 
-    def seal(self, round_index: int, artifact: bytes) -> SignedRelease:
-        """A round's artifact, sealed and written down as leaving; the link carries it out."""
+    def _kept(self, run: str, round_index: int) -> SignedRelease | None:
+        """The update of a round that was sealed before, on its way for the first time or again; None: there is none.
+
+        Raises:
+            ReviewRejectedError: a patient in it has opted out since, or the site's own review refuses it by now; it
+            is deleted, and its round is refused from here on.
+        """
+        if self.last is None or run != self.run or round_index != self.last.signed.release.round:
+            return None
+        signed = self.last.signed
+        try:
+            check_opt_outs(self.site, self.last.persons)
+            if signed.release.release not in self.site.ledger.store.state.sent:
+                self.set_out(signed)
+        except ReviewRejectedError:
+            self._replace_last(self.sealed, None)
+            raise
+        return signed
+
+    def run_round(self, cohort: Cohort, start: Update) -> Update:
+        """What a round makes of patients' images, in a confined process.
+
+        Raises:
+            WorkerError: it is of another size than it began with; nothing of it leaves.
+        """
+        assert self.mechanism is not None
+        bench = Workspace(say=self.watch.trains)
+        update: Update = self.site.run(self.mechanism.run_round, cohort, start, self.entropy, bench)
+        if update.vector.shape != start.vector.shape:
+            raise WorkerError("what trains a round answered with other parameters than it was given: nothing left")
+        return update
+
+    def sign(self, round_index: int, artifact: bytes) -> SignedRelease:
+        """A round's artifact, sealed. Nobody has it yet."""
         assert self.mechanism is not None
         claim = self._made()
         assert claim is not None, "a round was begun"
@@ -263,11 +354,19 @@ class Participant:
             run=self.run,
             round=round_index,
         )
-        signed = sign_release(self.site, draft, artifact)
+        return sign_release(self.site, draft, artifact)
+
+    def set_out(self, signed: SignedRelease) -> None:
+        """A round's sealed artifact is written down as leaving; the link carries it out.
+
+        Raises:
+            ReviewRejectedError: by the site's own review; it does not leave.
+        """
+        assert self.mechanism is not None
         record_submission(self.site, signed)
         self.round_in_progress = False
-        self.site.say("round", f"{round_index}: update {self.rounds_trained} of {self.mechanism.rounds} sealed")
-        return signed
+        made = f"update {self.rounds_trained} of {self.mechanism.rounds}"
+        self.site.say("round", f"{signed.release.round}: {made} sealed")
 
     def follow(self) -> bool:
         """Ask for the verdicts on updates that went out with the link; True when the run's grant is closed.
@@ -280,8 +379,8 @@ class Participant:
         waiting = any(sent.grant == self.grant for sent, _ in self.site.ledger.unanswered())
         if self.mechanism is None or self.rounds_trained < self.mechanism.rounds or waiting or self.round_in_progress:
             return False
+        if self.last is not None and self.last.signed.release.release not in self.site.ledger.store.state.sent:
+            return False  # killed before it set out: it is asked for again, or the run ends
         self.site.ledger.close(self.grant, "released")
-        run = self.run
-        self._forget()
-        self.run = run  # asked again, it is known as spent
+        self._forget("made")
         return True

@@ -120,10 +120,11 @@ class SecureAggregationClient:
         assert isinstance(mechanism, FederatedMasked)
         assert start is not None
         cohort = part.site.vault.cohort(part.modality, mechanism.shape)
-        delta = mechanism.run_round(cohort, start, part.entropy)
+        delta = part.run_round(cohort, start)
         check_opt_outs(part.site, {patient.pseudonym for patient in cohort.patients})
         lattice = self._session.params.ring.quantise(delta.vector)
         message = member.answer(step, payload, lattice)
-        signed = part.seal(number, pack_ring(round.masked_vector(self._session, message)))
+        signed = part.sign(number, pack_ring(round.masked_vector(self._session, message)))
+        part.set_out(signed)
         self._member = member
         return round.frame(signed.envelope, message)

@@ -6,11 +6,12 @@ The link is a process of its own, and Flower is imported only there;
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from agent.domain import Update
 from agent.errors import CoordinatorUnreachableError, LedgerForkError, ReviewRejectedError, SiteConfigError
@@ -20,9 +21,11 @@ from agent.federation.supernode_process import LinkError, SuperNodeLink
 from agent.federation.tasks import RoundAnswer, RoundTask, TaskDeclinedError
 from agent.gateway.witness import EpochChangedError
 from agent.mechanisms.federated.mechanism import FederatedConfigError
+from agent.release.maker_process import MakerEndedError, MakerFaultError
 from policies.accounting.claims import UnsupportedClaimError
 from policies.ledger.entries import InvalidEntryError
 from policies.ledger.store import LedgerStoppedError
+from protos.common.errors import InvariantError, LazaretError
 
 FOLLOW_S = 1.0
 PRICE_S = 0.5  # after each price: whoever asks for many does not fill the ledger at once
@@ -128,7 +131,10 @@ def _keep_on(handler: TaskHandler, station: FederationContext) -> None:
         with handler.mutex:
             handler.follow()
             if station.over.take(participant.run):
-                handler.leave()
+                handler.leave("over")
+            elif participant.watch.wants_to_leave(participant):
+                handler.leave("left")
+            participant.watch.changed(participant)
             if handler.fork is not None:
                 raise handler.fork
             if handler.unmet or station.again.is_set() or time.monotonic() > due:
@@ -169,6 +175,7 @@ class TaskHandler:
             except ReviewRejectedError as refusal:
                 rules = [f.rule for f in refusal.verdict.findings]
                 self.log.warning("declined", run=task.run, where=refusal.where, rules=rules)
+                self._show(task, "; ".join(f"{f.rule}: {f.detail}" for f in refusal.verdict.findings))
                 code = "budget" if _BUDGET & set(rules) else "not_granted" if "not_granted" in rules else "policy"
                 # who opts out, and when, is no business of the coordinator's: as whatever fails for a patient's sake
                 raise TaskDeclinedError("unavailable" if "opted_out" in rules else code) from None
@@ -177,10 +184,19 @@ class TaskHandler:
                 raise TaskDeclinedError("unavailable") from None
             except (FederatedConfigError, UnsupportedClaimError):
                 self.log.warning("declined", run=task.run, rules=["configuration"])
+                self._show(task, "it is not of the configuration that was priced")
                 raise TaskDeclinedError("mechanism") from None
             except Exception as fault:  # noqa: BLE001 - one code for every cause, since some depend on patients (P14)
                 self.log.warning("declined", run=task.run, rules=[type(fault).__name__])
+                self._show(task, why_it_failed(fault))
                 raise TaskDeclinedError("unavailable") from None
+            finally:
+                self.participant.watch.changed(self.participant)
+
+    def _show(self, task: RoundTask, why: str) -> None:
+        """To the site's own people; the coordinator hears a code."""
+        if task.kind != "price":
+            self.participant.watch.came_to_nothing(self.participant, task.round_index + 1, why)
 
     def _price(self, task: RoundTask) -> RoundAnswer:
         envelope = self.participant.join(task.run, read_mechanism(task.config.decode()))
@@ -223,14 +239,16 @@ class TaskHandler:
         self.met.set()
         return True
 
-    def leave(self) -> None:
-        """Leave the run that is over. What the ledger refuses stays held, which is as good as spent.
+    def leave(self, how: Literal["over", "left"]) -> None:
+        """Leave the run that is over, or that a person here wants no part in.
+
+        What the ledger refuses stays held, which is as good as spent.
 
         Raises:
             LedgerForkError: the coordinator's ledger is not the one seen before.
         """
         try:
-            self.participant.leave_run()
+            self.participant.leave_run(how)
         except (InvalidEntryError, LedgerStoppedError) as fault:
             self.log.error("not_left", run=self.participant.run, reason=type(fault).__name__)
 
@@ -245,6 +263,18 @@ class TaskHandler:
             self.unmet = True
         except (CoordinatorUnreachableError, LedgerStoppedError):
             return
+
+
+def why_it_failed(fault: Exception) -> str:
+    """A sentence for the site's own people on why a round came to nothing; of a library's texts none."""
+    if isinstance(fault, MakerEndedError):
+        memory = ", perhaps since memory ran out" if fault.number == signal.SIGKILL else ""
+        return f"the process that trained it was ended by signal {fault.number}{memory}"
+    if isinstance(fault, MemoryError):
+        return "memory ran out: raise memory_gib in jobs.toml, or take part in runs of smaller images"
+    ours = isinstance(fault, LazaretError) and not isinstance(fault, InvariantError)
+    ours |= isinstance(fault, MakerFaultError)  # of what is over there it tells the class alone
+    return str(fault) if ours else f"internal fault ({type(fault).__name__})"
 
 
 _HANDLERS: dict[str, Callable[[TaskHandler, RoundTask], RoundAnswer]] = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from agent.domain import Selection, SyntheticSet
+from agent.domain import Cohort, Selection, SyntheticSet
 from agent.evaluation.released_set import Effort, Evaluation, SemanticsQuery, Subject, evaluate
+from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.registry import Centroids, PrivImage
 from agent.release.ports import SiteContext
 from protos.common.errors import RefusedError
@@ -73,8 +75,15 @@ def look(
     looks = _counted(site, others.modality)  # before a patient is read: whatever comes of it, it was asked for
     site.say("read", "the held-out patients, from the vault")
     cohort = site.vault.cohort(others)
-    say = lambda told: site.say("look", told)  # noqa: E731 - one line of progress
-    return evaluate(subject, cohort, rng, say, effort), looks
+    bench = Workspace(say=lambda told, _step, _of: site.say("look", told))
+    return site.run(partial(_evaluated, subject, effort), cohort, rng, bench), looks
+
+
+def _evaluated(
+    subject: Subject, effort: Effort | None, cohort: Cohort, rng: np.random.Generator, bench: Workspace
+) -> Evaluation:
+    """The part of :func:`look` that sees patients: in a confined process."""
+    return evaluate(subject, cohort, rng, lambda told: bench.say(told, 0, 0), effort)
 
 
 def looks_at(site: SiteContext, modality: str) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -56,10 +59,18 @@ def search(
         raise CohortTooSmallError
     site.say("read", "the eligible patients, from the vault")
     cohort = site.vault.cohort(selection, without=taken)
+    site.say("tune", f"k of {', '.join(map(str, menu.ks))}")
+    curves, shown = site.run(partial(measure, mechanism, menu, judge), cohort, rng)
+    return replace(curves, menu=menu), shown
+
+
+def measure(
+    mechanism: KSalsa | AnonFaces, menu: Menu, judge: Recogniser | None, cohort: Cohort, rng: np.random.Generator
+) -> tuple[Curves, NDArray[np.uint8] | None]:
+    """The part of :func:`search` that sees patients: in a confined process."""
     latents = invert(cohort, mechanism.codec)
     seen = Latents(mechanism.embeddings(cohort), latents.patients) if isinstance(mechanism, AnonFaces) else latents
     own = [patient_label(patient) for patient in cohort.patients]
-    site.say("tune", f"k of {', '.join(map(str, menu.ks))}")
     curves = tune(seen, own, menu, rng, {"label": own}, _probe(mechanism.codec, judge, cohort, latents))
     if curves.recommended is None:
         return curves, None

@@ -1,4 +1,4 @@
-"""The process of one making: ``python -m agent.release.maker_main JSON``; see :mod:`agent.release.maker_process`.
+"""The process of one call: ``python -m agent.release.maker_main JSON``; see :mod:`agent.release.maker_process`.
 
 It imports no mechanism, and not even numpy, before it is confined: that starts threads, and only what has one can
 be. Unpickling imports what is needed.
@@ -27,6 +27,7 @@ from protos.operations.confinement import (
     interpreter,
 )
 from protos.operations.pipe_messages import receive, send
+from protos.operations.process_bounds import bound
 
 _MOST_BYTES: Final = 1 << 34  # of a checkpoint
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -72,6 +73,8 @@ def main(words: str) -> None:
     os.dup2(2, 1)  # the pipe is for messages
     try:
         end_with(int(told["parent"]))
+        if told["memory"] is not None:
+            bound(told["memory"])
         memory = _handed(int(told["descriptor"]))
         if told["demand"]:
             files = (*interpreter(), *filter(os.path.exists, _PROCESSORS))
@@ -88,7 +91,7 @@ def main(words: str) -> None:
 def _handed(descriptor: int) -> memoryview:
     """The memory, which nobody can change any more; what this process changes of it is its own copy."""
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise ConfinementError("what the making was handed is not sealed")
+        raise ConfinementError("what the process was handed is not sealed")
     return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))
 
 
@@ -100,8 +103,8 @@ def _made(line: _Line, memory: memoryview) -> tuple[dict[str, Any], tuple[bytes 
     from agent.release.sealed_making import opened  # noqa: PLC0415 - as above
 
     bench = Workspace(lambda name: _Place(line, name), line.say)
-    mechanism, given = opened(memory, bench)
-    made = mechanism.run(*given)
+    call, given = opened(memory, bench)
+    made = call(*given)
     dice = next((one.bit_generator.state for one in given if isinstance(one, np.random.Generator)), None)
     return {"step": "made", "dice": dice}, pack(made)
 

@@ -1,14 +1,14 @@
-"""Makes a release in a process of its own, which sees its patients' images and nothing else of the site.
+"""Computes on patients' images in a process of its own, which sees those and nothing else of the site.
 
-Networks, samplers and linear algebra are a hundred libraries that read every patient. ``python -m
-agent.release.maker_main`` is handed the mechanism and its cohort as a sealed piece of memory (memfd_create(2), which
-nobody can change any more), and a pipe. Before it opens them it is confined (:mod:`protos.operations.confinement`):
-no file but the interpreter's, no socket, no program, no key. Vault, ledger and control socket stay on this side. It
-asks over the pipe for three things: to tell its progress, and to read and write a checkpoint, which is sealed here.
-It ends with this process.
+Networks, samplers and linear algebra are a hundred libraries that read every patient: whoever makes a set, vets it,
+searches for k or evaluates. ``python -m agent.release.maker_main`` is handed one call of installed code and its
+patients as a sealed piece of memory (memfd_create(2), which nobody can change any more), and a pipe. Before it opens
+them it is confined (:mod:`protos.operations.confinement`): no file but the interpreter's, no socket, no program, no
+key. Vault, ledger and control socket stay on this side. It asks over the pipe for three things: to tell its progress,
+and to read and write a checkpoint, which is sealed here. It ends with this process.
 
 On an accelerator it is a process of its own with a clean environment and without rights, and is not closed: CUDA
-needs devices and calls that no test here could show. ``confinement = "required"`` refuses such a making. Remodelled
+needs devices and calls that no test here could show. ``confinement = "required"`` refuses such a call. Remodelled
 heads are made in the agent's own process: their registration starts a program.
 
 This is a wall: what goes in is pickled, by who has everything anyway (:mod:`agent.release.sealed_making`); what comes
@@ -23,23 +23,24 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Final, NoReturn
 
 import numpy as np
 
 from agent.mechanisms.common.workspace import Workspace
-from agent.release.maker_values import classes_of, unpack
+from agent.release.maker_values import Result
 from agent.release.sealed_making import sealed
 from protos.common.errors import InvariantError, LazaretError, TrainingError, WorkerError
 from protos.operations.confinement import AVAILABLE, REQUIRED
 from protos.operations.pipe_messages import receive, send
 
 _MOST_BYTES: Final = 1 << 34  # of a checkpoint, or of a result
-_INHERITED: Final = (
-    "CUDA_VISIBLE_DEVICES", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "MKL_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV",
+_INHERITED: Final = (  # also by which instructions is computed: the same images shall be made over there
+    "ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "MKL_CBWR",
+    "MKL_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS",
+    "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV",
 )  # fmt: skip
 _STAGE, _SENTENCE = 60, 600  # most characters of a stage's name, and of an error's text
 # libraries ask for a name and for folders when they are imported; over there /etc/passwd is closed, and all writing
@@ -52,57 +53,69 @@ def plain(text: str, most: int) -> str:
 
 
 class MakerEndedError(TrainingError):
-    """The process of a making was ended from outside; nothing is lost, and its grant stays held."""
+    """The process was ended from outside; a grant stays held, and its making goes on."""
+
+    number: int = signal.SIGKILL
 
     def __init__(self, number: int) -> None:
         """``number``: of the signal."""
-        memory = ", perhaps since memory ran out" if number == signal.SIGKILL else ""
-        super().__init__(f"the process that makes it was ended by signal {number}{memory}: the same command goes on")
+        self.number, memory = number, ", perhaps since memory ran out" if number == signal.SIGKILL else ""
+        super().__init__(
+            f"the process that computes it was ended by signal {number}{memory}: give the same command again"
+        )
 
 
 class MakerFaultError(InvariantError):
-    """A fault in the process of a making. Only its class is known here."""
+    """A fault in the confined process. Only its class is known here."""
 
 
 @dataclass(frozen=True, slots=True)
 class MakerProcess:
-    """Runs a mechanism in a process of its own; see :class:`agent.release.ports.SiteContext`."""
+    """Calls in a process of its own; see :class:`agent.release.ports.SiteContext`."""
 
     demand: str = AVAILABLE  # which layers of the confinement must be in force
+    memory: int | None = None  # most bytes of its data, 0: any number, and it leaves the rest to this process; None:
+    # it is bounded as this process is
+    started: Callable[[int], None] = lambda _: None  # hears its number
 
-    def __call__(self, mechanism: Any, *given: Any) -> Any:
-        """What ``mechanism.run(*given)`` returns; a random generator among them has drawn as much as it had.
+    def __call__(self, call: Callable[..., Any], *given: Any) -> Any:
+        """What ``call(*given)`` returns; a random generator among them has drawn as much as it had.
 
+        Args:
+            call: a function of installed code or a method, its configuration bound by ``partial`` or in its object.
+                The object's ``places`` are the checkpoints that it may ask a workspace for.
+            given: patients, and what else the call needs.
         Raises:
             MemoryError: too little of it.
             MakerEndedError: it was ended from outside.
             WorkerError: it could not be started, or confined as the site demands, or answered what is no result.
-            LazaretError: what the mechanism raised.
+            LazaretError: what the call raised.
         """
-        classes, room = classes_of(type(mechanism).run), _Room(given, getattr(mechanism, "places", ()))
-        handed, accelerated = sealed(mechanism, given)
+        result, room = Result.of(call), _Room(given, getattr(getattr(call, "__self__", None), "places", ()))
+        handed, accelerated = sealed(call, given)
         try:
             if accelerated and self.demand == REQUIRED:
                 raise WorkerError(
-                    'confinement = "required" and an accelerator: a making there cannot be confined; '
+                    'confinement = "required" and an accelerator: what computes there cannot be confined; '
                     'set device = "cpu", or confinement = "available" in site.toml'
                 )
-            told = {"descriptor": handed, "demand": "" if accelerated else self.demand}
+            told = {"descriptor": handed, "demand": "" if accelerated else self.demand, "memory": self.memory}
             with _process(told) as process:
-                return room.until_made(process, classes)
+                self.started(process.pid)
+                return room.until_made(process, result)
         finally:
             os.close(handed)
 
 
 class _Room:
-    """What a making may ask of this side."""
+    """What the call may ask of this side."""
 
     def __init__(self, given: Sequence[Any], places: Sequence[str]) -> None:
         self._places = frozenset(places)
         self._bench = next((one for one in given if isinstance(one, Workspace)), None)
         self._dice = next((one for one in given if isinstance(one, np.random.Generator)), None)
 
-    def until_made(self, process: subprocess.Popen[bytes], classes: dict[str, type[Any]]) -> Any:
+    def until_made(self, process: subprocess.Popen[bytes], result: Result) -> Any:
         """Answer until there is a result."""
         assert process.stdin is not None
         assert process.stdout is not None
@@ -110,7 +123,7 @@ class _Room:
             try:
                 head, parts = receive(process.stdout, _MOST_BYTES)
                 if head.get("step") == "made":
-                    made = unpack(parts[0], parts[1], classes)
+                    made = result.unpack(parts[0], parts[1])
                     self._advance(head.get("dice"))
                     return made
                 self._answer(process.stdin, head, parts)
@@ -119,7 +132,7 @@ class _Room:
             except LazaretError:
                 raise
             except (ValueError, IndexError, KeyError, TypeError):
-                raise WorkerError("the process that makes the release answered what is no result") from None
+                raise WorkerError("the process that computes it answered what is no result") from None
 
     def _answer(self, stream: IO[bytes], head: dict[str, Any], parts: list[bytes]) -> None:
         match head:
@@ -177,11 +190,11 @@ def _ended(process: subprocess.Popen[bytes]) -> NoReturn:
     status = process.wait()
     if status < 0:
         raise MakerEndedError(-status)
-    raise WorkerError(f"the process that makes the release ended with status {status}")
+    raise WorkerError(f"the process that computes it ended with status {status}")
 
 
 def _raise(kind: str, text: str) -> NoReturn:
-    """What the mechanism raised: an error of ours under its own class, another by its class's name alone."""
+    """What the call raised: an error of ours under its own class, another by its class's name alone."""
     if kind == "MemoryError":
         raise MemoryError
     classes, found = [LazaretError], None
@@ -190,7 +203,7 @@ def _raise(kind: str, text: str) -> NoReturn:
         found = known if known.__name__ == kind else found
         classes += known.__subclasses__()
     if found is None:
-        raise MakerFaultError(f"internal fault ({plain(kind, _STAGE)}) in the process that makes it")
+        raise MakerFaultError(f"internal fault ({plain(kind, _STAGE)}) in the process that computes it")
     error = found.__new__(found)
     error.args = (plain(text, _SENTENCE),)
     raise error

@@ -1,44 +1,90 @@
-"""What the process of a making answers: plain values, arrays, and the classes that its mechanism promises.
+"""What a confined process answers: plain values, arrays, and the classes that its call promises.
 
-Nothing is unpickled. A class is built by its own constructor, which checks it, and only one that the mechanism's
-``run`` names as its result, or that such a class holds.
+Nothing is unpickled. A class is built by its own constructor, which checks it, and only one that the call's
+annotation names as its result, or that such a class holds. Fields and result are of the types that are annotated, and
+text in them steers no terminal.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, Final, get_args, get_type_hints
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 _PLAIN: Final = (bool, int, float, str)
 _KINDS: Final = "biufU"  # of numpy's: truth, numbers and text, never an object
 _DEEPEST: Final = 40
-_NO_RESULT: Final = "not a result of this mechanism"
+_NO_RESULT: Final = "not a result of this call"
+_ONES: Final = {float: (int, float, np.integer, np.floating), int: (int, np.integer), bool: (bool, np.bool_)}
 
 
-def classes_of(run: Callable[..., Any]) -> dict[str, type[Any]]:
-    """The dataclasses that a result may hold, by name.
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a call may answer."""
 
-    Raises:
-        TypeError: two of them have one name.
-    """
-    found: dict[str, type[Any]] = {}
+    hint: Any = Any  # as annotated
+    classes: Mapping[str, type[Any]] = field(default_factory=dict)  # the dataclasses that it may hold, by name
 
-    def look(hint: Any) -> None:
-        for part in get_args(hint):
-            look(part)
-        if isinstance(hint, type) and is_dataclass(hint) and found.get(hint.__name__) is not hint:
-            if hint.__name__ in found:
-                raise TypeError(f"two classes are called {hint.__name__}")
-            found[hint.__name__] = hint
-            for part in get_type_hints(hint).values():
+    @classmethod
+    def of(cls, call: Callable[..., Any]) -> Result:
+        """As its annotation has it; of a ``partial``, that of its function.
+
+        Raises:
+            TypeError: two of the classes have one name.
+        """
+        found: dict[str, type[Any]] = {}
+
+        def look(hint: Any) -> None:
+            for part in get_args(hint):
                 look(part)
+            if isinstance(hint, type) and is_dataclass(hint) and found.get(hint.__name__) is not hint:
+                if hint.__name__ in found:
+                    raise TypeError(f"two classes are called {hint.__name__}")
+                found[hint.__name__] = hint
+                for part in get_type_hints(hint).values():
+                    look(part)
 
-    look(get_type_hints(run)["return"])
-    return found
+        look(hint := get_type_hints(getattr(call, "func", call))["return"])
+        return cls(hint, found)
+
+    def unpack(self, tree: bytes, data: bytes) -> Any:
+        """The result again.
+
+        Raises:
+            ValueError: it is none of these classes, or not what its class permits.
+        """
+        try:
+            reader = _Reader(memoryview(bytearray(data)), self.classes)
+            value = reader.value(json.loads(tree), 0)
+            if reader.at != len(data) or not _fits(value, self.hint):
+                raise ValueError(_NO_RESULT)
+        except (KeyError, TypeError, RecursionError, OverflowError, AttributeError):
+            raise ValueError(_NO_RESULT) from None
+        return value
+
+
+def _fits(one: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type, with all that it holds."""
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (Any, Union, UnionType, Literal):
+        return kind is Any or any(one == part if kind is Literal else _fits(one, part) for part in parts)
+    if hint in (None, NoneType):
+        return one is None
+    if kind in _ONES:
+        return isinstance(one, _ONES[kind]) and (kind is bool or not isinstance(one, bool))
+    if not isinstance(one, kind) or (kind is str and not one.isprintable()):
+        return False
+    if kind is np.ndarray and parts:
+        return all(issubclass(one.dtype.type, number) for number in get_args(parts[1]) if number is not Any)
+    if kind is tuple and parts and parts[-1] is not ...:
+        return len(one) == len(parts) and all(map(_fits, one, parts))
+    if isinstance(one, Mapping):
+        return all(_fits(key, parts[0]) and _fits(held, parts[1]) for key, held in one.items())
+    return not parts or all(_fits(held, parts[0]) for held in one)
 
 
 def pack(value: Any) -> tuple[bytes, bytearray]:
@@ -78,22 +124,6 @@ def _of_bytes(one: Any, data: bytearray) -> dict[str, Any]:
     return {"array": array.dtype.str, "shape": list(np.shape(one))}
 
 
-def unpack(tree: bytes, data: bytes, classes: Mapping[str, type[Any]]) -> Any:
-    """The result again.
-
-    Raises:
-        ValueError: it is none of these classes, or not what its class permits.
-    """
-    try:
-        reader = _Reader(memoryview(bytearray(data)), classes)
-        value = reader.value(json.loads(tree), 0)
-    except (KeyError, TypeError, RecursionError, OverflowError, AttributeError):
-        raise ValueError(_NO_RESULT) from None
-    if reader.at != len(data):
-        raise ValueError(_NO_RESULT)
-    return value
-
-
 class _Reader:
     def __init__(self, data: memoryview, classes: Mapping[str, type[Any]]) -> None:
         self._data, self._classes, self.at = data, classes, 0
@@ -109,10 +139,16 @@ class _Reader:
             case {"bytes": int(count)}:
                 return bytes(self._take(count))
             case {"class": str(name), "fields": dict(held)}:
-                return self._classes[name](**{key: self.value(one, deep + 1) for key, one in held.items()})
+                return self._built(self._classes[name], {key: self.value(one, deep + 1) for key, one in held.items()})
             case {"mapping": list(pairs)}:
                 return {self.value(key, deep + 1): self.value(one, deep + 1) for key, one in pairs}
         return self._sequence(told, deep)
+
+    def _built(self, known: type[Any], held: Mapping[str, Any]) -> Any:
+        hints = get_type_hints(known)
+        if not all(_fits(one, hints[name]) for name, one in held.items()):
+            raise ValueError(_NO_RESULT)
+        return known(**held)
 
     def _sequence(self, told: Any, deep: int) -> Any:
         for kind in (frozenset, tuple, list):

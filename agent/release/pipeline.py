@@ -223,9 +223,9 @@ def release_synthetic(
         rng = same_dice(site, rng) if begun else rng
         begin(site, grant.grant, form, (patient.pseudonym for patient in cohort.patients), dice=rng)
         known = everybody if not inspection or wide == selection else site.vault.cohort(wide).patients
-        examiner = inspection.over(known, rng) if inspection else None
+        examiner = inspection.over(known, rng, site.run) if inspection else None
         site.say("make", f"{mechanism.name}: latents, clusters of {mechanism.k} patients or more, representatives")
-        made, clusters = site.run(mechanism, cohort, rng, others)
+        made, clusters = site.run(mechanism.run, cohort, rng, others)
         check_clusters(clusters, cohort, mechanism.k)
         fresh = freeze(made, clusters, mechanism, selection)
         passed = (
@@ -337,7 +337,7 @@ def release_resumable(
         begin(site, grant.grant, form, persons, places)
         site.say("make", f"{mechanism.name}: {'go on where it was interrupted' if begun else 'from the start'}")
         bench = Workspace(lambda name: site.vault.place(place_of(name, grant.grant)), _told(site))
-        made = site.run(mechanism, cohort, entropy, bench)
+        made = site.run(mechanism.run, cohort, entropy, bench)
         draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
         if isinstance(made, SyntheticSet):
             signed = package_images(site, draft, made, wrapping)

@@ -125,9 +125,12 @@ class LedgerOwner(Protocol):
         """Hand in a release that is kept in the vault; see :func:`agent.release.approval.submit_approved`."""
 
 
-def run_here(mechanism: Any, *given: Any) -> Any:
+Run = Callable[..., Any]  # (call, *given): what ``call(*given)`` returns, from a confined process or from here
+
+
+def run_here(call: Callable[..., Any], *given: Any) -> Any:
     """In this very process."""
-    return mechanism.run(*given)
+    return call(*given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,7 @@ class SiteContext:
     say: Callable[[str, str], None]  # step, detail: progress for people
     owner: LedgerOwner | None = None  # None: this process writes the ledger
     grant: str = ""  # the name under which the next price is reserved; "": a new one
-    run: Callable[..., Any] = run_here  # (mechanism, *given): its ``run(*given)``, in a confined process or here
+    run: Run = run_here
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from agent.release.history import forget_releases, known_after_start, patients_o
 from agent.release.pipeline import fetch_verdicts
 from agent.release.ports import SiteContext
 from agent.release.resumable import discard_orphans, held_for
-from agent.release.unsent import forget, listed, sweep_kept
+from agent.release.unsent import PART, forget, listed, sweep_kept, updates_of_part, withdraw_update
 from policies.ledger.entries import Recovered, Reserved
 from policies.review.rules import Verdict
 from policies.statements import Receipts, release_id
@@ -36,7 +36,7 @@ def recover(site: SiteContext) -> list[str]:
     waiting = {held_for(site)}
     kept = listed(site.vault)
     waiting |= {one["grant"] for one in kept.values()}
-    waiting |= {(site.vault.note("run") or {}).get("grant", "")}  # a part in a run goes on where it was
+    waiting |= {(site.vault.note(PART) or {}).get("grant", "")}  # a part in a run goes on where it was
     fetch_verdicts(site)
     for reserved in site.ledger.held():
         if reserved.grant in held - waiting:
@@ -56,13 +56,14 @@ def tidy(site: SiteContext) -> None:
     places, remembered = site.vault.site_places("kept/"), remembered_releases(site)  # first: then what they are of
     unfinished = held_for(site)
     goes_on = {release_id(site.name, unfinished, 0)} if _open(site, unfinished) else set()
-    sweep_kept(site.vault, places, goes_on)
+    sweep_kept(site.vault, places, goes_on | updates_of_part(site.vault, site.name))
     forget_releases(site, remembered - goes_on - known_after_start(site))
 
 
 def _withdraw_opted_out(site: SiteContext) -> list[str]:
     """What is kept of patients one of whom has opted out goes, bytes and all (P15); the grants that it had."""
     gone, closed = site.vault.opted_out(), []
+    withdraw_update(site.vault, gone)
     for name, one in listed(site.vault).items():
         if not gone.isdisjoint(patients_of(site, name) | set(one.get("persons", ()))):
             site.say(

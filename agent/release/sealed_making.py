@@ -1,4 +1,4 @@
-"""What the process of a making is handed: the mechanism and its patients' images, in sealed memory.
+"""What a confined process is handed: what it shall call, and its patients' images, in sealed memory.
 
 This is the one file in which anything is pickled or unpickled (a test of the whole tree says so). The agent writes it
 for its own child, in memory that nobody can change once it is sealed; a process opens it that is confined by then and
@@ -15,7 +15,7 @@ import os
 import pickle
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from agent.mechanisms.common.workspace import Workspace
@@ -41,16 +41,17 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-def sealed(mechanism: Any, given: Sequence[Any]) -> tuple[int, bool]:
-    """The descriptor of a making in sealed memory, and whether it works on an accelerator.
+def sealed(call: Callable[..., Any], given: Sequence[Any]) -> tuple[int, bool]:
+    """The descriptor of a call in sealed memory, and whether it works on an accelerator.
 
-    Numbers of bytes, the pickles of both, then their arrays.
+    Numbers of bytes, the pickles of both, then their arrays. Whether there is an accelerator is asked of ``call``
+    alone, with what is bound to it: a patient's label may be any word.
     """
     buffers: list[pickle.PickleBuffer] = []
     bodies = io.BytesIO(), io.BytesIO()
     picklers = [_Pickler(body, protocol=5, buffer_callback=buffers.append) for body in bodies]
     held = [0]
-    for pickler, one in zip(picklers, (mechanism, given), strict=True):
+    for pickler, one in zip(picklers, (call, given), strict=True):
         pickler.dump(one)
         held.append(len(buffers))
     views = [*(body.getbuffer() for body in bodies), *(one.raw() for one in buffers)]
@@ -69,7 +70,7 @@ def sealed(mechanism: Any, given: Sequence[Any]) -> tuple[int, bool]:
 
 
 def opened(memory: memoryview, bench: Workspace) -> tuple[Any, Sequence[Any]]:
-    """What :func:`sealed` took, over there: mechanism and what it is given. Their arrays lie where they are.
+    """What :func:`sealed` took, over there: the call and what it is given. Their arrays lie where they are.
 
     Args:
         memory: all of it.
@@ -88,5 +89,5 @@ def opened(memory: memoryview, bench: Workspace) -> tuple[Any, Sequence[Any]]:
 
     bodies, buffers = views[:2], views[2:]
     parts = (bodies[0], buffers[:first]), (bodies[1], buffers[first:])
-    mechanism, given = (Unpickler(io.BytesIO(body), buffers=held).load() for body, held in parts)
-    return mechanism, given
+    call, given = (Unpickler(io.BytesIO(body), buffers=held).load() for body, held in parts)
+    return call, given

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from agent.errors import CoordinatorUnreachableError, SiteStorageError
-from policies.statements import Release, encode, parse
+from policies.statements import Release, encode, parse, release_id
 
 if TYPE_CHECKING:
     from agent.release.ports import ClearableCheckpointStore, VaultPort
 
 NOTE = "pending"
+PART = "run"  # the note of the part in a federated run that is open, see agent.federation.participant
 
 
 class NotSentError(CoordinatorUnreachableError):
@@ -57,6 +58,38 @@ def keep(vault: VaultPort, release: Release, artifact: bytes, clear: bytes, pers
         _place(vault, name, "clear").clear()
     told = {"grant": release.grant, "statement": encode(release).decode(), "persons": sorted(persons)}
     vault.change_note(NOTE, lambda kept: {**(kept or {}), name: told})
+
+
+def keep_update(vault: VaultPort, release: str, artifact: bytes) -> None:
+    """Seal the bytes of a round's update into the vault, durable when this returns; the note of the part lists them.
+
+    Raises:
+        SiteStorageError: the vault failed.
+    """
+    _place(vault, release, "artifact").write(artifact)
+
+
+def kept_update(vault: VaultPort, release: Release) -> bytes | None:
+    """The bytes of a round's update; None: they are not there as they were stated."""
+    found = _place(vault, release.release, "artifact").read()
+    return found if found is not None and is_as_stated(found, release) else None
+
+
+def updates_of_part(vault: VaultPort, site: str) -> set[str]:
+    """The updates of the part in a run that may lie beside the list: the newest one, and that of a begun round."""
+    part = vault.note(PART) or {}
+    found = {part.get("sealed", {}).get("release", "")}
+    if part.get("grant") and part["begun"]:
+        found.add(release_id(site, part["grant"], part["begun"]))
+    return found - {""}
+
+
+def withdraw_update(vault: VaultPort, gone: Set[str]) -> None:
+    """Delete a kept update if one of the persons ``gone`` is behind it; its round stays sealed, and has no answer."""
+    sealed = (vault.note(PART) or {}).get("sealed", {})
+    if not gone.isdisjoint(sealed.get("persons", ())):
+        vault.change_note(PART, lambda part: {**part, "sealed": {"round": sealed["round"]}})
+        forget(vault, sealed["release"])
 
 
 def forget(vault: VaultPort, release: str) -> None:

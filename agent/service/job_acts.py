@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from agent.service import job_proposals, job_rules, job_runner, jobs
+from agent.service import job_proposals, job_rules, job_runner, jobs, round_parts
 from agent.service.job_outputs import last_sealed
 from agent.service.jobs import Event, Job, JobStateError, JobStore
 from agent.service.ledger_access import Site
@@ -88,8 +88,9 @@ def shown(site: Site, number: int) -> dict[str, Any]:
 def _reasons(site: Site, found: list[Job]) -> Mapping[int, str]:
     waits = job_proposals.reasons(site, found)
     if not site.runs_jobs:
-        at_work = (jobs.QUEUED, jobs.RUNNING, jobs.LEAVING)
-        return {job.number: NOBODY_RUNS for job in found if job.state in at_work} | waits
+        at_work = [job for job in found if job.state in (jobs.QUEUED, jobs.RUNNING, jobs.LEAVING)]
+        why = {job.number: round_parts.AWAY if job.lane == jobs.ROUND else NOBODY_RUNS for job in at_work}
+        return why | waits
     settings = job_runner.settings_or_default(site.home)
     first, reasons = job_rules.choose(found, settings, lambda cards: job_runner.surroundings(site.home, cards))
     return {**({} if first is None else {first.number: "starts now"}), **reasons, **waits}
@@ -107,6 +108,8 @@ def cancel(site: Site, number: int, by: str, spend: bool = False) -> dict[str, A
     store = JobStore(site.home.root)
     job = store.read(number)
     _may_end(job)
+    if job.lane == jobs.ROUND:
+        return round_parts.leave(site, job, by, spend)
     fate = job_runner.fate_of(site.home, site.ledger, job, None, "")
     if fate.kept:
         release = job_runner.release_of(site.home, job)
@@ -152,12 +155,14 @@ def retry(site: Site, number: int, by: str) -> dict[str, Any]:
     """
     store = JobStore(site.home.root)
     job = store.read(number)
+    if job.lane == jobs.ROUND:
+        raise JobStateError(f"job {number} is a part in a run: it begins and goes on when the coordinator asks")
     if job.state == jobs.INTERRUPTED:
 
         def again(known: Job) -> Job:
             if known.state != jobs.INTERRUPTED:
                 raise JobStateError(f"job {number} is {known.state}: nothing is to be tried again")
-            return known.now(jobs.QUEUED, "", by, not_before=0.0, lost=0, wanted="", wanted_by="")
+            return known.now(jobs.QUEUED, "", by, not_before=0.0, lost=0, hindered=0, wanted="", wanted_by="")
 
         store.change(number, again)
         site.log.info("job", job=number, state=jobs.QUEUED)

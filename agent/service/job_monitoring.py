@@ -18,7 +18,7 @@ def put_jobs(home: SiteDirectory, told: Samples) -> None:
     counts = Counter(job.state for job in found)
     for state in jobs.STATES:
         told.put("lazaret_jobs", counts[state], state=state)
-    queued = [job.history[-1].at for job in found if job.state == jobs.QUEUED]
+    queued = [job.history[-1].at for job in found if job.state == jobs.QUEUED and job.lane != jobs.ROUND]
     told.put("lazaret_jobs_waiting_seconds", max(0.0, time.time() - min(queued)) if queued else 0.0)
     for job in found:
         if job.state in (jobs.RUNNING, jobs.LEAVING):

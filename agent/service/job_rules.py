@@ -1,7 +1,8 @@
 """Which job starts next. The first rule that says no is the reason that people are shown.
 
-The rules, in their order: what is wanted (cancelled, not before), lane, images that wait, quiet hours, memory,
-accelerator; then age.
+The rules, in their order: what is wanted (cancelled, not before), lane, a round that is trained on the same
+processors, images that wait, quiet hours, memory, accelerator; then age. A part in a run is under none of them: its
+round has an end, so it begins when the coordinator asks, and others give way.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final
 from agent import toml_config
 from agent.errors import SiteConfigError
 from agent.pacs.schedule import Hours
-from agent.service.jobs import INTAKE, INTERRUPTED, LEAVING, MAKING, PROPOSED, QUEUED, RUNNING, Job
+from agent.service.jobs import INTAKE, INTERRUPTED, LEAVING, MAKING, PROPOSED, QUEUED, ROUND, RUNNING, TRAINING, Job
 
 _QUERY: Final = ("nvidia-smi", "--query-gpu=index,memory.total,memory.used", "--format=csv,noheader,nounits")
 _PATIENCE_S: Final = 20.0
@@ -88,7 +89,8 @@ def choose(
         settings: of the site.
         around: asked once, and only where something waits; with whether a job wants an accelerator.
     """
-    waiting = [job for job in jobs if job.state in (QUEUED, INTERRUPTED) and not job.wanted and job.not_before >= 0]
+    waits = [job for job in jobs if job.state in (QUEUED, INTERRUPTED) and job.lane != ROUND]
+    waiting = [job for job in waits if not job.wanted and job.not_before >= 0]
     reasons = {job.number: "waits for approval" for job in jobs if job.state == PROPOSED}
     if not waiting:
         return None, reasons
@@ -113,6 +115,11 @@ def _busy(jobs: Iterable[Job]) -> Iterable[Job]:
             yield job
 
 
+def gives_way(job: Job) -> bool:
+    """Whether a job gives way to a round, which has an end that other sites wait for: one of the same processors."""
+    return job.lane in (MAKING, TRAINING) and not job.cuda
+
+
 def _against(job: Job, busy: Sequence[Job], settings: JobSettings, seen: Surroundings) -> str:
     """The first rule that says no; "": it may start."""
     if job.not_before > seen.now.timestamp():
@@ -122,6 +129,9 @@ def _against(job: Job, busy: Sequence[Job], settings: JobSettings, seen: Surroun
         if other.number != job.number and other.lane == job.lane:
             stuck = f": `jobs retry {other.number}` or `jobs cancel {other.number}`"
             return f"job {other.number} goes first" + (stuck if other.state == INTERRUPTED else "")
+    trained = next((other for other in busy if other.lane == ROUND), None)
+    if trained is not None and gives_way(job):
+        return f"job {trained.number} trains a round: it goes first"
     if job.lane != INTAKE and seen.late:
         return "images wait to be read"
     if job.lane == MAKING and seen.making:

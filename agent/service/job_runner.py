@@ -27,6 +27,7 @@ from agent.service.job_outputs import clear_outputs, output_names
 from agent.service.jobs import Fate, Job, JobProgress, JobStore
 from agent.service.ledger_access import LedgerMissingError, SiteLedger
 from agent.service.making_lock import MakingBusyError, making_lock
+from agent.service.round_parts import settle_parts
 from agent.storage import projects, read_only_access
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.site_ledger import site_policy
@@ -101,7 +102,8 @@ class JobRunner:
         self._told_to_end: dict[int, float] = {}  # when it was first told
         self._mine, self._ended = set[int](), dict[int, int]()  # started here; ended, and not written down yet
         self._wished = 0.0  # when a wish that could not be fulfilled is looked at again
-        self._held: float | None = None  # since when jobs are held for images
+        self._held: float | None = None  # since when jobs are held for images, or for a round
+        self._late = False  # it is for images
         self._turned = time.monotonic() - _TURN_S
         self._over, self._swept = threading.Event(), 0.0
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
@@ -120,6 +122,7 @@ class JobRunner:
     def recover(self) -> None:
         """Give every job that an earlier service left at work its next state; what fails now, a later look does."""
         self._store.after_restore()
+        self._guarded(settle_parts, self._home, self._ledger)
         for job in self._at_work():
             self._guarded(self._settle, job, None)
 
@@ -154,8 +157,9 @@ class JobRunner:
                 self._guarded(self._settle, job, self._ended.get(job.number))
         found = self._store.all()
         for job in found:
-            self._guarded(self._watch, job)
-        self._images_first(found)
+            if job.lane != jobs.ROUND:  # whose process is this very service
+                self._guarded(self._watch, job)
+        self._hold(found)
         first, _ = job_rules.choose(self._store.all(), self._settings, self._surroundings)
         if first is not None:
             self._guarded(self._start, first)
@@ -184,22 +188,26 @@ class JobRunner:
                 state, reason = jobs.outcome(job, fate)
                 self._change(job, state, reason)
 
-    def _images_first(self, found: Iterable[Job]) -> None:
-        """Hold makings and trainings while images wait too long to be read, in turns: half of the time is theirs."""
+    def _hold(self, found: Iterable[Job]) -> None:
+        """Hold makings and trainings in turns, half of the time: while images wait too long to be read; and those of
+        the same processors while a round is trained.
+        """
         now, late = time.monotonic(), longest_wait(self._home) > _LATE_S
-        if self._held is None and late and now > self._turned + _TURN_S:
-            self._held, self._turned, number = now, now, signal.SIGSTOP
-        elif self._held is not None and (not late or now > self._held + _TURN_S):
-            self._held, self._turned, number = None, now, signal.SIGCONT
+        alive = [job for job in found if job.state in (jobs.RUNNING, jobs.LEAVING)]
+        trains = any(job.lane == jobs.ROUND for job in alive)
+        if self._held is None and (late or trains) and now > self._turned + _TURN_S:
+            self._held, self._late, self._turned, number = now, late, now, signal.SIGSTOP
+        elif self._held is not None and (not (late or trains) or now > self._held + _TURN_S):
+            self._held, self._late, self._turned, number = None, False, now, signal.SIGCONT
         else:
             return
-        for job in found:
-            alive = job.state in (jobs.RUNNING, jobs.LEAVING) and job.lane != jobs.INTAKE
-            if alive and self._supervisor is not None:
+        for job in alive:
+            concerned = job.lane not in (jobs.INTAKE, jobs.ROUND)
+            if concerned and (late or number == signal.SIGCONT or job_rules.gives_way(job)) and self._supervisor:
                 self._supervisor.signal(str(job.number), number)
 
     def _surroundings(self, cards: bool) -> job_rules.Surroundings:
-        return replace(surroundings(self._home, cards), late=self._held is not None)
+        return replace(surroundings(self._home, cards), late=self._late)
 
     def _tell_to_end(self, job: Job) -> None:
         first = self._told_to_end.setdefault(job.number, time.monotonic())
@@ -235,8 +243,8 @@ class JobRunner:
                 pid = self._supervisor.start(str(job.number), words, self._environment(job), *descriptors, folder)
         except (NotStartedError, OSError) as error:  # it is said to run, and does not
             told = str(error) if isinstance(error, NotStartedError) else error.strerror or type(error).__name__
-            again = min(60.0 * 2 ** min(started.attempts - 1, 6), 3600.0)
-            self._change(started, jobs.INTERRUPTED, told, not_before=time.time() + again)
+            again, hindered = time.time() + jobs.back_off(started.hindered), started.hindered + 1
+            self._change(started, jobs.INTERRUPTED, told, not_before=again, hindered=hindered)
             return
         self._mine.add(job.number)
         with contextlib.suppress(OSError):  # then its memory is not told
@@ -289,12 +297,13 @@ class JobRunner:
         if again and not seen:  # its service was gone when it ended: that may be all that it waits for
             again = 0.0
         lost = job.lost + (status is not None and status < 0 and not job.wanted)
+        hindered = job.hindered + 1 if status == jobs.BUSY else 0
         waits = -1.0 if again is None and state == jobs.INTERRUPTED else time.time() + (again or 0.0)
 
         def settled(known: Job) -> Job:
             wish = known.wanted if kept_wish or known.wanted != job.wanted else ""  # one that came meanwhile stays
             after = known.now(state, reason, job.wanted_by, not_before=waits, wanted=wish)
-            return replace(after, lost=lost if status is None or status < 0 else 0)
+            return replace(after, lost=lost if status is None or status < 0 else 0, hindered=hindered)
 
         if job.lane != jobs.TRAINING:  # what a kill left there in clear; what it wrote in full is sealed
             shutil.rmtree(folder / "out", ignore_errors=True)
@@ -309,7 +318,8 @@ class JobRunner:
         self._log.info("job", job=job.number, state=state)
 
     def _at_work(self) -> list[Job]:
-        return [job for job in self._store.all() if job.state in (jobs.RUNNING, jobs.LEAVING)]
+        found = self._store.all()
+        return [job for job in found if job.state in (jobs.RUNNING, jobs.LEAVING) and job.lane != jobs.ROUND]
 
     def _lose_supervisor(self) -> None:
         if self._supervisor is not None:
@@ -420,7 +430,7 @@ def show(home: SiteDirectory, job: Job, reasons: Mapping[int, str]) -> dict[str,
         "command": job.kind,
         "project": job.project,
         "state": job.state,
-        "reason": "held: images wait to be read" if held else reasons.get(job.number) or job.reason,
+        "reason": _held_for(home) if held else reasons.get(job.number) or job.reason,
         "by": job.history[-1].by,
         "proposed_by": job.history[0].by,
         "at": job.history[0].at,
@@ -428,7 +438,7 @@ def show(home: SiteDirectory, job: Job, reasons: Mapping[int, str]) -> dict[str,
         "attempts": job.attempts,
         "price": dict(job.price),
         "grant": job.grant,
-        "release": release_of(home, job) if job.grant and job.attempts else "",
+        "release": release_of(home, job) if job.grant and job.attempts and job.lane != jobs.ROUND else "",
         "wanted": job.wanted,
         "stopped": job.stopped,
         "progress": {
@@ -441,6 +451,11 @@ def show(home: SiteDirectory, job: Job, reasons: Mapping[int, str]) -> dict[str,
         "memory_bytes": memory,
         "outputs": output_names(job) if job.state in jobs.ENDED | {jobs.MADE} else [],
     }
+
+
+def _held_for(home: SiteDirectory) -> str:
+    trains = any(job.lane == jobs.ROUND and job.state == jobs.RUNNING for job in JobStore(home.root).all())
+    return "held: a round is trained" if trains else "held: images wait to be read"
 
 
 def _process(home: SiteDirectory, job: Job) -> tuple[int, bool]:

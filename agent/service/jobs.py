@@ -33,8 +33,10 @@ SPENT: Final = "spent"  # wanted: cancelled whatever it costs
 STATES: Final = (PROPOSED, QUEUED, RUNNING, MADE, LEAVING, DONE, INTERRUPTED, REFUSED, FAILED, CANCELLED)
 ENDED: Final = frozenset({DONE, REFUSED, FAILED, CANCELLED})
 MAKING, TRAINING, INTAKE = "making", "training", "intake"  # lanes: one job of each at a time
+ROUND: Final = "round"  # lane of parts in federated runs, whose rounds begin when the coordinator asks
+PART: Final = "part"  # first word of such a job; the second one is the run. Nobody types it
 BUSY: Final = 75  # exit status of a job's process (EX_TEMPFAIL, sysexits.h): again later
-_LANES: Final = {"release": MAKING, "tune": MAKING, "evaluate": MAKING, "train": TRAINING}
+_LANES: Final = {"release": MAKING, "tune": MAKING, "evaluate": MAKING, "train": TRAINING, PART: ROUND}
 _COUNTED: Final = re.compile(r"(?:(.*): )?(\d+) of (\d+)")  # as agent.release.pipeline tells a stage
 _LAST_BYTES: Final = 1 << 16  # of a file's end that is looked at
 _UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -77,6 +79,7 @@ class Job:
     cuda: bool = False
     attempts: int = 0  # starts
     lost: int = 0  # of these, in a row, ended by a signal that nobody had asked for
+    hindered: int = 0  # of these, in a row, that the coordinator, the disk or another command stood in the way of
     not_before: float = 0.0  # seconds since 1970
     wanted: str = ""  # "cancelled": it is to end; "spent": also where its price is paid
     wanted_by: str = ""  # who wants that
@@ -99,8 +102,8 @@ class Job:
 
     @property
     def kind(self) -> str:
-        """The command: "release ksalsa"."""
-        return " ".join(self.words[: 2 if self.words[0] in ("release", "train") else 1])
+        """The command: "release ksalsa"; of a part in a run, "part" and the run."""
+        return " ".join(self.words[: 2 if self.words[0] in ("release", "train", PART) else 1])
 
     @property
     def lane(self) -> str:
@@ -116,6 +119,11 @@ class Job:
         """The same job in another state."""
         event = Event(round(time.time(), 3), state, reason, by)
         return replace(self, history=(*self.history, event), **changed)
+
+    def turned(self, state: str, reason: str) -> Job:
+        """The same, where it goes to and fro: how it stood before is no history. The first event stays."""
+        before = self.history[:-1] if len(self.history) > 1 and self.state in (QUEUED, RUNNING) else self.history
+        return replace(self, history=before).now(state, reason)
 
     def approving(self, role: str, by: str) -> Job:
         """The same proposal, approved by one more role."""
@@ -248,7 +256,7 @@ class JobStore:
         if not (self.root / "restored").exists():
             return
         for job in self.all():
-            if job.state in (QUEUED, RUNNING, LEAVING, INTERRUPTED):
+            if job.state in (QUEUED, RUNNING, LEAVING, INTERRUPTED) and job.lane != ROUND:
                 why = f"the site was restored from a backup: `jobs retry {job.number}` goes on with it"
                 self.change(job.number, partial(Job.now, state=INTERRUPTED, reason=why, not_before=-1.0))
         (self.root / "restored").unlink()
@@ -369,7 +377,12 @@ def when_again(job: Job, state: str, fate: Fate) -> float | None:
         return 0.0
     if fate.status < 0:
         return 0.0 if job.lost < _LOSSES else None
-    return min(60.0 * 2 ** min(job.attempts - 1, 6), 3600.0) if fate.status == BUSY else None
+    return back_off(job.hindered) if fate.status == BUSY else None
+
+
+def back_off(times: int) -> float:
+    """How long to wait after something stood in the way as it had so many ``times`` in a row before, in seconds."""
+    return min(60.0 * 2.0 ** min(times, 6), 3600.0)
 
 
 _LOSSES: Final = 3

@@ -65,6 +65,9 @@ def run_main(
     except LazaretError as error:
         say(f"{'stopped' if isinstance(error, LedgerIntegrityError) else 'refused'}: {error}")
         return error.exit_code
+    except MemoryError:
+        say("refused: memory ran out: free some or take smaller batches, and give the same command again")
+        return 1
     except Exception as error:  # noqa: BLE001 - whatever it is: stop, and say no text that may hold patient data
         say(f"stopped: internal fault ({type(error).__name__})")
         return 70

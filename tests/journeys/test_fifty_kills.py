@@ -37,9 +37,10 @@ from tests.support.tcp_proxy import wait_until
 
 STATES = ("queued", "running", "made", "leaving", "signing")
 IMAGES = 100  # to each of two sites
-ROUNDS = 80
+ROUNDS = 60
 PERSONS = 5  # whom the site's approver appoints
 PATIENCE_S = 600.0
+RUN_S = 1500.0  # for the rest of the run: a round whose question a kill lost is asked again when its time is over
 
 
 class Journey:
@@ -174,7 +175,8 @@ def reached(site: KilledSite, seen: Callable[[Job], bool]) -> Job:
 
 
 def progress(site: KilledSite) -> str:
-    return jobs.progress_of(site.store.folder(1)).step
+    job = site.job()
+    return jobs.progress_of(site.store.folder(job.number)).step if job is not None else ""
 
 
 def works(site: KilledSite, point: str) -> bool:
@@ -193,7 +195,9 @@ def given(state: object, serial: str) -> bool:
 
 
 def release_name(world: KilledWorld, name: str) -> str:
-    told = json.loads(world.run(world.agent(name, "jobs", "show", "1", "--json")))
+    job = world.sites[name].job()
+    assert job is not None
+    told = json.loads(world.run(world.agent(name, "jobs", "show", str(job.number), "--json")))
     return str(told["job"]["release"])
 
 
@@ -225,7 +229,7 @@ def test_after_fifty_kills_nothing_is_lost_or_doubled_and_budgets_are_exact(tmp_
                 journey.made()
             journey.signing()
             reached(journey.a, lambda job: job.state == jobs.DONE)
-            assert run.wait(PATIENCE_S) == 0, (world.work / "run.out").read_text()[-2000:]
+            assert run.wait(RUN_S) == 0, (world.work / "run.out").read_text()[-2000:]
             for site in world.sites.values():
                 everything_arrived(world, site)
                 site.service.wait()
@@ -252,7 +256,7 @@ def nothing_is_lost_or_doubled(world: KilledWorld, name: str, earlier: Counter[s
     now = world.images_of(name)
     assert now - earlier == Counter(dict.fromkeys(now.keys() - earlier.keys(), 1))
     assert (earlier - now, len(now) - len(earlier)) == (Counter(), IMAGES)
-    assert [job.state for job in world.sites[name].store.all()] == [jobs.DONE]
+    assert [job.state for job in world.sites[name].store.all()] == [jobs.DONE] * (1 + (name == PRIVATE))
 
 
 def budgets_are_exact(world: KilledWorld) -> None:
@@ -271,6 +275,7 @@ def budgets_are_exact(world: KilledWorld) -> None:
             assert here[""]["paid"] == here[""]["amount"] == there[""]["paid"]
         if RUN in here:  # a round that a kill ended counts as made; the coordinator spends the whole of a part
             made = [e["used"] for e in own["entries"] if e["type"] == "sent" and e["run"]]
+            assert len(made) == ROUNDS, "it was in every round"
             assert max(made) <= here[RUN]["paid"] <= here[RUN]["amount"] == there[RUN]["paid"]
     assert spent(hub, f"{REVIEWED}/k") == (0, 1), "its one k release is not burnt"
     for name in (PRIVATE, REVIEWED):
@@ -279,6 +284,8 @@ def budgets_are_exact(world: KilledWorld) -> None:
         assert len(images) > 0
     rounds = [e["round"] for e in hub["entries"] if e["type"] == "round-closed" and e["run"] == RUN]
     assert rounds == list(range(1, ROUNDS + 1)), "every round once"
+    both = [e["sites"] for e in hub["entries"] if e["type"] == "round-closed" and e["run"] == RUN]
+    assert both == [[PRIVATE, STEADY]] * ROUNDS, "and no kill took a site out of one"
     persons = [e["person"] for e in site_ledger(world, REVIEWED)["entries"] if e["type"] == "appointed"]
     assert sorted(persons) == sorted([APPROVER, *(f"auditor-{number}" for number in range(PERSONS))])
 

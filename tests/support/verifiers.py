@@ -23,7 +23,17 @@ from agent.models.recognition.verifier import (
 from agent.models.recognition.verifier import verifier_from as _read
 from agent.models.recognition.verifier_training import VerificationConfig, fit_verifier, second_opinion
 from agent.models.training_loop import seeded
+from agent.vetting.reference import Vetting
+from deploy.demo.train_networks import kept_network
 from deploy.phantoms.chest import chest_patients, stacked
+
+
+@cache
+def demo_vetting() -> Vetting:
+    """By the demo's own verifiers, of made-up chests."""
+    one, other = (_read(kept_network(name), "public") for name in ("verifier", "unseen"))
+    return Vetting(one, other)
+
 
 TINY = VerifierArchitecture(TrunkArchitecture(16, 1, 8, 2), grid=8, features=32, hidden=16, embedding=32)
 

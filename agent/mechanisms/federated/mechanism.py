@@ -26,6 +26,7 @@ from agent.domain import Cohort, Patient, Update
 from agent.dp.clipping import PrivacyUnit
 from agent.dp.dpsgd import PrivateSgd, SecureSumGrid, TrainingTask, noisy_part, train_privately
 from agent.dp.noise import TAIL, Entropy, deviation
+from agent.mechanisms.common.workspace import Workspace
 from policies.accounting.claims import DistributedGaussian, SubsampledGaussian
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
@@ -38,6 +39,7 @@ MOST_STEPS: Final = 10_000  # of one round: a job must not hold a site for hours
 MOST_PIXELS: Final = 1 << 15  # along a side
 MOST_STEPS_OF_VALUE: Final = 1 << 24  # whole numbers up to it are exact in float32
 MOST_WIDENING: Final = 0.01  # of the noise, to cover the rounding to the lattice
+_NO_BENCH: Final = Workspace()
 LEAST_NOISE_STEPS: Final = 16.0  # of the lattice: rounded noises then add up like noise, to a part in e^5000
 
 
@@ -254,7 +256,7 @@ class Federated(_Classifier):
         """What all rounds together promise. It is settled before an image is read."""
         return SubsampledGaussian(self.sampling_rate, self.noise_multiplier, self.steps_per_round * self.rounds)
 
-    def run_round(self, cohort: Cohort, update: Update, entropy: Entropy) -> Update:
+    def run_round(self, cohort: Cohort, update: Update, entropy: Entropy, bench: Workspace = _NO_BENCH) -> Update:
         """Train ``steps_per_round`` private steps from the global parameters ``update``.
 
         Gradient steps, plain or proximal: no optimiser state is carried from round to round. Images of a class that
@@ -269,7 +271,8 @@ class Federated(_Classifier):
         """
         model = self._model(update.vector)
         task = TrainingTask(model, row_losses, partial(ProximalSgd, lr=self.learning_rate, mu=self.proximal))
-        train_privately(task, self._units(cohort), self._job(), entropy)
+        say = lambda at: bench.say("train", at.step, at.steps)  # noqa: E731 - one line
+        train_privately(task, self._units(cohort), self._job(), entropy, say=say)
         return Update(np.concatenate([model.weight.detach().numpy().ravel(), model.bias.detach().numpy()]))
 
     def _job(self) -> PrivateSgd:
@@ -327,7 +330,7 @@ class FederatedMasked(_Classifier):
         """What all rounds together promise of the sums. It is settled before an image is read."""
         return DistributedGaussian(self.sampling_rate, self.noise_multiplier, self.rounds, self.sites, self.honest)
 
-    def run_round(self, cohort: Cohort, update: Update, entropy: Entropy) -> Update:
+    def run_round(self, cohort: Cohort, update: Update, entropy: Entropy, bench: Workspace = _NO_BENCH) -> Update:
         """One private step from the global parameters ``update``: the change, *this site's part of a sum*.
 
         It bears noise_multiplier / sqrt(honest) of the noise and must leave masked only. Each coordinate of the
@@ -342,6 +345,7 @@ class FederatedMasked(_Classifier):
         Raises:
             ValueError: the update or the images have another shape than the configuration.
         """
+        bench.say("train", 0, 1)
         box = SecureSumGrid(self._grid(), self._room())
         whole = noisy_part(self._model(update.vector), row_losses, self._units(cohort), self._job(), entropy, box)
         return Update((-whole * 2.0**-self.scale).astype(np.float32))

@@ -358,6 +358,19 @@ def test_a_set_is_judged_by_held_out_patients_on_a_page_for_this_site(
     assert said.line == {**told, "measured": ["utility", "fidelity", "semantics"]}
 
 
+def test_memory_that_runs_out_is_said_in_one_sentence(
+    typed: Typed, ward: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(evaluate_command, "read_images", fails)
+    (tmp_path / "set.tar").write_bytes(b"")
+    said = typed(*judged(ward, tmp_path))
+    told = "refused: memory ran out: free some or take smaller batches, and give the same command again\n"
+    assert (said.status, said.err) == (1, told)
+
+
 @pytest.mark.usefixtures("quick")
 def test_patients_who_may_have_been_trained_on_are_not_looked_at(
     typed: Typed, ward: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

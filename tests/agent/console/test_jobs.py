@@ -22,7 +22,7 @@ from agent.service.ledger_access import BorrowedLedger, Site
 from agent.service.site import site_app
 from agent.storage import projects
 from agent.storage.vault import JOB_OUTPUTS
-from policies.accounting.claims import KAnonymous
+from policies.accounting.claims import KAnonymous, SubsampledGaussian
 from policies.ledger.state import State
 from policies.statements import Release, Reservation, claim_json, parse
 from protos.service.control_socket import control_socket
@@ -166,6 +166,41 @@ def test_a_price_that_is_paid_is_lost_only_when_that_is_confirmed_by_who_may(pla
         assert "It is cancelled" in hugo.told(f"/jobs/{number}/cancel", spend="yes")
     state: State = BorrowedLedger(place.home).read().state
     assert state.grants[JobStore(place.home.root).read(number).grant].state == "spent"
+
+
+def test_a_part_in_a_run_is_seen_by_all_and_left_by_who_may(place: Hospital) -> None:
+    number = job(place, "part", "run-1", by="")
+    claim = SubsampledGaussian(0.25, 20.0, 9)
+    with open_runtime(place.home.root, lambda *_: None) as runtime:
+        asked = Reservation(
+            "grant-part", "site-a", "run-1", "federated", claim, {"initial": "public", "centre": "public"}, "OT"
+        )
+        assert runtime.site.ledger.reserve("reserve-part", asked, runtime.site.seal(asked)).admitted
+        amount = runtime.site.ledger.store.state.grants["grant-part"].reserved.amount
+        note = {"run": "run-1", "grant": "grant-part", "modality": "OT", "rounds_trained": 0, "begun": 0}
+        runtime.vault.write_note("run", note)
+    price = {"mechanism": "federated", "claim": claim_json(claim), "amount": amount, "left": 2 * amount}
+    put(place, number, jobs.INTERRUPTED, grant="grant-part", price=price, attempts=1)
+    store = JobStore(place.home.root)
+    store.change(number, lambda known: known.now(jobs.RUNNING, "round 1 of 3"))
+    with place.client("rita") as rita, place.client("hugo") as hugo:
+        page = words(rita.get(f"/jobs/{number}"))
+        assert ("part run-1" in page, "round 1 of 3" in page, "Retry" in page, "As a command" in page) == (
+            *(True, True),
+            *(False, False),
+        )
+        assert "as the test says" not in page, "why a round came to nothing may be a patient's doing"
+        assert "% of the lifetime budget" in page
+        assert "No budget is spent" in words(hugo.get(f"/jobs/{number}/cancel"))
+        store.change(number, lambda known: replace(known, attempts=2))
+        asked_again = hugo.get(f"/jobs/{number}/cancel")
+        assert "the rest of the price is returned" in words(asked_again)
+        answer = hugo.post(f"/jobs/{number}/cancel")
+        assert (answer.status_code, "Nothing was done" in words(answer)) == (409, True)
+        assert "It is told to end" in hugo.told(f"/jobs/{number}/cancel", spend="yes")
+    assert (store.read(number).wanted, store.read(number).wanted_by) == (jobs.SPENT, "hugo")
+    state: State = BorrowedLedger(place.home).read().state
+    assert state.grants["grant-part"].state == "held", "the record leaves no run; the service does"
 
 
 def test_a_proposal_is_approved_by_each_role_with_their_own_login_and_by_nobody_else(place: Hospital) -> None:

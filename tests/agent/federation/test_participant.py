@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agent.domain import Update
 from agent.errors import CoordinatorUnreachableError, ReviewRejectedError
-from agent.federation.participant import NOTE, Participant
+from agent.federation.participant import Participant
 from agent.release.recovery import recover
+from agent.release.unsent import PART
 from policies.audit.verify import verify
 from policies.ledger.backends.sqlite import export_file
+from protos.artifacts.arrays import unpack_vector
+from protos.common.errors import WorkerError
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.federated_sites import (
     START,
@@ -30,7 +35,7 @@ from tests.support.federated_sites import (
 
 
 def _before_the_note(w: FederatedSite, _patch: pytest.MonkeyPatch) -> None:
-    w.vault.crash_at = NOTE
+    w.vault.crash_at = PART
 
 
 def _before_the_ledgers_size_was_noted(w: FederatedSite, _patch: pytest.MonkeyPatch) -> None:
@@ -68,18 +73,29 @@ def test_a_killed_agent_goes_on_with_its_part_and_what_it_had_begun_counts(
     assert w.account() == (whole, 0), "the grant is held, all of it"
     assert w.vault.reads <= part(w).rounds_trained
     assert recover(part(w).site) == [], "a part that is open is not spent at the start"
-    set_out = moment in (when_it_had_set_out, _before_the_ledgers_size_was_noted)
-    if set_out:
-        with pytest.raises(ReviewRejectedError, match="round"):
-            part(w).train("run-1", 1, START)
-    else:
-        part(w).train("run-1", 1, START)
+    sealed = moment not in (_before_the_note, in_training)
+    reads = w.vault.reads
+    signed, update = part(w).train("run-1", 1, START)
+    assert w.vault.reads == reads + (not sealed), "what was sealed is sent, and not made again"
+    assert w.gateway.submit(f"submit-{signed.release.release}", signed.envelope, signed.artifact).admitted
+    np.testing.assert_array_equal(unpack_vector(signed.artifact), update.vector)
     for number in (2, 3):
         if part(w).rounds_trained < 3:
             part(w).train("run-1", number, START)
     with pytest.raises(ReviewRejectedError, match="round"):
         part(w).train("run-1", 4, START)
     assert w.vault.reads <= 3 == part(w).rounds_trained
+
+
+def test_a_part_that_comes_back_as_something_else_does_not_leave_and_is_paid(tmp_path: Path) -> None:
+    """It comes from a confined process, whose word is no word to rely on."""
+    w = federated_site(tmp_path)
+    granted(w, federated(rounds=2))
+    one = part(w)
+    one.site = replace(one.site, run=lambda *_: Update(np.zeros(START.vector.size + 1, np.float32)))
+    with pytest.raises(WorkerError, match="with other parameters than it was given"):
+        one.train("run-1", 1, START)
+    assert (one.rounds_trained, one.site.ledger.store.state.sent) == (1, {})
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -112,7 +128,7 @@ def test_whatever_kills_it_and_whenever_no_round_is_trained_beyond_what_was_pric
 
 def test_a_price_whose_note_was_not_written_is_spent_at_the_next_start(tmp_path: Path) -> None:
     w = federated_site(tmp_path)
-    w.vault.crash_at = NOTE
+    w.vault.crash_at = PART
     with pytest.raises(KeyboardInterrupt):
         part(w).join("run-1", federated())
     assert not w.crash()
@@ -179,7 +195,7 @@ def test_a_part_in_which_nothing_was_trained_is_freed_when_it_is_left_and_one_wi
     part(w).leave_run()
     held, spent = w.account()
     assert held == 0 < spent
-    assert w.vault.note(NOTE) is None
+    assert w.vault.note(PART) is None
 
 
 def test_a_note_of_another_modality_or_of_a_grant_that_is_closed_is_not_taken_up(tmp_path: Path) -> None:
@@ -194,14 +210,82 @@ def test_a_note_of_another_modality_or_of_a_grant_that_is_closed_is_not_taken_up
         part(w).train("run-1", 1, START)
 
 
-def test_a_run_that_was_followed_to_its_end_is_closed_and_leaves_no_note(tmp_path: Path) -> None:
+def test_a_run_that_was_followed_to_its_end_is_closed_and_its_last_update_stays_until_the_run_is_over(
+    tmp_path: Path,
+) -> None:
+    """Another site may be away: then the last round is asked again. A coordinator that was killed asks the price."""
     w = federated_site(tmp_path)
-    granted(w, federated(rounds=1))
+    envelope = granted(w, federated(rounds=1))
     sent, _ = part(w).train("run-1", 1, START)
     assert w.crash(), "after the last round, and before its verdict is known"
     assert w.gateway.submit(f"submit-{sent.release.release}", sent.envelope, sent.artifact).admitted
     assert part(w).follow()
     held, spent = w.account()
     assert held == 0 < spent
-    assert w.vault.note(NOTE) is None
-    assert not w.crash()
+    for _ in range(2):
+        assert part(w).join("run-1", federated(rounds=1)) == envelope
+        assert part(w).train("run-1", 1, START)[0] == sent
+        with pytest.raises(ReviewRejectedError, match="round"):
+            part(w).train("run-1", 2, START)
+        assert not w.crash()
+    part(w).leave_run()
+    assert (w.vault.note(PART), w.vault.blobs, w.account()) == (None, {}, (held, spent))
+    with pytest.raises(ReviewRejectedError, match="priced before"):
+        part(w).join("run-1", federated(rounds=1))
+
+
+def test_what_was_sealed_goes_with_the_next_one_and_when_the_site_leaves(tmp_path: Path) -> None:
+    w = federated_site(tmp_path)
+    granted(w, federated(rounds=3))
+    for number in (1, 2):
+        sent, _ = part(w).train("run-1", number, START)
+        assert list(w.vault.blobs) == [f"site/kept/{sent.release.release}/artifact"]
+        recover(part(w).site)  # beside it
+    part(w).leave_run()
+    assert (w.vault.note(PART), w.vault.blobs) == (None, {})
+
+
+@pytest.mark.parametrize("moment", [before_it_set_out, when_it_had_set_out])
+@pytest.mark.parametrize("start", [False, True])
+def test_what_was_sealed_of_a_patient_who_opts_out_is_not_sent_and_its_round_not_made_again(
+    tmp_path: Path, moment: Callable[[FederatedSite, pytest.MonkeyPatch], None], start: bool
+) -> None:
+    w = federated_site(tmp_path)
+    granted(w, federated(rounds=3))
+    assert killed(w, 1, moment)
+    w.vault.out = frozenset({"0003"})
+    if start:
+        recover(part(w).site)
+        assert w.crash()
+    for rule in ("round" if start else "opted_out", "round"):
+        with pytest.raises(ReviewRejectedError, match=rule):
+            part(w).train("run-1", 1, START)
+        assert w.vault.blobs == {}
+    assert (w.vault.reads, w.crash()) == (1, True)
+    with pytest.raises(ReviewRejectedError, match="round"):
+        part(w).train("run-1", 1, START)
+    part(w).train("run-1", 2, START)
+
+
+def test_a_round_whose_sealed_bytes_are_gone_or_are_others_is_refused_and_not_made_again(tmp_path: Path) -> None:
+    w = federated_site(tmp_path)
+    granted(w, federated(rounds=3))
+    assert killed(w, 1, before_it_set_out)
+    (name,) = w.vault.blobs
+    for damaged in ({}, {name: b"other bytes"}):
+        w.vault.blobs = damaged
+        assert w.crash()
+        with pytest.raises(ReviewRejectedError, match="round"):
+            part(w).train("run-1", 1, START)
+    assert w.vault.reads == 1
+
+
+def test_a_part_is_not_closed_while_its_last_update_is_sealed_and_has_not_set_out(tmp_path: Path) -> None:
+    w = federated_site(tmp_path)
+    granted(w, federated(rounds=1))
+    assert killed(w, 1, before_it_set_out)
+    assert not part(w).follow()
+    part(w).train("run-1", 1, START)
+    part(w).leave_run()
+    held, spent = w.account()
+    assert held == 0 < spent

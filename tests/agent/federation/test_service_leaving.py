@@ -175,7 +175,8 @@ def test_what_the_books_refuse_when_a_run_is_over_stops_no_agent_and_a_fork_does
     monkeypatch.setattr("agent.federation.service.FOLLOW_S", 0.0)
     turns = iter([InvalidEntryError("no open grant"), LedgerForkError("another ledger")])
 
-    def broken(_: Participant) -> None:
+    def broken(_: Participant, how: str) -> None:
+        assert how == "over"
         station.over.say("run-1")
         raise next(turns)
 

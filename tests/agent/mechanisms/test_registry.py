@@ -431,7 +431,7 @@ def test_the_start_is_the_same_everywhere_and_zero():
 def test_a_rounds_divisor_does_not_follow_the_cohort(monkeypatch):
     # P10: q, sigma, steps and the divisor that reach the engine are constants
     jobs = []
-    monkeypatch.setattr(federated, "train_privately", lambda task, units, job, entropy: jobs.append(job))
+    monkeypatch.setattr(federated, "train_privately", lambda task, units, job, entropy, say: jobs.append(job))
     for size in (1, 7, 60):
         cohort = Cohort(COHORT.patients[:size])
         FEDERATED.run_round(cohort, FEDERATED.initial(), UnsafeSeededEntropy(0))
@@ -564,7 +564,9 @@ def _watched(monkeypatch, mechanism, cohort, seed=0):
         return total
 
     monkeypatch.setattr(
-        federated, "train_privately", lambda task, units, job, e: train_privately(task, units, job, e, spy)
+        federated,
+        "train_privately",
+        lambda task, units, job, e, say: train_privately(task, units, job, e, spy, say=say),
     )
     update = mechanism.run_round(cohort, mechanism.initial(), UnsafeSeededEntropy(seed))
     return update.vector, seen

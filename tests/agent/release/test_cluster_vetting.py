@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,14 +26,15 @@ from agent.microaggregation.released_clusters import ReleasedCluster
 from agent.models.image_tensors import to_bytes, to_tensor, to_unit
 from agent.models.recognition.recogniser import RecogniserError
 from agent.models.recognition.score_tail import Tail
-from agent.models.recognition.verifier import VerifierFeatures, verifier_from
+from agent.models.recognition.verifier import VerifierFeatures
 from agent.models.training_loop import torch_generator
 from agent.models.weights import Origin
 from agent.release.approval import submit_approved, withdraw
-from agent.release.cluster_vetting import NoneLeftError, Vetter, VettingRequest
+from agent.release.cluster_vetting import Findings, NoneLeftError, Vetter, VettingRequest
 from agent.release.history import kept_clusters
+from agent.release.maker_process import MakerEndedError
 from agent.release.pipeline import release_synthetic
-from agent.release.ports import ApprovalPending, SignedRelease
+from agent.release.ports import ApprovalPending, Run, SignedRelease
 from agent.release.vetting_statement import (
     TooFewToVetError,
     VettingReport,
@@ -45,25 +48,19 @@ from agent.vetting.filter import KINDS
 from agent.vetting.reference import Vetting
 from agent.vetting.requirements import CAUGHT, PLANTED, has_statistical_power
 from coordinator.admission import AdmissionService
-from deploy.demo.train_networks import kept_network
 from policies.governance import decisions
 from policies.review.policy import PRESETS, parse, preset
 from policies.statements import decimal
 from protos.artifacts.arrays import unpack_images
+from protos.common.errors import WorkerError
 from tests.support.ledger_world import Person, policy
 from tests.support.site_world import DirectCoordinatorClient, MemoryVault, SiteWorld, approve, site_world
 from tests.support.vault_records import open_vault, record
 from tests.support.verifiers import chests
+from tests.support.verifiers import demo_vetting as vetting
 
 SIDE, K, EVERYBODY = 32, 5, 44
 Pictures = NDArray[np.uint8]
-
-
-@cache
-def vetting() -> Vetting:
-    """The demo's own verifiers, of made-up chests."""
-    one, other = (verifier_from(kept_network(name), "public") for name in ("verifier", "unseen"))
-    return Vetting(one, other)
 
 
 @cache
@@ -425,6 +422,40 @@ def test_a_vetting_that_misses_copies_lets_nothing_leave(tmp_path: Path) -> None
         release_synthetic(s.site, handed(), "OT", np.random.default_rng(1), None, VettingRequest(blind))
     assert s.spent("k") == ((0, 1), (0, 1))
     assert s.vault.note("releases") is None
+
+
+def test_a_vetting_that_is_killed_or_answers_of_something_else_keeps_its_grant_and_goes_on(tmp_path: Path) -> None:
+    """It comes from a confined process, whose word is no word to rely on."""
+    s = ready(tmp_path)
+
+    def ended(*_: Any) -> Any:
+        raise MakerEndedError(signal.SIGKILL)
+
+    for name, lie, error, told in (
+        ("power", lambda found: replace(found, kinds={**found.kinds, "other": found.caught}), WorkerError, "copies"),
+        ("compare", lambda found: replace(found, reasons=found.reasons[1:]), WorkerError, "of other images"),
+        ("compare", lambda found: replace(found, taken=(*found.taken, False)), WorkerError, "of other images"),
+        ("compare", ended, MakerEndedError, "signal 9, perhaps since memory ran out"),
+    ):
+        answer: Run = lambda call, *given, name=name, lie=lie: (  # noqa: E731 - of one line
+            lie(call(*given)) if call.__name__ == name else call(*given)
+        )
+        with pytest.raises(error, match=told):
+            release_synthetic(
+                replace(s.site, run=answer), handed(), "OT", np.random.default_rng(1), None, VettingRequest(vetting())
+            )
+        assert s.spent("k")[0] == (1, 0)
+    _, verdict = release_synthetic(s.site, handed(), "OT", np.random.default_rng(1), None, VettingRequest(vetting()))
+    assert (verdict.admitted, s.spent("k")) == (True, ((0, 1), (0, 1)))
+
+
+@pytest.mark.parametrize(
+    "lie", [{"reasons": ("\x1b[2J",)}, {"thresholds": {"other": 1.0}}, {"intervals": {"other": (0.0, 1.0)}}]
+)
+def test_what_is_printed_of_a_finding_has_the_names_that_there_are(lie: dict[str, Any]) -> None:
+    good = Findings(("", "copy"), (False, True), {"unseen": 0.5}, {"verifier": (0.0, 1.0)}, ())
+    with pytest.raises(ValueError, match="unknown reason or threshold"):
+        replace(good, **lie)
 
 
 def test_without_a_vetting_everything_passes_and_no_figure_is_stated(examiner: Vetter) -> None:

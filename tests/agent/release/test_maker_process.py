@@ -9,29 +9,48 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from agent.domain import Cohort, Image, Patient, SyntheticSet
 from agent.dp.noise import SystemEntropy
 from agent.errors import CohortTooSmallError, DivergedError, SiteStorageError
+from agent.evaluation.k_selection import Menu
+from agent.evaluation.released_set import Effort, Subject
+from agent.evaluation.utility import Recipe
 from agent.mechanisms.common.workspace import Workspace
-from agent.release import maker_process, sealed_making
+from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
+from agent.mechanisms.ksalsa.mechanism import KSalsa
+from agent.mechanisms.ksalsa.style_alignment import Alignment
+from agent.microaggregation.released_clusters import ReleasedCluster
+from agent.models.features.extractors import RandomFeatures
+from agent.models.image_tensors import to_bytes
+from agent.release import sealed_making
+from agent.release.cluster_vetting import Comparison, VettingRequest
+from agent.release.held_out_evaluation import _evaluated
+from agent.release.k_search import measure
 from agent.release.maker_process import MakerEndedError, MakerFaultError, MakerProcess
+from agent.release.maker_values import pack
+from agent.release.ports import run_here
 from protos.common.errors import WorkerError
 from protos.operations.confinement import REQUIRED, landlock_abi
+from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.memory_place import MemoryPlace
-from tests.support.small_mechanisms import COHORT, DIGITS, PRIVATE, SET_RELEASES, digit_patients
+from tests.support.networks import codec
+from tests.support.small_mechanisms import COHORT, DIGITS, FEDERATED, MASKED, PRIVATE, SET_RELEASES, digit_patients
+from tests.support.verifiers import chests, demo_vetting
 
 CONFINED = pytest.mark.skipif(not landlock_abi(), reason="this kernel has no Landlock")
 ROOT = Path(__file__).resolve().parents[3]
 HOSTILE = '''
 import os, socket, subprocess
 from pathlib import Path
-from agent.domain import Clusters, SyntheticSet
+from typing import Any
 from agent.errors import CohortTooSmallError, DivergedError
 
 class Tries:
@@ -39,7 +58,7 @@ class Tries:
     places = ("known",)
     def __init__(self, what, *told):
         self.what, self.told = what, told
-    def run(self, cohort, rng=None, bench=None) -> tuple[SyntheticSet, Clusters]:
+    def run(self, cohort, rng=None, bench=None) -> Any:
         return getattr(self, self.what)(cohort, bench)
     def reach(self, cohort, bench):
         home, port, inode = self.told
@@ -88,6 +107,13 @@ class Tries:
         cohort.patients[0].images[0].pixels[:] = 0
         return "changed"
 
+class Turned(Tries):
+    """Stands in the place of a network, a codec or a set: what it is asked first, it tries everything."""
+    @property
+    def asked(self):
+        raise DivergedError("reached: " + " ".join(self.reach(None, None)))
+    verifier = codec = labels = asked
+
 def _inode(number):
     try:
         return os.fstat(number).st_ino
@@ -103,7 +129,7 @@ def tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     folder.mkdir()
     (folder / "hostile_mechanism.py").write_text(HOSTILE)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{ROOT}")  # this very tree, wherever else one is installed
     monkeypatch.setenv("LAZARET_SECRET", "a key")
     import hostile_mechanism
 
@@ -111,14 +137,15 @@ def tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
         what: str, *told: Any, bench: Workspace | None = None, demand: str = "available", given: Any = None
     ) -> Any:
         mechanism = hostile_mechanism.Tries(what, *told)
-        return MakerProcess(demand)(mechanism, given or COHORT, np.random.default_rng(1), bench or Workspace())
+        return MakerProcess(demand)(mechanism.run, given or COHORT, np.random.default_rng(1), bench or Workspace())
 
     yield run
     sys.modules.pop("hostile_mechanism", None)
 
 
-@CONFINED
-def test_it_reaches_nothing_of_the_site(tries: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.fixture
+def told(tmp_path: Path) -> Iterator[tuple[str, int, int]]:
+    """What there is to reach: a home directory, a port, an open file."""
     import socket
 
     (tmp_path / "sign.key").write_text("a key")
@@ -128,8 +155,29 @@ def test_it_reaches_nothing_of_the_site(tries: Callable[..., Any], tmp_path: Pat
         (tmp_path / "held").write_text("open here, and not over there")
         with (tmp_path / "held").open() as held:
             os.set_inheritable(held.fileno(), True)
-            told = str(tmp_path), server.getsockname()[1], os.fstat(held.fileno()).st_ino
-            assert tries("reach", *told, demand=REQUIRED) == ()
+            yield str(tmp_path), server.getsockname()[1], os.fstat(held.fileno()).st_ino
+
+
+@CONFINED
+def test_it_reaches_nothing_of_the_site(tries: Callable[..., Any], told: tuple[str, int, int]) -> None:
+    assert tries("reach", *told, demand=REQUIRED) == ()
+
+
+@CONFINED
+@pytest.mark.usefixtures("tries")
+def test_nor_does_what_vets_searches_or_evaluates(told: tuple[str, int, int]) -> None:
+    import hostile_mechanism
+
+    turned, bench = hostile_mechanism.Turned("reach", *told), Workspace()
+    picture = (np.zeros((1, 32, 32), np.uint8),)
+    for call, *given in (
+        (Comparison(turned, False).power, COHORT.patients, 1),
+        (Comparison(turned, False).compare, COHORT.patients, picture, ("a",), bench),
+        (partial(measure, turned, Menu((5, 8), 5), None), COHORT, np.random.default_rng(1)),
+        (partial(_evaluated, turned, None), COHORT, np.random.default_rng(1), bench),
+    ):
+        with pytest.raises(DivergedError, match=r"^reached: $"):
+            MakerProcess(REQUIRED)(call, *given)
 
 
 def test_what_it_is_handed_is_sealed_and_stays_as_it_was(tries: Callable[..., Any]) -> None:
@@ -146,27 +194,67 @@ def test_memory_that_somebody_could_still_change_is_not_opened(
         tries("changes")
 
 
-@pytest.mark.parametrize("name", ["ksame", "ksalsa", "centroids", "privimage"])
-def test_every_mechanism_makes_there_what_it_makes_here(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A confined process may import what stands for patients and noise in tests."""
     for copied in ("tests/support", "deploy/phantoms"):
         shutil.copytree(ROOT / copied, tmp_path / copied, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+
+
+@pytest.mark.usefixtures("ours")
+@pytest.mark.parametrize("name", ["ksame", "ksalsa", "centroids", "privimage"])
+def test_every_mechanism_makes_there_what_it_makes_here(name: str) -> None:
     release, results = SET_RELEASES[name], []
-    for run in (maker_process.MakerProcess(), lambda mechanism, *given: mechanism.run(*given)):
+    for run in (MakerProcess(), run_here):
         if not release.public:
             rng = np.random.default_rng(3)
-            made, clusters = run(release.mechanism, COHORT, rng, ())
+            made, clusters = run(release.mechanism.run, COHORT, rng, ())
             results.append((made.images.tobytes(), made.labels, clusters, rng.random()))
             continue
         places, said = defaultdict[str, MemoryPlace](MemoryPlace), list[tuple[object, ...]]()
         bench = Workspace(lambda name, kept=places: kept[name], lambda *told, all_=said: all_.append(told))  # type: ignore[misc]
         cohort = digit_patients(PRIVATE[:120], DIGITS) if name == "privimage" else COHORT
-        made = run(release.mechanism, cohort, SystemEntropy(), bench)
+        made = run(release.mechanism.run, cohort, SystemEntropy(), bench)
         kept = {place: len(held.data or b"") for place, held in places.items()}
         results.append((made.images.shape[1:], len(made.labels) == len(made.images), kept, said))
     assert results[0] == results[1]
+
+
+@pytest.mark.usefixtures("ours")
+@pytest.mark.parametrize("mechanism", [FEDERATED, MASKED])
+def test_a_part_of_a_round_is_there_what_it_is_here(mechanism: Federated | FederatedMasked) -> None:
+    there, here = (
+        run(mechanism.run_round, COHORT, mechanism.initial(), UnsafeSeededEntropy(1)).vector
+        for run in (MakerProcess(REQUIRED), run_here)
+    )
+    assert np.array_equal(there, here)
+
+
+def test_a_vetting_a_search_and_an_evaluation_find_there_what_they_find_here() -> None:
+    pixels = (chests(44, 5, side=32, visits=1)[0] / 255).astype(np.float32)
+    patients = tuple(Patient(f"{n:04d}", (Image(one, "ab"[n % 2]),)) for n, one in enumerate(pixels))
+    made = [*(strangers := chests(24, 77, side=32, visits=1)[0])[:6], to_bytes(pixels[7])]
+    clusters = [
+        ReleasedCluster(tuple(f"{n}-{k}" for k in range(5)), one[None], "a", 5, 2, "f") for n, one in enumerate(made)
+    ]
+    labels = tuple("ab"[n % 2] for n in range(24))
+    subject = Subject(SyntheticSet(strangers, labels), ("a", "b"), ("a", "b"))
+    effort = Effort(Recipe(epochs=2, side=32, width=4), (0,), 20)
+    search = partial(
+        measure, KSalsa(5, 2, codec(1), RandomFeatures(), RandomFeatures(), Alignment()), Menu((5, 8), 5)
+    )
+    results = []
+    for run in (MakerProcess(), run_here):
+        rng, seen, gone = np.random.default_rng(3), list[Any](), list[Any]()
+        vetter = VettingRequest(demo_vetting(), seen.append, pictures=True).over(patients, rng, run)
+        vetter.examine(clusters[:3], clusters[3:], gone.append)
+        bench = Workspace(say=lambda *told, all_=seen: all_.append(told))
+        seen.append(run(partial(search, None), Cohort(patients), rng))
+        seen.append(run(partial(_evaluated, subject, effort), Cohort(patients), rng, bench))
+        results.append((pack(seen), gone[0][0] is clusters[6], rng.random()))
+    assert results[0] == results[1]
+    assert results[0][1]
 
 
 def test_an_error_of_ours_comes_back_and_no_other_ones_text(tries: Callable[..., Any]) -> None:
@@ -176,7 +264,7 @@ def test_an_error_of_ours_comes_back_and_no_other_ones_text(tries: Callable[...,
         tries("raises", "told")
     with pytest.raises(MemoryError):
         tries("raises", "memory")
-    with pytest.raises(MakerFaultError, match=r"internal fault \(ValueError\) in the process that makes it$"):
+    with pytest.raises(MakerFaultError, match=r"internal fault \(ValueError\) in the process that computes it$"):
         tries("raises", "other")
 
 
@@ -190,7 +278,7 @@ def test_what_it_says_steers_no_terminal_and_fills_no_log(tries: Callable[..., A
 
 def test_a_kill_from_outside_is_no_fault_of_the_making(tries: Callable[..., Any]) -> None:
     bench = Workspace(say=lambda _, pid, __: os.kill(pid, signal.SIGKILL))
-    with pytest.raises(MakerEndedError, match=r"signal 9, perhaps since memory ran out: the same command goes on"):
+    with pytest.raises(MakerEndedError, match=r"signal 9, perhaps since memory ran out: give the same command again"):
         tries("waits", bench=bench)
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from agent.domain import Clusters, SyntheticSet
 from agent.mechanisms.registry import MECHANISMS
-from agent.release.maker_values import classes_of, pack, unpack
+from agent.release.maker_values import Result, pack
 
-KNOWN = classes_of(MECHANISMS["ksame"].run)  # type: ignore[union-attr]
+KNOWN = Result.of(MECHANISMS["ksame"].run)  # type: ignore[union-attr]
 SET = SyntheticSet(np.arange(24, dtype=np.uint8).reshape(2, 3, 4), ("a", "b"))
 KEYS = st.text() | st.integers() | st.booleans()
 VALUES = st.recursive(
@@ -27,7 +29,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_plain_values_come_back_as_they_were(value: Any) -> None:
-    back = unpack(*pack(value), {})
+    back = Result().unpack(*pack(value))
     assert back == value
     assert repr(back) == repr(value) or isinstance(value, frozenset | dict | list | tuple)
 
@@ -36,7 +38,7 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 4)])
 def test_arrays_come_back_with_their_type_and_shape(kind: str, shape: tuple[int, ...]) -> None:
     array = np.ones(shape, kind)[()]  # of no sides: a number
-    back = unpack(*pack((array, b"between", array)), {})
+    back = Result().unpack(*pack((array, b"between", array)))
     assert [one.dtype for one in (back[0], back[2])] == [array.dtype] * 2
     assert np.shape(back[0]) == shape
     assert np.array_equal(back[0], array)
@@ -44,7 +46,7 @@ def test_arrays_come_back_with_their_type_and_shape(kind: str, shape: tuple[int,
 
 
 def test_a_result_is_built_by_its_own_classes() -> None:
-    made, clusters = unpack(*pack((SET, Clusters((("p", "q"),)))), KNOWN)
+    made, clusters = KNOWN.unpack(*pack((SET, Clusters((("p", "q"),)))))
     assert isinstance(made, SyntheticSet)
     assert np.array_equal(made.images, SET.images)
     assert clusters == Clusters((("p", "q"),))
@@ -52,7 +54,7 @@ def test_a_result_is_built_by_its_own_classes() -> None:
 
 @pytest.mark.parametrize("name", [n for n, known in MECHANISMS.items() if hasattr(known, "run") and n != "remodel"])
 def test_the_classes_of_every_mechanisms_result_are_known(name: str) -> None:
-    found = classes_of(MECHANISMS[name].run)  # type: ignore[union-attr]
+    found = Result.of(MECHANISMS[name].run).classes  # type: ignore[union-attr]
     assert "SyntheticSet" in found
     assert ("Review" in found) == name.startswith("distill")
 
@@ -90,7 +92,53 @@ class Other:
 )
 def test_what_is_no_result_is_refused(tree: str | bytes, data: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - of several layers
-        unpack(tree.encode() if isinstance(tree, str) else tree, data, KNOWN)
+        Result(Any, KNOWN.classes).unpack(tree.encode() if isinstance(tree, str) else tree, data)
+
+
+@dataclass(frozen=True)
+class Held:
+    number: int
+    share: float = 0.5
+    sure: bool = True
+    name: str | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
+    pair: tuple[int, float] = (1, 2.0)
+    names: tuple[str, ...] = ()
+    some: frozenset[str] = frozenset()
+    picture: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(2, np.uint8))
+    any_array: NDArray[Any] = field(default_factory=lambda: np.zeros(2))
+    way: Literal["a", "b"] = "a"
+
+
+def held() -> Held:
+    raise NotImplementedError
+
+
+def test_every_field_and_the_result_are_of_the_type_that_is_annotated() -> None:
+    result = Result.of(held)
+    good = [Held(1), Held(np.int64(2), np.float32(1.0), np.bool_(1)), Held(3, 4, shares={"a": 1}, names=("x", "y"))]
+    for one in good:
+        assert result.unpack(*pack(one)) is not None
+    bad = {
+        "number": [1.0, True, "1", None],
+        "share": ["0.5", False, None],
+        "sure": [1, "true"],
+        "name": [1, b"name", "two\nlines", "\x1b[2J"],
+        "shares": [{"a": "<script>"}, {1: 1.0}, ()],
+        "pair": [(1,), (1, "2"), (1, 2.0, 3)],
+        "names": [("a", 1), ["a"]],
+        "some": [frozenset({1}), ("a",)],
+        "picture": [np.zeros(2), [0, 0], None],
+        "any_array": [1.0],
+        "way": ["c", 1],
+    }
+    for name, values in bad.items():
+        for value in values:
+            with pytest.raises(ValueError, match="not a result"):
+                result.unpack(*pack(replace(good[0], **{name: value})))
+    for other in (1, None, (good[0],)):
+        with pytest.raises(ValueError, match="not a result"):
+            result.unpack(*pack(other))
 
 
 def test_what_cannot_be_told_is_not_told() -> None:

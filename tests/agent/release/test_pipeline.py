@@ -111,10 +111,10 @@ def test_a_making_that_names_other_patients_or_fewer_than_k_releases_nothing(tmp
     """What a confined process answers is no word to rely on; its grant stays held, and the release goes on."""
     s = site_world(tmp_path)
 
-    def lies(mechanism: Any, *given: Any) -> Any:
-        made, clusters = mechanism.run(*given)
+    def lies(call: Any, *given: Any) -> Any:
+        made, clusters = call(*given)
         first = clusters.members[0]
-        lie = ("somebody", *first[1:]) if named == "of another" else first[: mechanism.k - 1]
+        lie = ("somebody", *first[1:]) if named == "of another" else first[: call.__self__.k - 1]
         return made, replace(clusters, members=(lie, *clusters.members[1:]))
 
     with pytest.raises(WorkerError, match="other patients than it was given, or fewer than k"):

@@ -52,6 +52,12 @@ def test_a_running_job_tells_its_share_and_its_memory(tmp_path: Path) -> None:
     assert found["lazaret_job_memory_bytes making"] > 1 << 20
 
 
+def test_a_part_in_a_run_that_waits_for_its_coordinator_is_no_queue(tmp_path: Path) -> None:
+    JobStore(tmp_path).add(Job(0, ("part", "run-1"), "main", (Event(1.0, jobs.QUEUED),)))
+    found = told(SiteDirectory(tmp_path))
+    assert (found["lazaret_jobs queued"], found["lazaret_jobs_waiting_seconds"]) == (1, 0)
+
+
 def test_what_waits_for_a_person_is_told_with_the_command_and_what_goes_on_is_not(tmp_path: Path) -> None:
     home = home_with(tmp_path, jobs.PROPOSED, jobs.INTERRUPTED, jobs.QUEUED, jobs.DONE)
     JobStore(tmp_path).add(Job(0, ("train", "encoder"), "main", (Event(1.0, jobs.INTERRUPTED),), not_before=1.0))

@@ -181,3 +181,12 @@ def test_a_configuration_is_read_and_none_is_needed(tmp_path: Path) -> None:
     assert job_rules.read_settings(tmp_path) == JobSettings()
     (tmp_path / "jobs.toml").write_text('hours = "22:00-06:00"\nmemory_gib = 16.0\nkeep_days = 7\ndisk_share = 0.2\n')
     assert job_rules.read_settings(tmp_path) == JobSettings("22:00-06:00", 16.0, 7, 0.2)
+
+
+def test_a_round_goes_first_on_its_processors_and_waits_for_no_rule() -> None:
+    training, part = job(1, "part run-1", jobs.RUNNING), job(1, "part run-1")
+    waits = "job 1 trains a round: it goes first"
+    assert chosen(training, job(2), job(3, "train generator"), job(4, "ingest --pacs x")) == (4, {2: waits, 3: waits})
+    assert chosen(training, job(2, cuda=True), cards=(0,))[0] == 2, "on another device"
+    assert chosen(part, job(2))[0] == 2, "between two rounds"
+    assert chosen(part, late=True, settings=JobSettings(hours="22:00-06:00")) == (0, {}), "the coordinator asks"

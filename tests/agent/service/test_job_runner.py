@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
-from agent.cli import main, options
+from agent.cli import job_process, main, options, output
 from agent.event_log import open_log
 from agent.mechanisms.ksame.mechanism import KSame
+from agent.release.maker_process import MakerEndedError
 from agent.runtime import open_runtime, recover_at_startup
 from agent.service import job_runner, jobs
 from agent.service.job_runner import JobRunner
-from agent.service.jobs import Job, JobStore
+from agent.service.jobs import Event, Job, JobStore
 from agent.service.ledger_access import BorrowedLedger, SharedLedger
 from agent.service.site import site_app
 from agent.storage import projects
@@ -188,6 +189,20 @@ def test_a_job_that_waited_for_a_service_that_was_killed_goes_on_with_the_next_o
     runner.recover()
     job = world.store.read(1)
     assert (job.state, job.not_before <= time.time()) == (jobs.INTERRUPTED, True)
+
+
+def test_how_long_it_waits_counts_what_hindered_it_in_a_row_and_no_start_that_a_kill_ended(world: World) -> None:
+    """After eight kills of the service, a coordinator that is away once is asked again in a minute."""
+    world.stop()
+    words = ("tune", "--config", "in/x.toml")
+    number = world.store.add(Job(0, words, "main", (Event(1.0, jobs.QUEUED),), attempts=8)).number
+    runner = JobRunner(world.site.home, BorrowedLedger(world.site.home), open_log(world.folder / "log"))
+    found = []
+    for status in (jobs.BUSY, jobs.BUSY, -signal.SIGKILL, jobs.BUSY, None, jobs.BUSY):
+        world.store.change(number, lambda known: known.now(jobs.RUNNING))
+        runner._settle(world.store.read(number), status)
+        found.append(round((world.store.read(number).not_before - time.time()) / 60))
+    assert found == [1, 2, 0, 1, 0, 1]
 
 
 def test_what_was_made_and_had_no_answer_is_shown_as_leaving_when_it_is_sent_again(
@@ -442,6 +457,22 @@ def test_memory_that_runs_out_in_a_making_keeps_its_grant(
     assert held(world.site) == (0, 1)
 
 
+@pytest.mark.parametrize(("grant", "status"), [("", -signal.SIGKILL), ("grant-1", jobs.BUSY)])
+def test_a_look_whose_confined_process_is_killed_begins_anew_no_more_often_than_a_killed_job(
+    world: World, monkeypatch: pytest.MonkeyPatch, grant: str, status: int
+) -> None:
+    """Every attempt counts a look; a release goes on under its grant, as often as it takes."""
+
+    def killed(_: object) -> int:
+        raise MakerEndedError(signal.SIGKILL)
+
+    job = Job(1, ("jobs", "list"), "main", (jobs.Event(1.0, jobs.RUNNING),), grant=grant)
+    world.store.folder(1).mkdir(parents=True)
+    monkeypatch.setattr(main, "carry_out", killed)
+    monkeypatch.setattr(output, "LISTENERS", [])
+    assert job_process._carry_out(world.store, job, job.words) == status
+
+
 def late_image(world: World, seconds: float) -> Path:
     """Something in the inbox that nobody has read for so long; ``serve``'s reader is not there to read it."""
     inbox, _ = projects.project_folders(world.site.home, "main")
@@ -496,28 +527,57 @@ def test_no_job_starts_while_images_wait(world: World) -> None:
     world.wait(1, jobs.DONE)
 
 
-def test_images_that_wait_hold_a_job_half_of_the_time_at_most(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def signals_of(
+    world: World, patch: pytest.MonkeyPatch, late_until: float, found: Callable[[float], list[Job]]
+) -> list[tuple[float, str, int]]:
+    """What jobs hear within ten minutes: when, who, and the number of the signal."""
     world.stop()
-    clock, signals = [1000.0], list[tuple[float, str, int]]()
+    clock, signals = [0.0], list[tuple[float, str, int]]()
 
     class Quiet:
         def signal(self, name: str, number: int) -> None:
             signals.append((clock[0], name, number))
 
     runner = JobRunner(world.site.home, BorrowedLedger(world.site.home), open_log(world.folder / "log"))
-    monkeypatch.setattr(job_runner.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(job_runner, "longest_wait", lambda _: 61.0 if clock[0] < 1400.0 else 0.0)
-    runner._supervisor, runner._turned = Quiet(), 0.0  # type: ignore[assignment]
-    found = [
-        Job(1, ("release", "ksame"), "main", (jobs.Event(1.0, jobs.RUNNING),)),
-        Job(2, ("ingest",), "main", (jobs.Event(1.0, jobs.RUNNING),)),
-        Job(3, ("train", "generator"), "main", (jobs.Event(1.0, jobs.QUEUED),)),
-    ]
-    stopped = 0
+    patch.setattr(job_runner.time, "monotonic", lambda: clock[0])
+    patch.setattr(job_runner, "longest_wait", lambda _: 61.0 if clock[0] < late_until else 0.0)
+    runner._supervisor, runner._turned = Quiet(), -1000.0  # type: ignore[assignment]
     for second in range(600):
-        clock[0] = 1000.0 + second
-        runner._images_first(found)
-        stopped += bool(signals) and signals[-1][2] == signal.SIGSTOP
+        clock[0] = float(second)
+        runner._hold(found(clock[0]))
+    return signals
+
+
+def at_work(number: int, words: str, state: str = jobs.RUNNING, **more: Any) -> Job:
+    return Job(number, tuple(words.split()), "main", (Event(1.0, state),), **more)
+
+
+def held_s(signals: list[tuple[float, str, int]], name: str) -> float:
+    """How long one was held, and it is not any more."""
+    mine = [(at, number) for at, who, number in signals if who == name]
+    assert [number for _, number in mine] == [signal.SIGSTOP, signal.SIGCONT] * (len(mine) // 2)
+    return sum(at if number == signal.SIGCONT else -at for at, number in mine)
+
+
+def test_images_that_wait_hold_a_job_half_of_the_time_at_most(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = at_work(3, "train generator", jobs.QUEUED)
+    found = [at_work(1, "release ksame"), at_work(2, "ingest"), waits, at_work(4, "part run-1", jobs.QUEUED)]
+    signals = signals_of(world, monkeypatch, 400.0, lambda _: found)
     assert {name for _, name, _ in signals} == {"1"}
-    assert [number for _, _, number in signals] == [signal.SIGSTOP, signal.SIGCONT] * (len(signals) // 2)
-    assert 150 < stopped <= 200 + 11  # of 400 seconds; a turn begins as soon as images are late
+    assert 150 < held_s(signals, "1") <= 200 + 11  # of 400 seconds; a turn begins as soon as images are late
+
+
+def test_a_round_holds_jobs_of_its_processors_in_turns_and_is_never_held_itself(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is waited for elsewhere; a job that is held for long could keep a lock of the vault from everybody."""
+
+    def found(now: float) -> list[Job]:
+        part = at_work(1, "part run-1", jobs.RUNNING if now < 100.0 or 200.0 <= now < 203.0 else jobs.QUEUED)
+        return [part, at_work(2, "train generator"), at_work(3, "release privimage", cuda=True), at_work(4, "ingest")]
+
+    signals = signals_of(world, monkeypatch, 0.0, found)
+    stopped = {name for _, name, number in signals if number == signal.SIGSTOP}
+    assert stopped == {"2"}, "on an accelerator it is in nobody's way"
+    assert 50 <= held_s(signals, "2") <= 50 + 14  # of the long round, and all of the short one
+    assert (200.0, "2", signal.SIGSTOP) in signals

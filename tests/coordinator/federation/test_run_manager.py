@@ -459,8 +459,8 @@ def test_a_poisoned_site_does_not_move_the_model_far_under_a_robust_strategy(
     bad = fed.wards[sites[-1]].part.participant
     honest_run = type(federated()).run_round
 
-    def far_away(self: Any, cohort: Any, start: Any, entropy: Any) -> Any:
-        update = honest_run(self, cohort, start, entropy)
+    def far_away(self: Any, cohort: Any, start: Any, entropy: Any, *rest: Any) -> Any:
+        update = honest_run(self, cohort, start, entropy, *rest)
         return replace(update, vector=update.vector + np.float32(1000)) if entropy is bad.entropy else update
 
     monkeypatch.setattr(type(federated()), "run_round", far_away)

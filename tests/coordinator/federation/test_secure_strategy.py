@@ -46,8 +46,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     seen: list[np.ndarray] = []
     honest = FederatedMasked.run_round
 
-    def watched(self: Any, cohort: Any, start: Any, entropy: Any) -> Update:
-        update = honest(self, cohort, start, entropy)
+    def watched(self: Any, cohort: Any, start: Any, entropy: Any, *rest: Any) -> Update:
+        update = honest(self, cohort, start, entropy, *rest)
         seen.append(update.vector.copy())
         return update
 
