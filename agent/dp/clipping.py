@@ -568,7 +568,8 @@ def squared_norms(part: Tensor) -> Tensor:
     whole = part.shape[1] // _BLOCK * _BLOCK
     blocks = torch.linalg.vector_norm(part[:, :whole].reshape(len(part), -1, _BLOCK), dim=2)
     rest = torch.linalg.vector_norm(part[:, whole:], dim=1)
-    return blocks.double().square().sum(dim=1) + rest.double().square()
+    squares: Tensor = blocks.double().square().sum(dim=1) + rest.double().square()
+    return squares
 
 
 def _factors(norms: Tensor, clip: float) -> Tensor:
@@ -582,4 +583,5 @@ def _scaled_sum(part: Tensor, factor: Tensor) -> Tensor:
     if not bool(factor.all()):  # 0 * NaN would be NaN
         kept = factor.nonzero()[:, 0]
         part, factor = part[kept], factor[kept]
-    return factor @ part.double()
+    total: Tensor = factor @ part.double()
+    return total

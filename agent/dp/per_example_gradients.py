@@ -100,9 +100,9 @@ def has_few_positions(module: nn.Module, a: Tensor, g: Tensor, batch: UnitBatch)
     if type(module) is nn.Linear:
         positions, inputs, outputs = prod(a.shape[1:-1]), a.shape[-1], g.shape[-1]
     elif type(module) in _WEIGHT:
-        if module.groups != 1 or (type(module) is nn.Conv3d and set(module.dilation) != {1}):  # type: ignore[arg-type]
+        if module.groups != 1 or (type(module) is nn.Conv3d and set(module.dilation) != {1}):
             return False
-        positions, inputs, outputs = prod(g.shape[2:]), module.weight[0].numel(), g.shape[1]  # type: ignore[index, operator]
+        positions, inputs, outputs = prod(g.shape[2:]), module.weight[0].numel(), g.shape[1]  # type: ignore[index]
     else:
         return False
     return batch.width * positions * (inputs + outputs) < inputs * outputs

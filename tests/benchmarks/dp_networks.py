@@ -46,8 +46,8 @@ def _vit_head() -> nn.Module:
 
 
 NETWORKS: Final[dict[str, tuple[int, Callable[[], nn.Module]]]] = {
-    "resnet18": (2, lambda: grouped(resnet18(spatial_dims=2, n_input_channels=1, num_classes=2))),
-    "densenet121": (2, lambda: grouped(DenseNet121(spatial_dims=2, in_channels=1, out_channels=2))),
+    "resnet18": (2, lambda: grouped(resnet18(spatial_dims=2, n_input_channels=1, num_classes=2), 16)),
+    "densenet121": (2, lambda: grouped(DenseNet121(spatial_dims=2, in_channels=1, out_channels=2), 16)),
     "segresnet": (2, lambda: SegResNet(2, init_filters=16, in_channels=1, out_channels=2)),
     "segresnet3d": (3, lambda: SegResNet(3, init_filters=16, in_channels=1, out_channels=2)),
     "vit_head": (2, _vit_head),

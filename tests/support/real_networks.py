@@ -104,11 +104,11 @@ class First(nn.Module):
         return self.model(x)[0]
 
 
-def grouped(model: nn.Module) -> nn.Module:
-    """The same network with group norm for every batch norm."""
+def grouped(model: nn.Module, most: int = 4) -> nn.Module:
+    """The same network with group norm for every batch norm, of so many groups at most."""
     for name, child in model.named_children():
         if isinstance(child, _BatchNorm):
-            setattr(model, name, nn.GroupNorm(gcd(16, child.num_features), child.num_features))
+            setattr(model, name, nn.GroupNorm(gcd(most, child.num_features), child.num_features))
         else:
-            grouped(child)
+            grouped(child, most)
     return model
