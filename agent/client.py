@@ -91,6 +91,7 @@ class JobStatus:
     since: float  # the same, of this state
     attempts: int  # starts
     price: Mapping[str, Any]  # "claim", "amount", "left", as ReleasePrice has them; empty: it is no release
+    priority: str  # "high", "normal" or "low"
     grant: str
     release: str  # the name of what it makes; "": not known yet, or nothing
     wanted: str  # "cancelled": it is told to end

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from policies.review.rules import Verdict
+from typing import TYPE_CHECKING
+
 from protos.common.errors import (
     ArtifactError,
     ConfigError,
@@ -12,6 +13,9 @@ from protos.common.errors import (
     UnreachableError,
     WorkerError,
 )
+
+if TYPE_CHECKING:
+    from policies.review.rules import Verdict
 
 
 class CommandError(ConfigError, ValueError):

@@ -5,7 +5,8 @@
 Units: ``systemd-analyze verify``, and its figure for exposure. Compose: compose's own reading. The chart: its values
 against their schema; rendered by helm, or by ``helm/render`` where Debian's Go and sprig are; each document against
 Kubernetes' schemas, strictly, and against the restricted Pod Security Standard. Besides, of every container: not
-root, nothing to write on, no privilege, limits. A tool that is missing is a failure: nobody has looked then.
+root, nothing to write on, no privilege, limits into which a job fits; it is asked whether it is well, and comes back.
+A tool that is missing is a failure: nobody has looked then.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +28,7 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
+from agent.service.job_rules import SERVICE_GIB
 from protos.common.errors import ConfigError
 
 HERE: Final = Path(__file__).resolve().parent
@@ -33,6 +36,9 @@ CHART: Final = HERE / "helm" / "lazaret"
 EXPOSURE: Final = 25  # tenths of systemd's figure, 0 (sealed) to 10 (anything goes); a bare service has 9.6
 KUBERNETES: Final = ("1.29", "1.34")  # the oldest and the newest that we say; each has schemas of its own
 _GOPATH: Final = "/usr/share/gocode"  # where Debian puts Go libraries
+_SIDES: Final = ("agent", "coordinator")
+_PROBES: Final = ("startupProbe", "livenessProbe")
+_TMP_GIB: Final = 1  # of memory, for a container's /tmp
 Problems = list[str]
 Table = Mapping[str, Any]
 
@@ -70,7 +76,14 @@ def unit(path: Path) -> Problems:
         said.append(f"exposure {found[1] if found else 'unknown'}, more than {EXPOSURE / 10}")
     said += [
         f"{name} is missing"
-        for name in ("User=", "MemoryMax=", "ReadWritePaths=")
+        for name in (
+            "User=",
+            "MemoryMax=",
+            "ReadWritePaths=",
+            "WatchdogSec=",
+            "OOMPolicy=continue",
+            "Restart=on-failure",
+        )
         if f"\n{name}" not in path.read_text()
     ]
     return said
@@ -104,7 +117,23 @@ def compose(path: Path) -> Problems:
     read = _run([*reads, "--file", str(path), "config"], cwd=path.parent)
     if read.returncode:
         return [read.stderr.strip()[-500:]]
-    return [line for name, of in yaml.safe_load(read.stdout)["services"].items() for line in _service(name, of)]
+    services = yaml.safe_load(read.stdout)["services"]
+    said = [line for name, of in services.items() for line in _service(name, of)]
+    jobs = path.parent / "jobs.toml"
+    return said + (_jobs_fit(jobs.read_text(), _bytes(services["agent"]["mem_limit"])) if jobs.exists() else [])
+
+
+def _jobs_fit(jobs: str, limit: int) -> Problems:
+    """What a job, the service and ``/tmp`` take, beside the bytes that a container may take.
+
+    A job is two processes while it makes a set, each of which may take ``memory_gib`` (limits.md).
+    """
+    most = tomllib.loads(jobs).get("memory_gib", 0.0)
+    taken = 2 * most + SERVICE_GIB + _TMP_GIB
+    if not most > 0:
+        return ["jobs.toml bounds no job's memory: the kernel would end the container, or a job at any point"]
+    has = limit / 2**30
+    return [] if taken <= has else [f"a job of twice {most:g} GiB and the service do not fit into {has:g} GiB"]
 
 
 def _service(name: str, of: Table) -> Iterator[str]:
@@ -117,6 +146,9 @@ def _service(name: str, of: Table) -> Iterator[str]:
         "its processes have no limit": of.get("pids_limit"),
         "it is privileged, or shares the machine's network": not of.get("privileged") and not of.get("network_mode"),
         "it mounts the engine's socket": "docker.sock" not in str(of.get("volumes")),
+        "it does not come back after a reboot": of.get("restart") in ("always", "unless-stopped"),
+        "nobody asks it whether it is well": name not in _SIDES
+        or _asks(of.get("healthcheck", {}).get("test", []), name),
     }
     yield from (f"{name}: {what}" for what, fits in wanted.items() if not fits)
 
@@ -175,6 +207,10 @@ def chart(how: Sequence[str], place: Path, values: Path) -> Problems:
             except kubernetes_validate.ValidationError as error:
                 said.append(f"{document['kind']}, Kubernetes {version}: {error.message[:200]}")
         said += list(_pod(document["spec"]["template"]["spec"])) if document["kind"] == "StatefulSet" else []
+        if document["kind"] == "ConfigMap" and whole["side"] == "agent":
+            said += _jobs_fit(
+                document.get("data", {}).get("jobs.toml", ""), _bytes(whole["resources"]["limits"]["memory"])
+            )
     kinds = {document["kind"] for document in documents}
     said += [f"no {kind}" for kind in sorted({"NetworkPolicy", "StatefulSet", "Service", "ConfigMap"} - kinds)]
     return said
@@ -199,8 +235,27 @@ def _pod(of: Table) -> Iterator[str]:
             "its file system can be written": context.get("readOnlyRootFilesystem") is True,
             "it has capabilities": context.get("capabilities") == {"drop": ["ALL"]},
             "its memory has no limit": one.get("resources", {}).get("limits", {}).get("memory"),
+            "nobody asks it whether it is well": one["name"] not in _SIDES
+            or all(_asks(one.get(p, {}).get("exec", {}).get("command", []), one["name"]) for p in _PROBES),
         }
         yield from (f"{one['name']}: {what}" for what, fits in wanted.items() if not fits)
+
+
+def _asks(command: Sequence[str] | None, side: str) -> bool:
+    """Does this command ask the service itself, over its control socket?"""
+    return list(command or ())[-4:] == ["python", "-m", "protos.service.control_client", f"/var/lib/lazaret/{side}"]
+
+
+def _bytes(quantity: str) -> int:
+    """A quantity of memory, as Kubernetes and compose write them.
+
+    Raises:
+        ValueError: it is in none of these units.
+    """
+    found = re.fullmatch(r"(\d+)(?:([kmgt])[ib]?)?", str(quantity).lower())
+    if found is None:
+        raise ValueError(f"{quantity}: write memory as 16Gi")
+    return int(found[1]) << {None: 0, "k": 10, "m": 20, "g": 30, "t": 40}[found[2]]
 
 
 def _over(under: Table, layer: Table) -> dict[str, Any]:

@@ -59,7 +59,8 @@ settings.load_profile("untimed")
 
 @pytest.fixture(autouse=True)
 def makings_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release is made in the test's own process, which a test can reach into; ``real_maker`` has it as it is.
+    """A making, a vetting and the like run in the test's own process, which it can reach into; with ``real_maker``
+    they run as they do.
 
     Whatever starts ``lazaret-agent`` as a program has the real one.
     """

@@ -15,6 +15,7 @@ import pytest
 import agent.cli.options
 import coordinator.cli.options
 from agent.mechanisms.distillation import options as distillation
+from agent.service.jobs import PRIORITIES
 from agent.storage.site_directory import MAIN
 from policies.governance import options as governance
 from policies.ledger.approvals import ROLES
@@ -106,7 +107,7 @@ print(json.dumps(found))
 LIGHT: Final = frozenset(
     {
         *("administration", "backup", "cohort", "console", "doctor", "ingest", "ledger", "quarantine"),
-        *("jobs", "made_release", "release_kanonymous", "serve", "setup"),
+        *("jobs", "ledger_decisions", "made_release", "release_kanonymous", "serve", "setup"),
     }
 )
 WITH_TORCH: Final = frozenset(  # every other command does without, but for vetting, rounds and heads that come in
@@ -206,6 +207,7 @@ def test_what_does_not_learn_imports_no_torch() -> None:
     ("module", "never"),
     [
         ("agent.cli.ledger", HEAVY - {"cryptography", "rich", "apsw"}),
+        ("agent.cli.ledger_decisions", HEAVY | {"policies.ledger.store", "structlog"}),
         ("agent.cli.made_release", HEAVY - {"cryptography", "rich"}),
         ("agent.runtime", {"torch", "scipy", "fastapi"}),
         ("agent.cli.serve", {"torch", "scipy", "fastapi"}),
@@ -250,4 +252,5 @@ def test_the_help_of_home_names_the_commands_that_need_none(side: str) -> None:
 
 def test_what_the_parsers_write_twice_is_what_there_is() -> None:
     assert agent.cli.options.MAIN == MAIN
+    assert agent.cli.options.PRIORITIES == PRIORITIES
     assert tuple(sorted(ROLES)) == governance.ROLES

@@ -23,12 +23,14 @@ def lines_of(path: Path | None) -> tuple[str, ...]:
     """The lines of a text file that say something; none without a file.
 
     Raises:
-        SiteConfigError: it cannot be read as UTF-8, or it names none: that must never be taken for everybody.
+        SiteConfigError: it is not there, is not UTF-8, or names none: that must never be taken for everybody.
     """
     if path is None:
         return ()
     try:
         text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise SiteConfigError(f"{path.name} cannot be read: file not found") from None
     except (OSError, UnicodeDecodeError):
         raise SiteConfigError(f"{path.name} is not UTF-8 text") from None
     lines = tuple(line.strip() for line in text.splitlines() if line.strip())

@@ -27,7 +27,7 @@ from policies.review.rules import Finding
 from protos.common.errors import RefusedError
 
 _WRITTEN: Final = ("out", "sheet", "report")  # options that name what a command writes
-_SEEN_BY_NAME: Final = ("pictures",)  # folders too large to copy: the service must be able to read them
+_SEEN_BY_NAME: Final = ("pictures", "heads")  # folders too large to copy: the service must be able to read them
 _UNFIT: Final = re.compile(r"[^A-Za-z0-9._-]")  # in names of files that a backup holds
 _LONGEST: Final = 100  # of their characters
 _UNFINISHED: Final = "unfinished"  # a finding of a dry run that a queue is the remedy for
@@ -199,6 +199,8 @@ def submit(
         told = {"words": words, "project": getattr(arguments, "project", options.MAIN), "price": price}
         told["by"] = operator_name()
         told |= {"cuda": files.cuda or getattr(arguments, "device", "") == "cuda", "key": name}
+        if arguments.priority:
+            told["priority"] = arguments.priority
         with acts() as do:
             return QueuedJob(do("jobs/add", job=told, files=name)["number"], price)
     finally:
@@ -262,12 +264,21 @@ def _placed(word: str, folder: Path) -> str:
 
 
 def _of_command(typed: Sequence[str]) -> list[str]:
-    """The words of the command alone: without the home directory and ``--detach``, which may be shortened."""
+    """The words of the command alone: without the home directory, ``--detach`` and ``--priority``, which may be
+    shortened.
+    """
     words = list(typed)
     while words and words[0].startswith("--"):
         del words[: 1 if "=" in words[0] else 2]
-    detach = [word for word in words if len(word) > 4 and "--detach".startswith(word)]
-    return [word for word in words if word not in detach]
+    found, values = list[str](), iter(words)
+    for word in values:
+        option, equals, _ = word.partition("=")
+        if len(option) > 3 and "--priority".startswith(option):
+            if not equals:
+                next(values, "")
+        elif len(word) <= 4 or not "--detach".startswith(word):
+            found.append(word)
+    return found
 
 
 def dry_run(home: Path, words: Sequence[str], carry_out: CarryOut) -> dict[str, Any]:

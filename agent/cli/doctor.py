@@ -32,9 +32,15 @@ from policies.review.policy import Policy, PolicyError, strictest
 from protos.identity.key_files import KeyFileError
 from protos.operations import next_steps
 from protos.operations.checks import CheckResult, answered, examine, failed, note, passed, progress
-from protos.service.control_client import ServiceAnswerError, ServiceRefusedError
+from protos.service.control_client import ServiceAnswerError, ServiceHinderedError, ServiceRefusedError
 
-_EXPECTED: Final = (*doctor.EXPECTED, *ingest_errors.EXPECTED, ServiceRefusedError, ServiceAnswerError)
+_EXPECTED: Final = (
+    *doctor.EXPECTED,
+    *ingest_errors.EXPECTED,
+    ServiceRefusedError,
+    ServiceHinderedError,
+    ServiceAnswerError,
+)
 _LEDGER: Final = "the ledger opens"
 _VAULT: Final = "the vault opens with its key"
 _RECORDS: Final = "every project has its records"

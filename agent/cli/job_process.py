@@ -8,7 +8,6 @@ processors but one.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     import argparse
 
 _EVERY_S: Final = 1.0
-_OF_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 @contextlib.contextmanager
@@ -86,14 +84,12 @@ def run(store: JobStore, job: Job, send: Sequence[str]) -> int:
 
 def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
     from agent.cli import main, options, output  # noqa: PLC0415 - rich, and what it brings: the bounds come first
-    from agent.errors import SiteStorageError  # noqa: PLC0415 - as above
     from agent.release.maker_process import MakerEndedError  # noqa: PLC0415 - as above
     from agent.service.job_outputs import output_names, seal_outputs  # noqa: PLC0415 - as above
     from agent.service.making_lock import MakingBusyError  # noqa: PLC0415 - as above
     from agent.storage import projects  # noqa: PLC0415 - as above
     from agent.storage.site_directory import SiteDirectory  # noqa: PLC0415 - as above
-    from policies.ledger.store import LedgerBusyError  # noqa: PLC0415 - as above
-    from protos.common.errors import UnreachableError  # noqa: PLC0415 - as above
+    from protos.common.errors import LazaretError, is_transient, out_of_memory  # noqa: PLC0415 - as above
     from protos.operations.command_line import run_main  # noqa: PLC0415 - as above
 
     home = SiteDirectory(store.root.parent)
@@ -105,17 +101,18 @@ def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
         arguments.grant = job.grant
         try:
             return main.carry_out(arguments)
-        except (MakerEndedError, MakingBusyError, LedgerBusyError, UnreachableError, SiteStorageError) as error:
+        except MakerEndedError as error:  # this process ends as that one did, and is counted so
             output.print_stderr(f"refused: {error}")
-            # without a grant it begins anew, and a look is counted again: not more often than if all of it had ended
-            return BUSY if job.grant or not isinstance(error, MakerEndedError) else -error.number
-        except OSError as error:
-            if error.errno not in _OF_DISK:
+            return -error.number
+        except (LazaretError, OSError) as error:
+            if not isinstance(error, MakingBusyError) and not is_transient(error):
                 raise
-            output.print_stderr(f"refused: {error.strerror}")
+            output.print_stderr(f"refused: {error.strerror if isinstance(error, OSError) else error}")
             return BUSY
-        except MemoryError as error:  # of the command itself; a making has a sentence of its own
-            exhausted.append(error)
+        except (MemoryError, RuntimeError) as error:  # of the command itself; a making has a sentence of its own
+            if not out_of_memory(error):
+                raise
+            exhausted.append(MemoryError())
             return 70
         finally:
             seal_outputs(home, store, job, gone)

@@ -39,6 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
             told = do("jobs/show", number=arguments.number)
         elif what == "cancel":
             told = do("jobs/cancel", number=arguments.number, by=operator_name(), spend=arguments.spend)
+        elif what == "priority":
+            told = do("jobs/priority", number=arguments.number, priority=arguments.priority)
         else:
             told = do("jobs/retry", number=arguments.number, by=operator_name())
     if arguments.json:
@@ -56,9 +58,8 @@ def _print_list(_: argparse.Namespace, told: Mapping[str, Any]) -> None:
         return
     table = Table("job", "command", "project", "state", "how it stands", "since")
     for one in told["jobs"]:
-        table.add_row(
-            str(one["number"]), one["command"], one["project"], one["state"], standing(one), _when(one["since"])
-        )
+        state = one["state"] + (f", {one['priority']} priority" if one["priority"] != "normal" else "")
+        table.add_row(str(one["number"]), one["command"], one["project"], state, standing(one), _when(one["since"]))
     OUT.print(table)
 
 
@@ -67,6 +68,8 @@ def _print_show(_: argparse.Namespace, told: Mapping[str, Any]) -> None:
     OUT.print(
         f"job {one['number']}: {one['command']}, project {one['project']}, by {one['proposed_by']}", markup=False
     )
+    if one["priority"] != "normal":
+        OUT.print(f"priority: {one['priority']}")
     if one["price"]:
         amount, left = one["price"]["amount"], one["price"]["left"]
         OUT.print(f"price: {amount} of the {left} that were left when it was queued", markup=False)
@@ -89,10 +92,17 @@ def _print_cancel(arguments: argparse.Namespace, told: Mapping[str, Any]) -> Non
 
 
 def _print_retry(_: argparse.Namespace, told: Mapping[str, Any]) -> None:
-    OUT.print(f"job {told['number']} is queued")
+    OUT.print(f"job {told['number']} is {told['state']}")
 
 
-_PRINT: Final = {"list": _print_list, "show": _print_show, "cancel": _print_cancel, "retry": _print_retry}
+def _print_priority(arguments: argparse.Namespace, told: Mapping[str, Any]) -> None:
+    OUT.print(f"the priority of job {arguments.number} is {told['priority']}")
+
+
+_PRINT: Final = {
+    "list": _print_list, "show": _print_show, "cancel": _print_cancel, "retry": _print_retry,
+    "priority": _print_priority,
+}  # fmt: skip
 
 
 def follow(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run(arguments: argparse.Namespace) -> int:
         if not getattr(arguments, "detach", False):
+            if arguments.command != "jobs priority" and getattr(arguments, "priority", None):
+                from agent.errors import CommandError
+
+                raise CommandError("--priority is of a job: add --detach")
             return carry_out(arguments)
         from agent.cli import detach
 
@@ -77,6 +81,8 @@ def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR
             from protos.web import login_cli
 
             return login_cli.run(arguments, say)
+        case ["ledger", "dismiss" | "limit" | "approve"]:
+            from agent.cli.ledger_decisions import run
         case ["ledger", _]:
             from agent.cli.ledger import run
         case _:

@@ -24,6 +24,7 @@ from protos.operations.command_line import add, add_backup_commands, add_login_c
 
 MAIN: Final = "main"  # agent.storage.site_directory.MAIN
 NETWORKS: Final = ("generator", "encoder", "features", "recogniser", "semantics")
+PRIORITIES: Final = ("high", "normal", "low")  # agent.service.jobs.PRIORITIES
 SIZES: Final = ("tiny32", "small64", "small128", "auto128", "auto256", "auto512", "auto1024")
 
 
@@ -108,6 +109,8 @@ def _making(command: argparse.ArgumentParser) -> None:
 
 def _detach(command: argparse.ArgumentParser) -> None:
     command.add_argument("--detach", action="store_true", help="queue it as a job of the running service; see `jobs`")
+    first = "with --detach: jobs of higher priority start before others of their kind (default: normal)"
+    command.add_argument("--priority", choices=PRIORITIES, help=first)
 
 
 def _form(command: argparse.ArgumentParser) -> None:
@@ -347,10 +350,13 @@ def _add_jobs(commands: Any) -> None:
         ("fetch", "write the files that a job made into a folder"),
         ("cancel", "end a job"),
         ("retry", "go on with an interrupted job now, or begin a failed one anew"),
+        ("priority", "let a job that waits go before or after others"),
     ):
         command = add(group, name, text)
         command.add_argument("number", type=count, help="as `jobs list` shows it")
-        if name in ("show", "cancel", "retry"):
+        if name == "priority":
+            command.add_argument("priority", choices=PRIORITIES)
+        if name in ("show", "cancel", "retry", "priority"):
             _json(command)
         if name == "fetch":
             command.add_argument("--out", type=Path, required=True, help="a folder; no file in it is overwritten")

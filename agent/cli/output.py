@@ -23,11 +23,11 @@ from rich.progress import (
 from rich.table import Column, Table
 
 from agent.errors import CommandError
-from policies.review.rules import Verdict
 from protos.common.errors import LazaretError
 
 if TYPE_CHECKING:
     from agent.ingest.pipeline import IngestReport
+    from policies.review.rules import Verdict
 
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 Listener = Callable[[str, str, int, int], None]  # step, detail, done, of how many (0: nobody knows)

@@ -98,7 +98,7 @@ _FOLDERS: Final = frozenset({"pictures", "heads"})
 _IN_TABLES: Final = frozenset({"cohort.labels", "synthetic.pictures", "output.pictures"})  # no file, no folder
 # options that the service sets, or that belong to a command line
 _NOT_ASKED: Final = frozenset(
-    {"help", "sheet", "out", "dry_run", "anew", "detach", "project", "json", "config", "vetting", "blank"}
+    {"help", "sheet", "out", "dry_run", "anew", "detach", "priority", "project", "json", "config", "vetting", "blank"}
 )
 _KINDS: Final = {int: "int", float: "float", bool: "bool"}
 _TRAININGS: Final = (*options.NETWORKS, *NETWORKS, "remodeller", "codebook")

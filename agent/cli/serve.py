@@ -80,6 +80,7 @@ def _beside(
     from agent.service.job_runner import JobRunner  # noqa: PLC0415 - as above
     from agent.service.process_monitoring import tell_status  # noqa: PLC0415 - as above
     from agent.service.site import site_app  # noqa: PLC0415 - as above
+    from protos.service.control_client import service_fault  # noqa: PLC0415 - as above
     from protos.service.control_socket import ControlSocketError, control_socket  # noqa: PLC0415 - as above
     from protos.web.health import watched_over  # noqa: PLC0415 - as above
 
@@ -95,14 +96,15 @@ def _beside(
     with ExitStack() as stack:
         ledger = SharedLedger(runtime) if runtime else BorrowedLedger(home)
         app = site_app(home, ledger, log, tell_status(running, reception.received))
+        app.state.wrong = live = metrics.live(watched)
         try:
             stack.enter_context(control_socket(home.root, app, log))
+            live = partial(service_fault, home.root)  # a socket that answers nobody is a fault, too
         except ControlSocketError as error:  # images come all the same
             log.error("control_fault", state=type(error).__name__)
             ERR.print(f"{error}: no command can ask this service for anything", markup=False, soft_wrap=True)
         if console is not None:
             stack.enter_context(console)
         stack.enter_context(JobRunner(home, ledger, log))
-        page, live, ready = metrics.metrics(watched), metrics.live(watched), metrics.ready(watched)
-        port = stack.enter_context(watched_over(settings, page, live, ready))
+        port = stack.enter_context(watched_over(settings, metrics.metrics(watched), live, metrics.ready(watched)))
         yield (*([console.told] if console else []), *([f"metrics and health: port {port}"] if port else []))

@@ -22,7 +22,7 @@ from agent.event_log import log_end
 from agent.operations.metrics import CONSOLE
 from protos.operations import child_process
 from protos.operations.event_counters import PROCESS, EventCounters
-from protos.operations.kept_process import ENDED, KeptProcess, StartedProcess, how_ended
+from protos.operations.kept_process import ENDED, Born, KeptProcess, StartedProcess, how_ended
 from protos.web.settings import ConsoleConfigError
 
 MESSAGE_BYTES: Final = 1 << 14
@@ -66,7 +66,7 @@ class ConsoleProcess:
         """End it."""
         self._kept.end(_GRACE_S)
 
-    def _start(self) -> StartedProcess:
+    def _start(self, born: Born) -> StartedProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = [str(self._home.absolute()), str(self._port), str(os.getpid())]
         try:
@@ -76,11 +76,15 @@ class ConsoleProcess:
             raise ConsoleConfigError(f"the console does not start: {error.strerror}") from None
         finally:
             theirs.close()
+        born(process)
         watchdog = threading.Timer(_START_S, process.kill)
-        watchdog.start()
         try:
+            watchdog.start()
             while (said := _read(ours)) is not None and not said.keys() & {"port", "fault"}:
                 self._count(said)
+        except BaseException:
+            ours.close()
+            raise
         finally:
             watchdog.cancel()
         if said is None or type(said.get("port")) is not int:

@@ -19,6 +19,7 @@ from agent.console.background_task import BackgroundTask
 from agent.errors import SiteStorageError
 from agent.ingest.context import IngestContext, open_ingest
 from agent.release.unsent import clear_of
+from agent.service.commands import another_writes
 from agent.service.ledger_access import BorrowedLedger, Site
 from agent.service.process_monitoring import ServiceStatus, read_status
 from agent.service.proposal_form import ProposalForm
@@ -28,7 +29,6 @@ from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.vault import Vault
 from policies.index.search import Index
-from policies.ledger.store import LedgerBusyError
 from policies.review.policy import Policy, strictest
 from policies.statements import Release, parse
 from protos.common.errors import RefusedError
@@ -129,7 +129,7 @@ class SiteConsoleContext:
         def here(known: str, **told: Any) -> Any:
             return perform(self.acting, known, told)
 
-        with ask_or_do(self.home.root, here, LedgerBusyError) as do:
+        with ask_or_do(self.home.root, here, another_writes) as do:
             return do(name, **fields)
 
     def record_approval(self, envelope: bytes) -> None:

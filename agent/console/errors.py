@@ -22,6 +22,7 @@ from protos.artifacts.byte_source import ArtifactFormatError
 from protos.service.control_client import (
     ServiceAnswerError,
     ServiceFaultError,
+    ServiceHinderedError,
     ServiceRefusedError,
     ServiceStoppedError,
 )
@@ -44,6 +45,7 @@ _WORDS: Final = (
     JobStateError,
     NotTheirApprovalError,
     ServiceRefusedError,
+    ServiceHinderedError,
     ServiceAnswerError,
     ServiceStoppedError,
     ServiceFaultError,

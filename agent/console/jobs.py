@@ -104,6 +104,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
             facts=[
                 ("Project", one["project"]),
                 ("Proposed by", one["proposed_by"] or "–"),
+                *_named("Priority", one["priority"] if one["priority"] != "normal" else ""),
                 *_claims(known),
                 *_named("Price, as it was then", price_words(state, context.site, known.words, one["price"])),
                 *_named("Release", one["release"]),

@@ -21,7 +21,8 @@ from agent.federation.supernode_process import LinkError, SuperNodeLink
 from agent.federation.tasks import RoundAnswer, RoundTask, TaskDeclinedError
 from agent.gateway.witness import EpochChangedError
 from agent.mechanisms.federated.mechanism import FederatedConfigError
-from agent.release.maker_process import MakerEndedError, MakerFaultError
+from agent.release.maker_errors import MakerFaultError
+from agent.release.maker_process import MakerEndedError
 from policies.accounting.claims import UnsupportedClaimError
 from policies.ledger.entries import InvalidEntryError
 from policies.ledger.store import LedgerStoppedError
@@ -31,6 +32,9 @@ FOLLOW_S = 1.0
 PRICE_S = 0.5  # after each price: whoever asks for many does not fill the ledger at once
 GREET_S = 300.0  # how often the coordinator's ledger is looked at when nothing else asks for it
 GREET_AGAIN_S = 30.0  # after a greeting that failed: the coordinator may wait for the head of this site's own ledger
+CONFIRM_S = (
+    60.0  # how long a round is held up by a coordinator that cannot be asked, say after a start on a poor line
+)
 _BUDGET = frozenset({"budget", "releases_per_patient"})
 
 
@@ -159,7 +163,13 @@ class TaskHandler:
         """
         began = time.monotonic()
         try:
-            return self._answer(task)
+            while True:
+                try:
+                    return self._answer(task)
+                except CoordinatorUnreachableError as fault:  # whether it was granted is not known; nothing was begun
+                    if time.monotonic() > began + CONFIRM_S or self.stop.wait(FOLLOW_S):
+                        self.log.warning("declined", run=task.run, rules=[type(fault).__name__])
+                        raise TaskDeclinedError("unavailable") from None
         finally:
             if task.kind == "train" or task.step == "mask":  # outside the lock, and for refusals too
                 self.stop.wait(response_delay(time.monotonic() - began))
@@ -182,6 +192,8 @@ class TaskHandler:
             except LedgerForkError as fork:
                 self.fork = fork
                 raise TaskDeclinedError("unavailable") from None
+            except CoordinatorUnreachableError:
+                raise
             except (FederatedConfigError, UnsupportedClaimError):
                 self.log.warning("declined", run=task.run, rules=["configuration"])
                 self._show(task, "it is not of the configuration that was priced")

@@ -27,6 +27,7 @@ from agent.errors import DivergedError, OtherRunError, TrainingCheckpointError
 from protos.common.durable_files import replace_file
 
 CHECKPOINT: Final = "checkpoint.safetensors"
+HEADER_BYTES: Final = 16 << 20  # more than the names in any checkpoint, and what is small in it
 _GENERATOR: Final = "loop.generator"
 _HEADER: Final = "loop"
 STEEPEST: Final = 5.0  # norm of a gradient, where it is clipped
@@ -227,6 +228,13 @@ def save_state(run: str, step: int, state: Mapping[str, Tensor]) -> bytes:
     kept = {name: t.detach().cpu().contiguous() for name, t in state.items()}
     told = json.dumps({"run": run, "sha256": _digest(kept), "step": step})
     return safetensors.torch.save(kept, {_HEADER: told})  # one key: their order is not kept
+
+
+def checkpoint_bytes(build: Callable[[], nn.Module]) -> int:
+    """The most that a checkpoint of a network's training takes: its weights, their average and Adam's two moments."""
+    with torch.device("meta"):
+        net = build()
+    return 5 * sum(int(tensor.nbytes) for tensor in net.state_dict().values()) + HEADER_BYTES
 
 
 def load_state(raw: bytes, run: str) -> tuple[int, dict[str, Tensor]]:

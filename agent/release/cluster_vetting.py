@@ -35,6 +35,7 @@ from agent.release.vetting_statement import VettingReport, VettingResult
 from agent.vetting.exhibits import Exhibit, ReviewSamples, exhibits
 from agent.vetting.filter import KINDS, REASONS, FilterResult, Power, measured, power, vet
 from agent.vetting.reference import SHARES, Reference, Vetting, reference_of
+from protos.artifacts.shards import MAX_SAMPLES
 from protos.common.errors import WorkerError
 
 _PASSED: Final = "passed"
@@ -73,6 +74,7 @@ class Comparison:
     vetting: Vetting
     pictures: bool
     places: ClassVar[tuple[str, ...]] = (_PASSED,)
+    max_checkpoint_bytes: ClassVar[int] = MAX_SAMPLES
 
     def power(self, patients: tuple[Patient, ...], seed: int) -> Power:
         """What would be found of near-duplicates that are planted."""

@@ -9,8 +9,9 @@ import numpy as np
 
 from agent.domain import Cohort, Selection, SyntheticSet
 from agent.evaluation.released_set import Effort, Evaluation, SemanticsQuery, Subject, evaluate
+from agent.mechanisms.centroids.mechanism import Centroids
 from agent.mechanisms.common.workspace import Workspace
-from agent.mechanisms.registry import Centroids, PrivImage
+from agent.mechanisms.privimage.mechanism import PrivImage
 from agent.release.ports import SiteContext
 from protos.common.errors import RefusedError
 

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from agent.domain import Clusters, Cohort, Latents, Selection
 from agent.errors import CohortTooSmallError
 from agent.evaluation.k_selection import Curves, Menu, Probe, tune
+from agent.mechanisms.anonfaces.mechanism import AnonFaces
 from agent.mechanisms.common.linear_codec import invert
 from agent.mechanisms.common.stylegan_codec import StyledCodec
-from agent.mechanisms.registry import AnonFaces, KSalsa
+from agent.mechanisms.ksalsa.mechanism import KSalsa
 from agent.microaggregation.aggregation import average, majority, patient_label
 from agent.microaggregation.partition import is_feasible, partition
 from agent.models.image_tensors import to_tensor

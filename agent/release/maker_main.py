@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from typing import IO, Any, Final
 
-from protos.common.errors import InvariantError, LazaretError
+from protos.common.errors import InvariantError, LazaretError, out_of_memory
 from protos.operations.confinement import (
     INTERPRETER,
     Allowed,
@@ -81,6 +81,7 @@ def main(words: str) -> None:
             confine(Allowed(INTERPRETER, files), told["demand"], dict.fromkeys(_NOTHING, (0, 0)))
         else:
             drop_rights()
+        send(line.sink, {"step": "opens"})  # what is said from here on may be said by what was handed over
         head, parts = _made(line, memory)
     except BaseException as error:  # noqa: BLE001 - its text stays here unless it is one of ours
         head, parts = _of_error(error), ()
@@ -110,8 +111,7 @@ def _made(line: _Line, memory: memoryview) -> tuple[dict[str, Any], tuple[bytes 
 
 
 def _of_error(error: BaseException) -> dict[str, Any]:
-    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    if memory or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)):
+    if out_of_memory(error):
         return {"step": "raised", "kind": "MemoryError", "text": ""}
     ours = isinstance(error, LazaretError) and not isinstance(error, InvariantError)
     kind = "WorkerError" if isinstance(error, ConfinementError) else type(error).__name__

@@ -1,11 +1,11 @@
 """Computes on patients' images in a process of its own, which sees those and nothing else of the site.
 
-Networks, samplers and linear algebra are a hundred libraries that read every patient: whoever makes a set, vets it,
-searches for k or evaluates. ``python -m agent.release.maker_main`` is handed one call of installed code and its
-patients as a sealed piece of memory (memfd_create(2), which nobody can change any more), and a pipe. Before it opens
-them it is confined (:mod:`protos.operations.confinement`): no file but the interpreter's, no socket, no program, no
-key. Vault, ledger and control socket stay on this side. It asks over the pipe for three things: to tell its progress,
-and to read and write a checkpoint, which is sealed here. It ends with this process.
+Networks, samplers and linear algebra are a hundred libraries, and what makes a set, vets it, searches for k,
+evaluates or trains a round's part gives them every patient. ``python -m agent.release.maker_main`` is handed one call
+of installed code and its patients as a sealed piece of memory (memfd_create(2), which nobody can change any more),
+and a pipe. Before it opens them it is confined (:mod:`protos.operations.confinement`): no file but the interpreter's,
+no socket, no program, no key. Vault, ledger and control socket stay on this side. It asks over the pipe for three
+things: to tell its progress, and to read and write a checkpoint, which is sealed here. It ends with this process.
 
 On an accelerator it is a process of its own with a clean environment and without rights, and is not closed: CUDA
 needs devices and calls that no test here could show. ``confinement = "required"`` refuses such a call. Remodelled
@@ -29,20 +29,25 @@ from typing import IO, Any, Final, NoReturn
 
 import numpy as np
 
-from agent.mechanisms.common.workspace import Workspace
+from agent.mechanisms.common.workspace import Workspace, in_twentieths, is_stage
+from agent.release.maker_errors import error_of
 from agent.release.maker_values import Result
 from agent.release.sealed_making import sealed
-from protos.common.errors import InvariantError, LazaretError, TrainingError, WorkerError
+from protos.artifacts.shards import MAX_SHARD
+from protos.common.errors import LazaretError, TrainingError, WorkerError
 from protos.operations.confinement import AVAILABLE, REQUIRED
-from protos.operations.pipe_messages import receive, send
+from protos.operations.pipe_messages import receive, send, size
 
-_MOST_BYTES: Final = 1 << 34  # of a checkpoint, or of a result
+_TREE: Final = 64 << 20  # most bytes of a result's JSON
+_MORE: Final = 64 << 20  # of a result's arrays beside the images of a set: figures, and what a reviewer sees
+_COUNTED: Final = (1 << 53) - 1  # most steps
+_GRACE_S: Final = 5.0  # for the process to end once its pipe has
 _INHERITED: Final = (  # also by which instructions is computed: the same images shall be made over there
     "ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "MKL_CBWR",
     "MKL_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS",
     "PATH", "PYTHONPATH", "TZ", "VIRTUAL_ENV",
 )  # fmt: skip
-_STAGE, _SENTENCE = 60, 600  # most characters of a stage's name, and of an error's text
+_SENTENCE: Final = 600  # most characters of what is said before it has opened anything
 # libraries ask for a name and for folders when they are imported; over there /etc/passwd is closed, and all writing
 _SAID: Final = {"PYTHONDONTWRITEBYTECODE": "1", "TORCHINDUCTOR_CACHE_DIR": "/", "USER": "lazaret"}
 
@@ -65,10 +70,6 @@ class MakerEndedError(TrainingError):
         )
 
 
-class MakerFaultError(InvariantError):
-    """A fault in the confined process. Only its class is known here."""
-
-
 @dataclass(frozen=True, slots=True)
 class MakerProcess:
     """Calls in a process of its own; see :class:`agent.release.ports.SiteContext`."""
@@ -83,15 +84,18 @@ class MakerProcess:
 
         Args:
             call: a function of installed code or a method, its configuration bound by ``partial`` or in its object.
-                The object's ``places`` are the checkpoints that it may ask a workspace for.
+                The object says what the call may: ``places`` are the checkpoints that it may ask a workspace for,
+                and ``max_checkpoint_bytes`` of each; ``max_result_bytes`` if it is more than a set of images takes;
+                ``drawn``, the labels that an error may name.
             given: patients, and what else the call needs.
         Raises:
             MemoryError: too little of it.
             MakerEndedError: it was ended from outside.
             WorkerError: it could not be started, or confined as the site demands, or answered what is no result.
+            MakerFaultError: the call raised what is none of :data:`agent.release.maker_errors.SENTENCES`.
             LazaretError: what the call raised.
         """
-        result, room = Result.of(call), _Room(given, getattr(getattr(call, "__self__", None), "places", ()))
+        result, room = Result.of(call), _Room(given, getattr(call, "__self__", call))
         handed, accelerated = sealed(call, given)
         try:
             if accelerated and self.demand == REQUIRED:
@@ -108,12 +112,17 @@ class MakerProcess:
 
 
 class _Room:
-    """What the call may ask of this side."""
+    """What the call may ask of this side, and how much it may answer."""
 
-    def __init__(self, given: Sequence[Any], places: Sequence[str]) -> None:
-        self._places = frozenset(places)
+    def __init__(self, given: Sequence[Any], owner: Any) -> None:
+        self._places = frozenset(getattr(owner, "places", ()))
+        self._checkpoint = getattr(owner, "max_checkpoint_bytes", 0)
+        self._result = max(MAX_SHARD, getattr(owner, "max_result_bytes", 0)) + _MORE
+        self._words = tuple(map(repr, getattr(owner, "drawn", ())))
         self._bench = next((one for one in given if isinstance(one, Workspace)), None)
+        self._say = in_twentieths(self._bench.say) if self._bench else None
         self._dice = next((one for one in given if isinstance(one, np.random.Generator)), None)
+        self._opened = False  # whether what it was handed may have a say by now
 
     def until_made(self, process: subprocess.Popen[bytes], result: Result) -> Any:
         """Answer until there is a result."""
@@ -121,7 +130,7 @@ class _Room:
         assert process.stdout is not None
         while True:
             try:
-                head, parts = receive(process.stdout, _MOST_BYTES)
+                head, parts = receive(process.stdout, self._most)
                 if head.get("step") == "made":
                     made = result.unpack(parts[0], parts[1])
                     self._advance(head.get("dice"))
@@ -134,25 +143,45 @@ class _Room:
             except (ValueError, IndexError, KeyError, TypeError):
                 raise WorkerError("the process that computes it answered what is no result") from None
 
+    def _most(self, head: dict[str, Any]) -> Sequence[int]:
+        """The most bytes of what follows a message."""
+        match head:
+            case {"step": "made"}:
+                return _TREE, self._result
+            case {"step": "write"}:
+                return (self._checkpoint,)
+        return ()
+
     def _answer(self, stream: IO[bytes], head: dict[str, Any], parts: list[bytes]) -> None:
         match head:
-            case {"step": "say", "stage": str(stage), "numbers": [int(done), int(of)]} if self._bench is not None:
-                self._bench.say(plain(stage, _STAGE), done, of)
+            case {"step": "opens"}:
+                self._opened = True
+            case {"step": "say", "stage": str(stage), "numbers": [done, of]}:
+                done = size(done, size(of, _COUNTED))
+                if self._say and is_stage(stage):
+                    self._say(stage, done, of)
             case {"step": "read", "place": str(place)} if self._bench is not None and place in self._places:
                 found = self._bench.place(place).read()
                 send(stream, {"found": found is not None}, [found or b""])
             case {"step": "write", "place": str(place)} if self._bench is not None and place in self._places:
                 self._bench.place(place).write(parts[0])
                 send(stream, {"found": True})
+            case {"step": "raised", "kind": "MemoryError"}:
+                raise MemoryError
+            case {"step": "raised", "kind": "WorkerError", "text": str(text)} if not self._opened:
+                raise WorkerError(plain(text, _SENTENCE))
             case {"step": "raised", "kind": str(kind), "text": str(text)}:
-                _raise(kind, text)
+                raise error_of(kind, text, self._words)
             case _:
                 raise ValueError("not a message")
 
     def _advance(self, state: Any) -> None:
         """The generator goes on where it stands over there."""
         if self._dice is not None:
-            self._dice.bit_generator.state = state
+            try:
+                self._dice.bit_generator.state = state
+            except Exception:  # noqa: BLE001 - numpy's own, of whatever kind: it is no state
+                raise ValueError("not a state") from None
 
 
 @contextlib.contextmanager
@@ -187,23 +216,11 @@ def _process(told: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> NoReturn:
-    status = process.wait()
+    """Its pipe has ended, and so must it."""
+    try:
+        status = process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        raise WorkerError("the process that computes it closed its pipe and went on: it was ended") from None
     if status < 0:
         raise MakerEndedError(-status)
     raise WorkerError(f"the process that computes it ended with status {status}")
-
-
-def _raise(kind: str, text: str) -> NoReturn:
-    """What the call raised: an error of ours under its own class, another by its class's name alone."""
-    if kind == "MemoryError":
-        raise MemoryError
-    classes, found = [LazaretError], None
-    while classes:
-        known = classes.pop()
-        found = known if known.__name__ == kind else found
-        classes += known.__subclasses__()
-    if found is None:
-        raise MakerFaultError(f"internal fault ({plain(kind, _STAGE)}) in the process that computes it")
-    error = found.__new__(found)
-    error.args = (plain(text, _SENTENCE),)
-    raise error

@@ -25,7 +25,8 @@ from agent.errors import (
     ReviewRejectedError,
     SiteStorageError,
 )
-from agent.mechanisms.common.workspace import Workspace
+from agent.mechanisms.common.workspace import Say, Workspace, in_twentieths
+from agent.microaggregation.aggregation import aggregate_labels, patient_label
 from agent.release.budget import best_effort, expire_grant
 from agent.release.history import (
     combine_shuffled,
@@ -54,13 +55,16 @@ from agent.release.release_record import RECORD, older_vault
 from agent.release.resumable import ReleaseInProgressError, begin, end, find_resumable, hold, place_of, same_dice
 from agent.release.unsent import NotSentError, forget, keep
 from agent.release.vetting_statement import VettingResult, compared, round_down_coarse, round_up, stated
+from agent.vetting.exact_copies import refuse_copies
 from policies.accounting.accountant import epsilon_nano
 from policies.accounting.claims import Gaussian
 from policies.ledger.entries import InvalidEntryError, Reserved
 from policies.review.rules import Finding, Verdict
 from policies.statements import Release, Reservation, claim_json
+from protos.artifacts.byte_source import ArtifactFormatError, BytesSource
 from protos.artifacts.shards import Nifti, pack_shard
-from protos.common.errors import TrainingError, WorkerError
+from protos.artifacts.strict_safetensors import Architecture, check_weights
+from protos.common.errors import LazaretError, TrainingError, WorkerError, out_of_memory
 
 if TYPE_CHECKING:  # what learns imports torch: a release that learns nothing does without it
     from agent.defacing.deface import Examine
@@ -70,6 +74,9 @@ if TYPE_CHECKING:  # what learns imports torch: a release that learns nothing do
     from agent.release.cluster_vetting import VettingRequest
 
 HandIn = Callable[[str, bytes, bytes], Verdict]  # of the gateway: key, envelope, artifact
+_NO_SET: Final = (
+    "what makes the release made other images than were configured, or named them otherwise: nothing left"
+)
 _UNSHOWN: Final = "suppressed, or dropped as like somebody (by chance, too) or as not to be judged"
 
 
@@ -226,13 +233,15 @@ def release_synthetic(
         examiner = inspection.over(known, rng, site.run) if inspection else None
         site.say("make", f"{mechanism.name}: latents, clusters of {mechanism.k} patients or more, representatives")
         made, clusters = site.run(mechanism.run, cohort, rng, others)
-        check_clusters(clusters, cohort, mechanism.k)
-        fresh = freeze(made, clusters, mechanism, selection)
-        passed = (
-            examiner.examine(fresh, again, partial(retire_clusters, site))
-            if examiner
-            else VettingResult(fresh, again)
-        )
+        with _answered():
+            check_clusters(made, clusters, cohort, mechanism)
+            refuse_copies(made.images, (*cohort.patients, *others))
+            fresh = freeze(made, clusters, mechanism, selection)
+            passed = (
+                examiner.examine(fresh, again, partial(retire_clusters, site))
+                if examiner
+                else VettingResult(fresh, again)
+            )
         if missing := len(cohort.patients) - sum(len(cluster.members) for cluster in passed.fresh):
             # said to the site's own operator, and to nobody else
             site.say("make", f"{missing} patients are behind no image: their clusters were {_UNSHOWN}")
@@ -247,17 +256,75 @@ def release_synthetic(
     return signed, submit_or_await_approval(site, signed)
 
 
-def check_clusters(clusters: Clusters, cohort: Cohort, k: int) -> None:
-    """Whoever made a set, its clusters are of patients whom it was given, k or more in each.
+def check_clusters(made: SyntheticSet, clusters: Clusters, cohort: Cohort, mechanism: Synthesis) -> None:
+    """Whoever made a set, it is what the statement says of it.
+
+    Its clusters are of patients whom it was given, k or more in each, with as many labels as are claimed. An image is
+    of the mechanism's size, each cluster has as many as it promises, and their label is the majority of its patients.
+
+    Raises:
+        WorkerError: it is not; nothing of it is kept, and its grant stays held.
+    """
+    own = {patient.pseudonym: patient_label(patient) for patient in cohort.patients}
+    if not all(len(members) >= mechanism.k and own.keys() >= {*members} for members in clusters.members):
+        raise WorkerError(
+            "what makes the release named other patients than it was given, or fewer than k: nothing left"
+        )
+    labels = [label for label in aggregate_labels(cohort, clusters) for _ in range(mechanism.per_cluster)]
+    shape, diverse = (len(labels), *mechanism.shape), mechanism.l_diversity
+    several = all(len({own[one] for one in members} - {""}) >= diverse for members in clusters.members)
+    if not labels or made.images.shape != shape or list(made.labels) != labels or not (diverse == 1 or several):
+        raise WorkerError(_NO_SET)
+
+
+def check_set(made: SyntheticSet, mechanism: Resumable) -> None:
+    """Whoever made a set, its images are of the mechanism's size, no more than it promises, and of its labels.
 
     Raises:
         WorkerError: they are not; nothing of it is kept, and its grant stays held.
     """
-    given = {patient.pseudonym for patient in cohort.patients}
-    if not all(len(members) >= k and given.issuperset(members) for members in clusters.members):
+    many = 1 <= len(made.images) <= mechanism.pictures and made.images.shape[1:] == mechanism.shape
+    if not many or not {*made.labels} <= {*mechanism.drawn}:
+        raise WorkerError(_NO_SET)
+
+
+def check_distilled(made: Distilled, mechanism: Resumable) -> None:
+    """Whoever distilled, it is a set, or a model in the very form that was priced; and its figures are of it.
+
+    Raises:
+        WorkerError: it is not; nothing of it is kept, and its grant stays held.
+        RecogniserError: by its own word, the vetting misses copies that were planted.
+    """
+    if isinstance(made.made, SyntheticSet):
+        check_set(made.made, mechanism)
+    else:
+        priced = Architecture.shown_by(BytesSource(mechanism.untrained() or b""))
+        try:
+            check_weights(BytesSource(made.made), priced)
+        except ArtifactFormatError:
+            raise WorkerError(_NO_SET) from None
+    if tuple(tally.name for tally in made.review.conditions) != mechanism.drawn:
+        raise WorkerError(_NO_SET)
+    made.review.power.demand()
+
+
+@contextlib.contextmanager
+def _answered() -> Iterator[None]:
+    """Of what another process answered: whatever goes wrong with it is that one's fault, and the grant stays held.
+
+    Raises:
+        WorkerError: something that is no error of ours.
+    """
+    try:
+        yield
+    except (LazaretError, OSError):
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
         raise WorkerError(
-            "what makes the release named other patients than it was given, or fewer than k: nothing left"
-        )
+            f"what makes the release answered what cannot be used ({type(error).__name__}): nothing left"
+        ) from error
 
 
 class MemoryExhaustedError(TrainingError):
@@ -268,12 +335,6 @@ class MemoryExhaustedError(TrainingError):
         super().__init__(
             "memory ran out: free some or take smaller batches; the same command goes on under its grant"
         )
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, of this machine or of its accelerator. On a processor, torch has no class for it."""
-    of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch)
 
 
 @contextlib.contextmanager
@@ -292,7 +353,7 @@ def spent_unless_kept(site: SiteContext, grant: Reserved | Reservation, places: 
             "the patients' images have changed since it began: discard it with --anew; its budget stays spent"
         ) from None
     except Exception as error:  # and nothing of what was drawn stays
-        if _out_of_memory(error):  # nor is a machine that is too small
+        if out_of_memory(error):  # nor is a machine that is too small
             raise MemoryExhaustedError from None
         end(site, places)
         with best_effort():  # what went wrong is what the operator must hear
@@ -339,13 +400,16 @@ def release_resumable(
         bench = Workspace(lambda name: site.vault.place(place_of(name, grant.grant)), _told(site))
         made = site.run(mechanism.run, cohort, entropy, bench)
         draft = draft_of(site, mechanism, grant.grant, selection.modality, mechanism.claim())
-        if isinstance(made, SyntheticSet):
-            signed = package_images(site, draft, made, wrapping)
-        else:
-            shown(made.review)
-            signed = distilled(site, draft, made, wrapping)
-            if signed.release.epsilon_nano is None:
-                remember_persons(site, signed.release.release, persons)
+        with _answered():
+            if isinstance(made, SyntheticSet):
+                check_set(made, mechanism)
+                signed = package_images(site, draft, made, wrapping)
+            else:
+                check_distilled(made, mechanism)
+                shown(made.review)
+                signed = distilled(site, draft, made, wrapping)
+        if not isinstance(made, SyntheticSet) and signed.release.epsilon_nano is None:
+            remember_persons(site, signed.release.release, persons)
         check_opt_outs(site, persons)
         keep(site.vault, signed.release, signed.artifact, signed.clear, persons)
     end(site, places)
@@ -426,17 +490,9 @@ def made_as(mechanism: Synthesis | Resumable | Remodel, rule: object) -> str:
     return hashlib.sha256(told.encode()).hexdigest()
 
 
-def _told(site: SiteContext) -> Callable[[str, int, int], None]:
-    """Progress of a long making, twenty times in each stage."""
-    last: dict[str, int] = {}
-
-    def say(stage: str, step: int, of: int) -> None:
-        part = 20 * step // max(of, 1)
-        if last.get(stage) != part:
-            last[stage] = part
-            site.say("make", f"{stage}: {step} of {of}")
-
-    return say
+def _told(site: SiteContext) -> Say:
+    """Progress of a long making."""
+    return in_twentieths(lambda stage, step, of: site.say("make", f"{stage}: {step} of {of}"))
 
 
 def submit_or_await_approval(site: SiteContext, signed: SignedRelease) -> Verdict:

@@ -13,6 +13,7 @@ import fcntl
 import io
 import os
 import pickle
+import re
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -22,11 +23,27 @@ from agent.mechanisms.common.workspace import Workspace
 
 _ALIGNED: Final = 64
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_ACCELERATOR: Final = re.compile(r"cuda(?::[0-9]{1,2})?")  # what a configuration may call one
 _WORKSPACE: Final = "workspace"  # stays on the agent's side, and is reached over the pipe
 
 
+def _of_accelerator(one: Any) -> bool:
+    """Whether it computes on an accelerator that this machine has: a tensor, or a configuration's ``device``.
+
+    A word alone decides nothing: a label, a class or a template may be any.
+    """
+    if (torch := sys.modules.get("torch")) is None:
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.device.type not in {"cpu", "meta"}
+    name = getattr(one, "device", "") if "device" in getattr(type(one), "__dataclass_fields__", ()) else ""
+    if not isinstance(name, str) or not _ACCELERATOR.fullmatch(name):
+        return False
+    return bool((torch.device(name).index or 0) < torch.cuda.device_count())
+
+
 class _Pickler(pickle.Pickler):
-    """Leaves the workspace on this side; notes whether an accelerator is named or holds a tensor."""
+    """Leaves the workspace on this side; notes whether anything is of an accelerator."""
 
     accelerated = False
 
@@ -34,18 +51,14 @@ class _Pickler(pickle.Pickler):
         """A word instead of it; None: it goes along."""
         if isinstance(one, Workspace):
             return _WORKSPACE
-        if isinstance(one, str):
-            self.accelerated |= one.partition(":")[0] == "cuda"
-        elif (torch := sys.modules.get("torch")) is not None and isinstance(one, torch.Tensor):
-            self.accelerated |= one.device.type != "cpu"
+        self.accelerated = self.accelerated or _of_accelerator(one)
         return None
 
 
 def sealed(call: Callable[..., Any], given: Sequence[Any]) -> tuple[int, bool]:
     """The descriptor of a call in sealed memory, and whether it works on an accelerator.
 
-    Numbers of bytes, the pickles of both, then their arrays. Whether there is an accelerator is asked of ``call``
-    alone, with what is bound to it: a patient's label may be any word.
+    Numbers of bytes, the pickles of both, then their arrays.
     """
     buffers: list[pickle.PickleBuffer] = []
     bodies = io.BytesIO(), io.BytesIO()
@@ -66,7 +79,7 @@ def sealed(call: Callable[..., Any], given: Sequence[Any]) -> tuple[int, bool]:
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor, picklers[0].accelerated
+    return descriptor, any(pickler.accelerated for pickler in picklers)
 
 
 def opened(memory: memoryview, bench: Workspace) -> tuple[Any, Sequence[Any]]:

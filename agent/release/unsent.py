@@ -29,7 +29,7 @@ class NotSentError(CoordinatorUnreachableError):
     def __init__(self, release: str, why: str) -> None:
         """Say how it goes on."""
         told = f"the set is made and is kept here under its grant: `release send {release}` sends the same again"
-        super().__init__(f"{why}; {told}")
+        super().__init__(why if why.endswith(told) else f"{why}; {told}")  # the service has said so already
         self.release = release
 
 

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from policies.ledger.store import LedgerBusyError
-from policies.review.rules import Finding, Verdict
 from protos.service.control_client import ask_or_do
 
 if TYPE_CHECKING:
     from policies.governance.acts import Acts
+    from policies.review.rules import Finding, Verdict
 
 PROGRAM: Final = "lazaret-agent"  # in sentences that say what to type
 
@@ -39,17 +38,28 @@ def site_acts(root: Path, say: Callable[[str, str], None]) -> Iterator[Acts]:
 
         return carry_out(root, say, act, fields)
 
-    with ask_or_do(root, here, LedgerBusyError) as do:
+    with ask_or_do(root, here, another_writes) as do:
         yield do
+
+
+def another_writes(error: Exception) -> bool:
+    """Another process has the ledger."""
+    from policies.ledger.store import LedgerBusyError  # noqa: PLC0415 - who only asks waits for none of this
+
+    return isinstance(error, LedgerBusyError)
 
 
 def read_verdict(told: Mapping[str, Any]) -> Verdict:
     """A verdict as the acts tell it."""
+    from policies.review.rules import Verdict  # noqa: PLC0415 - as above
+
     return Verdict(read_findings(told), told["level"])
 
 
 def read_findings(told: Mapping[str, Any]) -> tuple[Finding, ...]:
     """The findings of a verdict or of a dry run."""
+    from policies.review.rules import Finding  # noqa: PLC0415 - as above
+
     return tuple(Finding(one["rule"], one["detail"]) for one in told["findings"])
 
 

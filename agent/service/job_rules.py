@@ -1,8 +1,9 @@
 """Which job starts next. The first rule that says no is the reason that people are shown.
 
 The rules, in their order: what is wanted (cancelled, not before), lane, a round that is trained on the same
-processors, images that wait, quiet hours, memory, accelerator; then age. A part in a run is under none of them: its
-round has an end, so it begins when the coordinator asks, and others give way.
+processors, images that wait, quiet hours, memory, accelerator; then priority, and age. A release that was begun goes
+before any other of its lane. A part in a run is under none of them: its round has an end, so it begins when the
+coordinator asks, and others give way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,19 @@ from typing import Final
 from agent import toml_config
 from agent.errors import SiteConfigError
 from agent.pacs.schedule import Hours
-from agent.service.jobs import INTAKE, INTERRUPTED, LEAVING, MAKING, PROPOSED, QUEUED, ROUND, RUNNING, TRAINING, Job
+from agent.service.jobs import (
+    INTAKE,
+    INTERRUPTED,
+    LEAVING,
+    MAKING,
+    PRIORITIES,
+    PROPOSED,
+    QUEUED,
+    ROUND,
+    RUNNING,
+    TRAINING,
+    Job,
+)
 
 _QUERY: Final = ("nvidia-smi", "--query-gpu=index,memory.total,memory.used", "--format=csv,noheader,nounits")
 _PATIENCE_S: Final = 20.0
@@ -95,7 +108,7 @@ def choose(
     if not waiting:
         return None, reasons
     busy, seen, first = list(_busy(jobs)), around(any(job.cuda for job in waiting)), None
-    for job in waiting:
+    for job in sorted(waiting, key=lambda job: (PRIORITIES.index(job.priority), job.number)):
         why = _against(job, busy, settings, seen)
         if why:
             reasons[job.number] = why
@@ -127,8 +140,10 @@ def _against(job: Job, busy: Sequence[Job], settings: JobSettings, seen: Surroun
         return f"goes on at {again:%H:%M}; at once by `jobs retry {job.number}`"
     for other in busy:
         if other.number != job.number and other.lane == job.lane:
+            why = f": its priority is {other.priority}" if other.priority != job.priority else ""
             stuck = f": `jobs retry {other.number}` or `jobs cancel {other.number}`"
-            return f"job {other.number} goes first" + (stuck if other.state == INTERRUPTED else "")
+            why = {INTERRUPTED: stuck, QUEUED: "" if other.attempts else why}.get(other.state, "")
+            return f"job {other.number} goes first{why}"
     trained = next((other for other in busy if other.lane == ROUND), None)
     if trained is not None and gives_way(job):
         return f"job {trained.number} trains a round: it goes first"
@@ -161,6 +176,32 @@ def free_memory(meminfo: str) -> int | None:
         if name == "MemAvailable":
             return int(rest.split()[0]) * 1024
     return None
+
+
+def cgroup_memory(membership: str, mounted: Path) -> int | None:
+    """Bytes that the limits of a process's control groups leave (cgroup v2); None: none limits it.
+
+    A container and a systemd unit have such a limit, of which /proc/meminfo says nothing. What the kernel gives back
+    by itself, file pages that were not used lately, counts as free.
+
+    Args:
+        membership: the text of /proc/self/cgroup.
+        mounted: where the control groups are mounted.
+    """
+    path = next((line[3:] for line in membership.splitlines() if line.startswith("0::/")), "/")
+    own, left = mounted / path.lstrip("/"), list[int]()
+    for folder in (own, *own.parents):
+        if not folder.is_relative_to(mounted):
+            break
+        try:
+            limits = [(folder / f"memory.{name}").read_text().strip() for name in ("max", "high")]
+            current = int((folder / "memory.current").read_text())
+            kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # the root has none of these files; a container may not see the folder
+            continue
+        free = int(kept.get("inactive_file", 0)) - current
+        left += [int(limit) + free for limit in limits if limit != "max"]
+    return max(min(left), 0) if left else None
 
 
 def cards(answer: str) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent.errors import SiteConfigError
-from agent.release.unsent import NOTE, forget
+from agent.release.unsent import NOTE, forget, listed
 from agent.service import job_rules, jobs
 from agent.service.job_outputs import clear_outputs, output_names
 from agent.service.jobs import Fate, Job, JobProgress, JobStore
@@ -32,6 +32,7 @@ from agent.storage import projects, read_only_access
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.site_ledger import site_policy
 from policies.ledger.entries import Reserved
+from policies.ledger.store import LedgerBusyError
 from policies.statements import release_id
 from protos.common.errors import LazaretError
 from protos.service.supervisor import Ended, NotStartedError, Supervisor, SupervisorError
@@ -40,6 +41,7 @@ _TICK_S: Final = 1.0
 _GRACE_S: Final = 20.0  # for a job that is told to end; then it is ended
 _FAULT_S: Final = 10.0
 _SWEEP_S: Final = 3600.0
+_MOMENT_S: Final = 1.0  # for the ledger: a look that waits holds up all jobs
 _LATE_S: Final = 60.0  # of an image that waits to be read
 _TURN_S: Final = (
     10.0  # most that jobs are held at once, and least that they then have; a lock of the vault waits 30 s
@@ -51,19 +53,23 @@ _INHERITED: Final = (
 
 
 def fate_of(home: SiteDirectory, ledger: SiteLedger, job: Job, status: int | None, said: str) -> Fate:
-    """What is known of a job whose process is gone: how it ended, and what the ledger and the vault say of it."""
+    """What is known of a job whose process is gone: how it ended, and what the vault and the ledger say of it.
+
+    The vault first: what leaves meanwhile is forgotten there after it is in the ledger.
+    """
     fate = Fate(status, said)
     if not job.grant:
         return fate
-    try:
-        state = ledger.read().state
-    except LedgerMissingError:
-        return fate
-    grant, release = state.grants.get(job.grant), release_of(home, job)
+    release = release_of(home, job)
     with read_only_access.notes(home) as notes:
         kept = release in ((notes.note(NOTE) if notes is not None else None) or {})
         noted = notes is not None and (notes.note("unfinished") or {}).get("grant") == job.grant
-    waits = kept and bool(site_policy(home, ledger.read()).approvals)
+    try:
+        store = ledger.read()
+    except LedgerMissingError:
+        return fate
+    state, waits = store.state, kept and bool(site_policy(home, store).approvals)
+    grant = state.grants.get(job.grant)
     return replace(
         fate,
         grant=grant.state if grant is not None else "",
@@ -182,11 +188,20 @@ class JobRunner:
         elif job.wanted and job.state not in jobs.ENDED and time.monotonic() > self._wished:
             self._wished = time.monotonic() + _FAULT_S
             self._settle(job, None)  # what kept it from ending may be over
-        elif job.state == jobs.MADE:
-            fate = fate_of(self._home, self._ledger, job, 1, "")
-            if not fate.kept:
-                state, reason = jobs.outcome(job, fate)
-                self._change(job, state, reason)
+        elif job.state in (jobs.MADE, jobs.INTERRUPTED) and job.grant:
+            self._watch_release(job)
+
+    def _watch_release(self, job: Job) -> None:
+        """A person may send, withdraw or give up by hand what waits here; or opt out of it."""
+        fate = fate_of(self._home, self._ledger, job, 1, "")
+        over = fate.admitted or (fate.grant == "spent" and not fate.kept)
+        discarded = fate.grant == "held" and not fate.kept and not fate.noted
+        if discarded and time.monotonic() > self._wished:
+            self._wished = time.monotonic() + _FAULT_S
+            with contextlib.suppress(LedgerBusyError):  # a later look does it
+                over = give_up(self._home, self._ledger, job)
+        if over:
+            self._change(job, *jobs.outcome(job, fate), job.wanted_by, wanted="")
 
     def _hold(self, found: Iterable[Job]) -> None:
         """Hold makings and trainings in turns, half of the time: while images wait too long to be read; and those of
@@ -314,7 +329,8 @@ class JobRunner:
         self._mine.discard(job.number)
 
     def _change(self, job: Job, state: str, reason: str = "", by: str = "", **changed: Any) -> None:
-        self._store.change(job.number, lambda j: j.now(state, reason, by, **changed))
+        ended = jobs.ENDED  # meanwhile, by somebody else
+        self._store.change(job.number, lambda j: j if j.state in ended else j.now(state, reason, by, **changed))
         self._log.info("job", job=job.number, state=state)
 
     def _at_work(self) -> list[Job]:
@@ -389,28 +405,41 @@ def surroundings(home: SiteDirectory, cards: bool) -> job_rules.Surroundings:
             making = False
     except MakingBusyError:
         making = True
-    free = job_rules.free_memory(Path("/proc/meminfo").read_text())
+    free = _free_memory()
     late, found = longest_wait(home) > _LATE_S, job_rules.ask_cards() if cards else ()
     return job_rules.Surroundings(dt.datetime.now().astimezone(), making, late, free, found)
 
 
-def give_up(home: SiteDirectory, ledger: SiteLedger, job: Job) -> None:
+def _free_memory() -> int | None:
+    """Bytes that machine and control group leave; None: neither says."""
+    of_machine = job_rules.free_memory(Path("/proc/meminfo").read_text())
+    of_group = job_rules.cgroup_memory(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))
+    return min((free for free in (of_machine, of_group) if free is not None), default=None)
+
+
+def give_up(home: SiteDirectory, ledger: SiteLedger, job: Job) -> bool:
     """Spend the grant of a job that is to see no release, if one is held; nothing of its making stays.
 
+    Returns:
+        Whether this spent it; False: it had an end already, or its release is kept.
     Raises:
-        LedgerBusyError: another process has the ledger.
+        LedgerBusyError: another process has the ledger, or another thread does and does not end in a moment.
     """
     from agent.release.budget import best_effort, expire_grant  # noqa: PLC0415 - as in agent.service.site
     from agent.release.resumable import abandon, held_for  # noqa: PLC0415 - as above
 
     project = job.project if job.project in projects.names(home) else MAIN  # one that has ended took the making along
-    with ledger.work(project, greeted=False) as runtime:
+    with ledger.work(project, greeted=False, patience_s=_MOMENT_S) as runtime:
+        if release_of(home, job) in listed(runtime.vault):
+            return False
         if held_for(runtime.site) == job.grant:
             abandon(runtime.site)
         grant = runtime.site.ledger.store.state.grants.get(job.grant)
-        if grant is not None and grant.state == "held" and isinstance(grant.reserved, Reserved):
-            with best_effort():
-                expire_grant(runtime.site, grant.reserved, "restart")
+        if grant is None or grant.state != "held" or not isinstance(grant.reserved, Reserved):
+            return False
+        with best_effort():
+            expire_grant(runtime.site, grant.reserved, "restart")
+    return True
 
 
 def show(home: SiteDirectory, job: Job, reasons: Mapping[int, str]) -> dict[str, Any]:
@@ -437,6 +466,7 @@ def show(home: SiteDirectory, job: Job, reasons: Mapping[int, str]) -> dict[str,
         "since": job.history[-1].at,
         "attempts": job.attempts,
         "price": dict(job.price),
+        "priority": job.priority,
         "grant": job.grant,
         "release": release_of(home, job) if job.grant and job.attempts and job.lane != jobs.ROUND else "",
         "wanted": job.wanted,

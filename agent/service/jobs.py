@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from protos.common.durable_files import flush_directory, replace_file
 from protos.common.errors import RefusedError, StorageError
@@ -35,11 +35,16 @@ ENDED: Final = frozenset({DONE, REFUSED, FAILED, CANCELLED})
 MAKING, TRAINING, INTAKE = "making", "training", "intake"  # lanes: one job of each at a time
 ROUND: Final = "round"  # lane of parts in federated runs, whose rounds begin when the coordinator asks
 PART: Final = "part"  # first word of such a job; the second one is the run. Nobody types it
+Priority = Literal["high", "normal", "low"]  # which job of a lane goes first
+PRIORITIES: Final[tuple[Priority, ...]] = get_args(Priority)
 BUSY: Final = 75  # exit status of a job's process (EX_TEMPFAIL, sysexits.h): again later
 _LANES: Final = {"release": MAKING, "tune": MAKING, "evaluate": MAKING, "train": TRAINING, PART: ROUND}
-_COUNTED: Final = re.compile(r"(?:(.*): )?(\d+) of (\d+)")  # as agent.release.pipeline tells a stage
+_COUNTED: Final = re.compile(r"(?:(.*): )?([0-9]{1,15}) of ([0-9]{1,15})")  # as agent.release.pipeline tells a stage
+_MOST_STEPS: Final = 1 << 53
+_LAST_TIME: Final = 1e11  # seconds
 _LAST_BYTES: Final = 1 << 16  # of a file's end that is looked at
 _UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_FOLDER: Final = re.compile(r"[0-9A-Za-z]+")
 _FEW: Final = 0.05  # of a stage: before it, nobody can say how long the rest takes
 
 
@@ -84,6 +89,16 @@ class Job:
     wanted: str = ""  # "cancelled": it is to end; "spent": also where its price is paid
     wanted_by: str = ""  # who wants that
     key: str = ""  # of the request that made it: the same request makes no second job
+    priority: Priority = "normal"
+
+    def __post_init__(self) -> None:
+        """Refuse what nobody could start, or order.
+
+        Raises:
+            ValueError: there is no word or no event, or no such priority.
+        """
+        if not self.words or not self.history or self.priority not in PRIORITIES:
+            raise ValueError("a job has words, a history, and a priority of these: " + ", ".join(PRIORITIES))
 
     @property
     def state(self) -> str:
@@ -214,7 +229,7 @@ class JobStore:
             given = max(self._numbers(), default=0), elsewhere() if last is None else last
             numbered = replace(job, number=max(given) + 1)
             fresh = self.root / f"new-{files}" if files else self.fresh_folder(os.urandom(8).hex())
-            if not fresh.is_dir():
+            if not _FOLDER.fullmatch(files or "0") or not fresh.is_dir():
                 raise JobRecordError("the files of the job are not there: type the command again")
             self._write(fresh, numbered)
             replace_file(self.root / "last", str(numbered.number).encode(), 0o600)
@@ -393,8 +408,8 @@ _LOSSES: Final = 3
 
 def progress_of(folder: Path) -> JobProgress:
     """What the job that runs here said last."""
-    lines = _last_lines(folder / "said.jsonl")
-    said = [told for line in lines if (told := _read_line(line)) is not None]
+    lines = map(_read_line, _last_lines(folder / "said.jsonl"))
+    said = [line for line in lines if line is not None and _is_progress(line)]
     if not said:
         return JobProgress()
     last = said[-1]
@@ -407,12 +422,20 @@ def progress_of(folder: Path) -> JobProgress:
     return JobProgress(last["step"], last["detail"], done, of, left)
 
 
+def _is_progress(told: Mapping[str, Any]) -> bool:
+    """Whether a line is what a job writes: whatever else stands there is passed over."""
+    match told:
+        case {"at": int() | float() as at, "step": str(), "detail": str(), "done": int(done), "of": int(of)}:
+            return 0 <= at < _LAST_TIME and 0 <= done < _MOST_STEPS and 0 <= of < _MOST_STEPS
+    return False
+
+
 def counted(told: Mapping[str, Any]) -> tuple[str, int, int]:
     """The stage of a line of progress, and how many steps of how many were made; (step, 0, 0): it says no number."""
-    if told.get("of"):
-        return str(told["step"]), int(told["done"]), int(told["of"])
-    match = _COUNTED.fullmatch(str(told["detail"]))
-    return (f"{told['step']} {match[1] or ''}", int(match[2]), int(match[3])) if match else (str(told["step"]), 0, 0)
+    if told["of"]:
+        return told["step"], told["done"], told["of"]
+    match = _COUNTED.fullmatch(told["detail"])
+    return (f"{told['step']} {match[1] or ''}", int(match[2]), int(match[3])) if match else (told["step"], 0, 0)
 
 
 def standing(one: Mapping[str, Any]) -> str:
@@ -460,7 +483,7 @@ def _refusal(lines: Sequence[str]) -> str:
 def _read_line(line: str) -> dict[str, Any] | None:
     try:
         told = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return told if isinstance(told, dict) else None
 

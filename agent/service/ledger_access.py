@@ -30,6 +30,7 @@ from policies.ledger.merkle import leaf_hash
 from policies.ledger.store import (
     Batch,
     LedgerBackend,
+    LedgerBusyError,
     LedgerStoppedError,
     LedgerUnsoundError,
     SealedHead,
@@ -55,12 +56,17 @@ class SiteLedger(Protocol):
     def write(self) -> AbstractContextManager[Store]:
         """The ledger, to write into: one at a time."""
 
-    def work(self, project: str = site_directory.MAIN, *, greeted: bool = True) -> AbstractContextManager[Opened]:
+    def work(
+        self, project: str = site_directory.MAIN, *, greeted: bool = True, patience_s: float = -1.0
+    ) -> AbstractContextManager[Opened]:
         """Ledger, vault and gateway client together, for one action at a time.
 
         Args:
             project: whose vault.
             greeted: the coordinator must have answered before; not for what ends at this site's own ledger.
+            patience_s: most seconds to wait for another action, which may be an upload of hours; -1: until it ends.
+        Raises:
+            LedgerBusyError: it has not ended by then.
         """
 
 
@@ -73,6 +79,16 @@ class Site:
     log: Any
     runs_jobs: bool = False  # this process does: see agent.service.job_runner
     told: Callable[[], dict[str, Any]] = lambda: {"processes": [], "received": None}  # service.process_monitoring
+
+
+@contextlib.contextmanager
+def _turn(one: threading.RLock, patience_s: float) -> Iterator[None]:
+    if not one.acquire(timeout=patience_s):
+        raise LedgerBusyError("another command of this site is at work: try again when it has ended")
+    try:
+        yield
+    finally:
+        one.release()
 
 
 class SharedLedger:
@@ -96,9 +112,11 @@ class SharedLedger:
             yield self.read()
 
     @contextlib.contextmanager
-    def work(self, project: str = site_directory.MAIN, *, greeted: bool = True) -> Iterator[Opened]:
+    def work(
+        self, project: str = site_directory.MAIN, *, greeted: bool = True, patience_s: float = -1.0
+    ) -> Iterator[Opened]:
         """The same runtime with a vault of its own: one connection serves one thread, and SQLite separates two."""
-        with self._one:
+        with _turn(self._one, patience_s):
             if greeted:  # `serve` keeps in touch, and the last time may be a while ago
                 self._runtime.gateway.hello()
             vault = projects.open_vault(self._runtime.home, project)
@@ -288,13 +306,15 @@ class BorrowedLedger:
                 yield store
 
     @contextlib.contextmanager
-    def work(self, project: str = site_directory.MAIN, *, greeted: bool = True) -> Iterator[Opened]:
+    def work(
+        self, project: str = site_directory.MAIN, *, greeted: bool = True, patience_s: float = -1.0
+    ) -> Iterator[Opened]:
         """A runtime as every command opens it, after the coordinator was greeted and what was interrupted has an end.
 
         Raises:
             LedgerBusyError, SiteConfigError, CoordinatorUnreachableError: as the commands do.
         """
-        with self._one, contextlib.ExitStack() as stack:
+        with _turn(self._one, patience_s), contextlib.ExitStack() as stack:
             with self._opening:
                 runtime = stack.enter_context(open_runtime(self._home.root, self._say, project))
             if greeted:

@@ -42,8 +42,8 @@ from policies.ledger_service import LedgerService
 from policies.review.policy import Policy
 from policies.review.rules import Verdict
 from policies.statements import Reservation, encode
-from protos.common.errors import InvariantError
-from protos.service.control_client import ServiceAnswerError, connect
+from protos.common.errors import InvariantError, UnreachableError
+from protos.service.control_client import connect
 
 _PATIENCE_S: Final = 10.0  # for a service that starts or ends, or another command that ends
 
@@ -81,16 +81,17 @@ class OwnerOverSocket:
         """Over a connection of its own: hours lie between two acts, and the service may be started again meanwhile.
 
         Raises:
-            CoordinatorUnreachableError: no service answers, or it ended before it did.
+            CoordinatorUnreachableError: no service answers, it ended before it did, or what it needs does not answer
+                it now: the coordinator, the ledger, the disk.
         """
-        service = connect(self._root)
-        if service is None:
-            raise CoordinatorUnreachableError("the service that holds the ledger has ended: start it again")
-        with service:
-            try:
+        try:
+            service = connect(self._root)
+            if service is None:
+                raise CoordinatorUnreachableError("the service that holds the ledger has ended: start it again")
+            with service:
                 return service.ask(act, fields)
-            except ServiceAnswerError as error:
-                raise CoordinatorUnreachableError(str(error)) from None
+        except UnreachableError as error:
+            raise CoordinatorUnreachableError(str(error)) from None
 
     def found(self) -> None:
         """The ledger, where this is the first that needs it."""

@@ -29,7 +29,7 @@ from protos.common.errors import ConfigError
 from protos.identity.certificates import fingerprint
 from protos.identity.key_files import KeyFileError
 from protos.operations.next_steps import Step, collect
-from protos.service.control_client import ServiceAnswerError, ServiceRefusedError
+from protos.service.control_client import ServiceAnswerError, ServiceHinderedError, ServiceRefusedError
 
 IMAGES: Final = "until images flow"
 RELEASE: Final = "until a release can leave"
@@ -53,6 +53,7 @@ _EXPECTED: Final = (
     LedgerUnsoundError,
     PolicyError,
     ServiceAnswerError,
+    ServiceHinderedError,
     ServiceRefusedError,
     VaultError,
 )

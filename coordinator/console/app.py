@@ -6,6 +6,7 @@ import datetime as dt
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from coordinator.console import exports, ledger, overview, people, policies, releases, rounds
@@ -17,6 +18,7 @@ from coordinator.storage import directory as homes
 from policies.governance import decisions
 from policies.index.follower import IndexFollower
 from policies.index.search import Index
+from protos.service.control_client import service_fault
 from protos.service.control_socket import control_socket
 from protos.web import settings as console_settings
 from protos.web.client_certificates import PinnedCertificates
@@ -58,10 +60,12 @@ def beside(parts: CoordinatorRuntime) -> Iterator[tuple[str, ...]]:
         parts.home, parts.store, parts.sessions, parts.runs.root, parts.shelf.staging, lambda: dt.datetime.now(dt.UTC)
     )
     with ExitStack() as stack:
-        stack.enter_context(control_socket(parts.home.root, coordinator_app(parts.store, parts.log), parts.log))
+        app = coordinator_app(parts.store, parts.log)
+        app.state.wrong = metrics.live(watched)
+        stack.enter_context(control_socket(parts.home.root, app, parts.log))
         told = (stack.enter_context(_console(parts, settings)),) if settings is not None else ()
-        page, live, ready = metrics.metrics(watched), metrics.live(watched), metrics.ready(watched)
-        port = stack.enter_context(watched_over(settings, page, live, ready))
+        live = partial(service_fault, parts.home.root)  # over the socket: one that answers nobody is a fault, too
+        port = stack.enter_context(watched_over(settings, metrics.metrics(watched), live, metrics.ready(watched)))
         yield (*told, *([f"metrics and health: port {port}"] if port else []))
 
 

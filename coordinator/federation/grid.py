@@ -28,7 +28,7 @@ from flwr.proto.runtime_pb2 import (
 )
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
 from flwr.supercore.runtime import RuntimeHttpClient
@@ -41,6 +41,7 @@ from protos.federation.messages import MAX_OBJECTS
 _POLL_S: Final = 0.2
 CALL_S: Final = 30.0  # one private call
 _BEAT_S: Final = 10.0  # Flower takes a task for dead after about a minute without
+_NOT_ARRIVED: Final = 4  # Flower's own, "reply unavailable": the strategy calls it "no_reply"
 _UNREADABLE: Final = 2001  # our own Error number: the strategy calls it "failed"
 
 
@@ -146,6 +147,8 @@ class BoundedGrid(HttpGrid):
             return make_message(metadata, error=Error(proto.error.code))
         try:
             message = self._inflate(proto, tree, until)
+        except ObjectPullError:  # announced, and not all of it came in time: its site was killed on the way, perhaps
+            return make_message(metadata, error=Error(_NOT_ARRIVED))
         except Exception:  # noqa: BLE001 - bytes from outside; whatever they break, it is one refusal
             return make_message(metadata, error=Error(_UNREADABLE))
         if message.has_error():

@@ -40,7 +40,7 @@ def ledger_acts(arguments: argparse.Namespace) -> Iterator[acts.Acts]:
         with homes.open_ledger(home) as store:
             return acts.carry_out(store, ACTS[act], fields)
 
-    with ask_or_do(home.root, here, LedgerBusyError) as do:
+    with ask_or_do(home.root, here, lambda error: isinstance(error, LedgerBusyError)) as do:
         yield do
 
 

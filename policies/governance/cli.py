@@ -12,7 +12,6 @@ import base64
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,8 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from policies.audit.display import as_json, rows
-from policies.governance import decisions
-from policies.governance.acts import Acts
+from policies.governance import asking, decisions
 from policies.governance.options import VALUES, by_number
 from policies.governance.pending import Pending, choose
 from policies.ledger.approvals import APPROVING
@@ -38,7 +36,7 @@ from protos.common.dsse import seal
 class CliContext:
     """What the commands need of the side that offers them."""
 
-    acts: Callable[[argparse.Namespace], AbstractContextManager[Acts]]  # done here, or by the running service
+    acts: asking.ActsOf
     origin: Callable[[argparse.Namespace], str]
     read_key: Callable[[Path], Ed25519PrivateKey]
     write_key: Callable[[Path, Ed25519PrivateKey], None]
@@ -53,8 +51,11 @@ class CliContext:
 
 def run(arguments: argparse.Namespace, tools: CliContext) -> int:
     """Carry out one of the commands of :mod:`policies.governance.options`; it is the last word of ``command``."""
-    act = _COMMANDS[arguments.command.rpartition(" ")[2]]
-    act(arguments, tools)
+    name = arguments.command.rpartition(" ")[2]
+    if name in asking.COMMANDS:
+        asking.COMMANDS[name](arguments, tools.acts, tools.say)
+    else:
+        _COMMANDS[name](arguments, tools)
     return 0
 
 
@@ -96,12 +97,6 @@ def _appoint(arguments: argparse.Namespace, tools: CliContext) -> None:
     with tools.acts(arguments) as do:
         do("ledger/appoint", person=person, role=arguments.role, key=key.hex(), serial=arguments.serial)
     tools.say(f"appointed {person}, {arguments.role}")
-
-
-def _dismiss(arguments: argparse.Namespace, tools: CliContext) -> None:
-    with tools.acts(arguments) as do:
-        do("ledger/dismiss", person=arguments.person, serial=arguments.serial)
-    tools.say(f"{arguments.person} is no longer active")
 
 
 def _ask(a: argparse.Namespace, tools: CliContext) -> None:
@@ -155,15 +150,8 @@ def _hand_over(
             out.write(sealed)
         return
     with tools.acts(a) as do:
-        _write_down(do, sealed, tools)
+        asking.write_down(do, sealed, tools.say)
     tools.next_step(a, words)
-
-
-def _write_down(do: Acts, sealed: bytes, tools: CliContext) -> None:
-    """A sealed word, into the ledger."""
-    word = do("ledger/approve", envelope=base64.b64encode(sealed).decode())
-    verb = "asks for" if word["asks"] else "approves"
-    tools.say(f"{word['person']} {verb} {word['action']} {word['subject']} ({word['serial']})")
 
 
 def _key(text: str) -> bytes:
@@ -212,28 +200,12 @@ def _propose(arguments: argparse.Namespace, tools: CliContext) -> None:
     tools.say(f"sign: limit {arguments.account} {epsilon or limit}  (needed: {needed})")
 
 
-def _limit(arguments: argparse.Namespace, tools: CliContext) -> None:
-    with tools.acts(arguments) as do:
-        do("ledger/limit", account=arguments.account, budget=arguments.budget, serial=arguments.serial)
-    tools.say(f"the limit of {arguments.account} is now {arguments.budget}; the site's own policy still applies")
-
-
-def _approve(arguments: argparse.Namespace, tools: CliContext) -> None:
-    envelopes = [path.read_bytes() for path in arguments.approvals]  # all of them, before anything is written
-    with tools.acts(arguments) as do:
-        for envelope in envelopes:
-            _write_down(do, envelope, tools)
-
-
 _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace, CliContext], None]]] = MappingProxyType(
     {
         "person": _person,
         "appoint": _appoint,
-        "dismiss": _dismiss,
         "ask": _ask,
         "sign": _sign,
         "propose": _propose,
-        "limit": _limit,
-        "approve": _approve,
     }
 )

@@ -13,7 +13,10 @@ alone, without the path). ``tests/test_error_texts.py`` checks what of this can 
 
 from __future__ import annotations
 
-from typing import ClassVar
+import errno
+from typing import ClassVar, Final
+
+_PASSING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 
 
 class LazaretError(Exception):
@@ -66,5 +69,21 @@ class InvariantError(LazaretError):
     exit_code: ClassVar[int] = 70
 
 
+def is_transient(error: BaseException) -> bool:
+    """Whether the same may succeed later, though nobody changes anything: a silent peer, a busy ledger, a full disk.
+
+    A ledger that contradicts itself needs a person.
+    """
+    if isinstance(error, OSError):
+        return error.errno in _PASSING
+    return isinstance(error, (UnreachableError, StorageError)) and not isinstance(error, LedgerIntegrityError)
+
+
 class Signal(Exception):
     """Leaves a loop or waits for a person. It is no error, and no person reads it."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of this machine or of its accelerator. On a processor, torch has no class for it."""
+    of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch)

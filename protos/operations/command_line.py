@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from protos.common.errors import InvariantError, LazaretError, LedgerIntegrityError
+from protos.common.errors import InvariantError, LazaretError, LedgerIntegrityError, out_of_memory
+
+_CONTROLS: Final = dict.fromkeys((7, 8, 11, 12, 13))  # what moves a terminal's cursor, or rings
+
+
+def print_line(text: str, *, error: bool = False) -> None:
+    """Print a line for people, as it is, on standard output or standard error."""
+    print(text.translate(_CONTROLS), file=sys.stderr if error else sys.stdout)
 
 
 def add(group: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -49,11 +58,7 @@ def run_main(
         0 done, 1 refused or failed, 2 usage, 70 internal.
     """
     arguments = parse(parser, argv)
-    from rich.console import Console  # noqa: PLC0415 - `--help` does not wait for it
-
-    def say(text: str) -> None:
-        Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
-
+    say = partial(print_line, error=True)
     try:
         return run(arguments)
     except OSError as error:
@@ -65,10 +70,10 @@ def run_main(
     except LazaretError as error:
         say(f"{'stopped' if isinstance(error, LedgerIntegrityError) else 'refused'}: {error}")
         return error.exit_code
-    except MemoryError:
-        say("refused: memory ran out: free some or take smaller batches, and give the same command again")
-        return 1
     except Exception as error:  # noqa: BLE001 - whatever it is: stop, and say no text that may hold patient data
+        if out_of_memory(error):
+            say("refused: memory ran out: free some or take smaller batches, and give the same command again")
+            return 1
         say(f"stopped: internal fault ({type(error).__name__})")
         return 70
 

@@ -22,6 +22,9 @@ _PAUSES_S: Final = (0.5, 60.0)  # until it is started again, doubled from the fi
 _STEADY_S: Final = 60.0  # of life, after which an end is a first one again
 
 
+Born = Callable[[subprocess.Popen[bytes]], None]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StartedProcess:
     """A process that has begun its work."""
@@ -57,21 +60,30 @@ def how_ended(status: int) -> str:
         return f"killed by signal {-status}"
 
 
+def _why(fault: Exception) -> str:
+    """In words; of what is not ours, the class alone (P14)."""
+    if isinstance(fault, OSError):
+        return fault.strerror or type(fault).__name__
+    return str(fault) if isinstance(fault, LazaretError) else type(fault).__name__
+
+
 class KeptProcess:
     """A process that runs until it is told to end."""
 
-    def __init__(self, name: str, start: Callable[[], StartedProcess], ended: Callable[[str], None]) -> None:
+    def __init__(self, name: str, start: Callable[[Born], StartedProcess], ended: Callable[[str], None]) -> None:
         """Nothing runs yet.
 
         Args:
             name: of the thread.
-            start: starts it, and returns when it has begun its work, or raises a sentence.
+            start: starts it, says so at once to the function that it is handed, and returns when it has begun its
+                work, or raises a sentence. What it has started is killed then.
             ended: hears how it ended, or why it did not start again; must not raise.
         """
         self._start, self._ended = start, ended
         self._current: StartedProcess | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # the newest, from its first moment on
         self._fault: Exception | None = None
-        self._began, self._over = threading.Event(), threading.Event()
+        self._began, self._over, self._too_late = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name}-keeper", daemon=True)
 
     @property
@@ -98,15 +110,31 @@ class KeptProcess:
             self._current.dismiss()
         if self._thread.ident is not None:
             self._thread.join(grace_s)
-            if self._thread.is_alive() and self._current is not None:
-                self._current.process.kill()
+            self._too_late.set()
+            if self._thread.is_alive() and self._process is not None:
+                self._process.kill()
             self._thread.join()
 
     # -- the thread
 
+    def _begin(self) -> StartedProcess:
+        self._process = None
+        try:
+            return self._start(self._born)
+        except BaseException:
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+            raise
+
+    def _born(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        if self._too_late.is_set():  # `end` looked just before
+            process.kill()
+
     def _run(self) -> None:
         try:
-            self._current = self._start()
+            self._current = self._begin()
         except Exception as fault:  # noqa: BLE001 - raised where `begin` waits
             self._fault = fault
             return
@@ -123,7 +151,10 @@ class KeptProcess:
         """Listen until it has ended, and say how, unless it was told to."""
         if self._over.is_set():  # said while it was being started
             current.dismiss()
-        current.listen()
+        try:
+            current.listen()
+        except Exception as fault:  # noqa: BLE001 - whatever it is, this thread goes on, and so does the service
+            self._ended(f"it cannot be listened to: {_why(fault)}")
         if not self._over.is_set():
             current.process.kill()  # for one that closed its pipe alone; one that ends keeps its status
         status = current.process.wait()
@@ -135,10 +166,10 @@ class KeptProcess:
         while not self._over.wait(pause):
             pause = min(_PAUSES_S[1], 2 * pause)
             try:
-                self._current = self._start()
-            except (LazaretError, OSError) as fault:
-                said = fault.strerror if isinstance(fault, OSError) else str(fault)
-                self._ended(f"it does not start: {said}")
+                self._current = self._begin()
+            except Exception as fault:  # noqa: BLE001 - too many threads, too little memory: later there may be fewer
+                if not self._over.is_set():
+                    self._ended(f"it does not start: {_why(fault)}")
             else:
                 return self._current, pause
         return None, pause

@@ -11,7 +11,7 @@ import os
 import signal
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Any, Final
 
 _MAX_HEAD: Final = 1 << 20  # bytes of a message's JSON
@@ -28,8 +28,18 @@ def send(stream: IO[bytes], head: dict[str, Any], parts: Sequence[Part] = ()) ->
     stream.flush()
 
 
-def receive(stream: IO[bytes], max_bytes: int) -> tuple[dict[str, Any], list[bytes]]:
-    """One message. Raises: EOFError at the end of the stream, ValueError when it is not a message."""
+def receive(
+    stream: IO[bytes], max_bytes: int | Callable[[dict[str, Any]], Sequence[int]]
+) -> tuple[dict[str, Any], list[bytes]]:
+    """One message.
+
+    Args:
+        stream: from the other side.
+        max_bytes: of each byte string; or what says, by a message's JSON, which ones follow and their most bytes.
+    Raises:
+        EOFError: at the end of the stream.
+        ValueError: it is not a message, or larger.
+    """
     told = _exactly(stream, size(struct.unpack(">I", _exactly(stream, 4))[0], _MAX_HEAD))
     try:
         head = json.loads(told)
@@ -37,7 +47,11 @@ def receive(stream: IO[bytes], max_bytes: int) -> tuple[dict[str, Any], list[byt
         raise ValueError("not a message") from None
     if not isinstance(head, dict) or not isinstance(head.get("parts"), list) or len(head["parts"]) > _MAX_PARTS:
         raise ValueError("not a message")
-    return head, [_exactly(stream, size(n, max_bytes)) for n in head.pop("parts")]
+    sizes = head.pop("parts")
+    most = max_bytes(head) if callable(max_bytes) else [max_bytes] * len(sizes)
+    if len(sizes) != len(most):
+        raise ValueError("not a message")
+    return head, [_exactly(stream, size(*one)) for one in zip(sizes, most, strict=True)]
 
 
 def size(number: object, most: int) -> int:

@@ -32,7 +32,8 @@ class Systemd:
         every = given.pop("WATCHDOG_USEC", "")
         of = given.pop("WATCHDOG_PID", str(os.getpid()))
         self._address = "\0" + address[1:] if address.startswith("@") else address
-        self._every = int(every) / 2e6 if every.isdigit() and of == str(os.getpid()) else 0.0
+        # a third of it: an answer that came too late once does not end the service
+        self._every = int(every) / 3e6 if every.isdigit() and of == str(os.getpid()) else 0.0
         self._wrong, self._over = wrong, threading.Event()
         self._thread = threading.Thread(target=self._feed, name="watchdog", daemon=True)
 

@@ -6,6 +6,7 @@ Its description is OpenAPI, made from the acts' own signatures: ``GET /v1/openap
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,14 +18,20 @@ from pydantic import ConfigDict, create_model
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from protos.common.errors import InvariantError, LazaretError, LedgerIntegrityError
+from protos.common.errors import InvariantError, LazaretError, LedgerIntegrityError, RefusedError, is_transient
 from protos.service.control_client import API, PROBLEM
 
 Act = Callable[..., Any]  # the first argument is what the service works with, the others are fields
 
 
+class NotTextError(RefusedError):
+    """A field of a request is no Unicode text."""
+
+
 def control_app(side: str, version: str, log: Any) -> FastAPI:
-    """An application that knows ``/v1``: what is running here. A side adds its acts.
+    """An application that knows ``/v1``: what is running here, and ``/v1/health``: what only a restart mends.
+
+    A side adds its acts, and sets ``state.wrong`` to what says what is wrong with it, or None.
 
     Args:
         side: "agent" or "coordinator".
@@ -40,10 +47,15 @@ def control_app(side: str, version: str, log: Any) -> FastAPI:
     )
 
     app.state.log = log
+    app.state.wrong = lambda: None
 
     @app.get(f"/v{API}")
     def about() -> dict[str, Any]:
         return {"api": API, "side": side, "version": version, "pid": os.getpid()}
+
+    @app.get(f"/v{API}/health")
+    def health() -> dict[str, str | None]:
+        return {"wrong": app.state.wrong()}
 
     app.add_exception_handler(RequestValidationError, lambda _, error: as_problem(error, 422))
     app.add_exception_handler(HTTPException, lambda _, error: as_problem(error, getattr(error, "status_code", 500)))
@@ -72,9 +84,14 @@ def add_act(
     )
 
     def carry_out(asked: Any) -> Any:
+        fields = asked.model_dump()
+        try:
+            json.dumps(fields, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write and no file takes
+            raise NotTextError("a field holds what is no text: send Unicode characters") from None
         if not looks:
             app.state.log.info("control_act", action=name)
-        return run(act, asked.model_dump())
+        return run(act, fields)
 
     carry_out.__annotations__.update({"asked": form, "return": hints.get("return", Any)})
     carry_out.__doc__ = act.__doc__
@@ -82,7 +99,8 @@ def add_act(
 
 
 def as_problem(error: Exception, status: int) -> Response:
-    """What a caller is told of an error: its class, a sentence, and the exit status that the command ends with.
+    """What a caller is told of an error: its class, a sentence, the exit status that the command ends with, and
+    whether the same may succeed later.
 
     Texts of errors that are not ours may hold patient data, and stay here.
     """
@@ -91,6 +109,7 @@ def as_problem(error: Exception, status: int) -> Response:
         "sentence": _sentence(error),
         "exit": error.exit_code if isinstance(error, LazaretError) else 70 if status == 500 else 1,
         "stopped": isinstance(error, LedgerIntegrityError),
+        "again": is_transient(error),
     }
     return JSONResponse(told, status, media_type=PROBLEM)
 

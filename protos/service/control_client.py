@@ -10,8 +10,9 @@ import http.client
 import json
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,10 @@ _BUSY_S: Final = 10.0  # another command, or a service that starts or ends
 
 class ServiceRefusedError(RefusedError):
     """The service refused, with a sentence of its own."""
+
+
+class ServiceHinderedError(UnreachableError):
+    """The service could not do it now, with a sentence of its own: no coordinator, a busy ledger, a full disk."""
 
 
 class ServiceStoppedError(LedgerIntegrityError):
@@ -76,6 +81,10 @@ class ControlClient:
         """Hang up."""
         self._connection.close()
 
+    def patient(self, seconds: float) -> None:
+        """Wait so long for each answer, and no longer."""
+        self._connection.sock.settimeout(seconds)
+
     def ask(self, path: str, fields: Mapping[str, Any] | None = None) -> Any:
         """GET without ``fields``, POST with them.
 
@@ -86,6 +95,7 @@ class ControlClient:
             The answer, as JSON has it.
         Raises:
             ServiceRefusedError: the service says no; the text is its sentence.
+            ServiceHinderedError: it could not; later it may.
             ServiceStoppedError, ServiceFaultError: it cannot go on.
             ServiceAnswerError: nobody knows whether it was done.
         """
@@ -129,6 +139,23 @@ def connect(home: Path, patience_s: float = _ABOUT_S) -> ControlClient | None:
     return ControlClient(connection, about)
 
 
+def service_fault(home: Path, patience_s: float = _ABOUT_S) -> str | None:
+    """What is wrong with the service in a home directory and only a restart mends, as it says itself; None: nothing.
+
+    One that is not there, or does not answer in time, is not well either.
+    """
+    try:
+        service = connect(home, patience_s)
+        if service is None:
+            return f"no service answers in {home.name}: start it, or restart it"
+        with service:
+            service.patient(patience_s)
+            wrong = service.ask("/health")["wrong"]
+            return None if wrong is None else str(wrong)
+    except (RefusedError, UnreachableError, LedgerIntegrityError, InvariantError, KeyError, TypeError) as error:
+        return str(error) if not isinstance(error, (KeyError, TypeError)) else "the service gave no answer to be read"
+
+
 def is_serving(home: Path) -> bool:
     """Whether a service runs in a home directory.
 
@@ -143,7 +170,9 @@ def is_serving(home: Path) -> bool:
 
 
 @contextlib.contextmanager
-def ask_or_do(home: Path, here: Callable[..., Any], busy: type[Exception]) -> Iterator[Callable[..., Any]]:
+def ask_or_do(
+    home: Path, here: Callable[..., Any], busy: Callable[[Exception], bool]
+) -> Iterator[Callable[..., Any]]:
     """Acts, by name and fields, that the running service carries out; where none runs, they are done here.
 
     A service that starts or ends just then is waited for, and so is another command.
@@ -151,7 +180,7 @@ def ask_or_do(home: Path, here: Callable[..., Any], busy: type[Exception]) -> It
     Args:
         home: the directory of the service.
         here: carries out one act.
-        busy: what it raises while another process works there.
+        busy: whether it raised this because another process works there.
     Yields:
         The acts.
     """
@@ -166,8 +195,8 @@ def ask_or_do(home: Path, here: Callable[..., Any], busy: type[Exception]) -> It
             while service is None:
                 try:
                     return here(name, **fields)
-                except busy:
-                    if time.monotonic() > until:
+                except Exception as error:
+                    if not busy(error) or time.monotonic() > until:
                         raise
                 time.sleep(0.1)
                 service = connect(home)
@@ -195,4 +224,21 @@ def _ask(connection: _Connection, path: str, fields: Mapping[str, Any] | None) -
         raise http.client.HTTPException(media)
     if told.get("stopped"):
         raise ServiceStoppedError(sentence)
+    if told.get("again"):
+        raise ServiceHinderedError(sentence)
     raise (ServiceRefusedError if told.get("exit") == 1 else ServiceFaultError)(sentence)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Ask whether the service in the home directory HOME is well: exit 0 it is, 1 it is not, 2 usage."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if len(words) != 1:
+        sys.stderr.write("usage: python -m protos.service.control_client HOME\n")
+        return 2
+    wrong = service_fault(Path(words[0]))
+    sys.stdout.write("well\n" if wrong is None else f"{wrong}\n")
+    return 0 if wrong is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

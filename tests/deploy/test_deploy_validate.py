@@ -37,6 +37,7 @@ def test_systemd_finds_nothing_wrong_with_a_unit_and_little_that_it_could_do(pat
         ("SystemCallErrorNumber=EPERM", "SystemCallFilter=\nCapabilityBoundingSet=~", "exposure"),
         ("MemoryMax=85%", "", "MemoryMax= is missing"),
         ("User=lazaret", "", "User= is missing"),
+        ("OOMPolicy=continue", "OOMPolicy=stop", "OOMPolicy=continue is missing"),
     ],
 )
 def test_a_looser_unit_is_seen(line: str, instead: str, why: str, tmp_path: Path) -> None:
@@ -71,12 +72,17 @@ def test_compose_reads_the_file_and_no_service_could_do_much(side: str) -> None:
         ('user: "10001:10001"', 'user: "0:0"', "runs as root"),
         ("pids_limit: 1024", "privileged: true", "privileged"),
         ("image: ${AGENT", "imaeg: ${AGENT", "imaeg"),
+        ("restart: unless-stopped", "restart: on-failure", "does not come back after a reboot"),
+        ("protos.service.control_client", "http.client", "nobody asks it whether it is well"),
+        ("mem_limit: ${AGENT_MEMORY:-16g}", "mem_limit: 14g", "do not fit into 14 GiB"),
     ],
 )
 def test_a_looser_compose_file_is_seen(old: str, new: str, why: str, tmp_path: Path) -> None:
     path = HERE / "compose" / "agent" / "compose.yml"
     need("docker-compose")
+    assert old in path.read_text()
     (tmp_path / "compose.yml").write_text(path.read_text().replace(old, new, 1))
+    shutil.copy(path.with_name("jobs.toml"), tmp_path)
     assert why in "; ".join(compose(tmp_path / "compose.yml"))
 
 
@@ -94,6 +100,9 @@ def test_the_chart_renders_into_what_kubernetes_takes(values: Path, how: list[st
         ("workload.yaml", "emptyDir:\n            sizeLimit: 4Gi", "hostPath: {path: /tmp}", "mounts the node"),
         ("_parts.tpl", "drop: [ALL]", "drop: [CHOWN]", "capabilities"),
         ("service.yaml", "kind: Service", "kind: ConfigMap", "no Service"),
+        ("workload.yaml", "livenessProbe", "lifecycle", "nobody asks it whether it is well"),
+        ("_parts.tpl", 'lazaret.home" . }}]', 'lazaret.name" . }}]', "nobody asks it whether it is well"),
+        ("config.yaml", ".Values.agent.jobs }}", ".Values.agent.gpus }}", "bounds no job's memory"),
         ("network.yaml", "policyTypes:", "policyTypes: 3 #", "NetworkPolicy"),
         ("config.yaml", "{{- end }}", "", "unexpected"),
     ],
@@ -124,6 +133,15 @@ def test_values_that_were_forgotten_or_mistyped_are_named(
     values["agent"][key] = value
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
     assert why in "; ".join(chart(how, CHART, tmp_path / "values.yaml"))
+
+
+def test_a_job_fits_into_a_pod_beside_the_service(how: list[str], tmp_path: Path) -> None:
+    values = yaml.safe_load((HERE / "helm" / "agent.example.yaml").read_text())
+    for limit, why in (("31Gi", ""), ("30Gi", "a job of twice 14 GiB and the service do not fit into 30 GiB")):
+        values["resources"]["limits"]["memory"] = limit
+        values["resources"]["requests"]["memory"] = "16Gi"
+        (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+        assert chart(how, CHART, tmp_path / "values.yaml") == ([why] if why else [])
 
 
 def test_nobody_is_let_in_or_out_whom_the_values_do_not_name(how: list[str], tmp_path: Path) -> None:
@@ -162,6 +180,7 @@ def test_what_a_pod_does_first_makes_its_home_once_and_brings_settings(
     home = tmp_path / "state" / side
     assert (home / "policy.toml").read_text() == config["policy.toml"]
     assert (home / "console.toml").read_text() == config["console.toml"]
+    assert (home / "jobs.toml").exists() is (side == "agent")
     assert (home / "keys").stat().st_mode & 0o777 == 0o700
 
 

@@ -37,7 +37,7 @@ from tests.support.tcp_proxy import wait_until
 
 STATES = ("queued", "running", "made", "leaving", "signing")
 IMAGES = 100  # to each of two sites
-ROUNDS = 60
+ROUNDS = 30
 PERSONS = 5  # whom the site's approver appoints
 PATIENCE_S = 600.0
 RUN_S = 1500.0  # for the rest of the run: a round whose question a kill lost is asked again when its time is over

@@ -51,7 +51,7 @@ def _typed(script: str, work: Path) -> str:
     for name, how in {**modules, "python": ""}.items():
         (bin_folder / name).write_text(f'#!/bin/sh\nexec "{forking_python()}" {how} "$@"\n')
         (bin_folder / name).chmod(0o755)
-    script = script.replace("serve &\n", "serve > serve.log 2>&1 &\n")
+    script = re.sub(r"(serve.*) &\n", r"\1 >> serve.log 2>&1 &\n", script)
     process = subprocess.Popen(
         ["bash", "-c", f"set -eu\ntrap 'kill $(jobs -p)' EXIT\n{script}\n"],
         cwd=work,
@@ -76,7 +76,8 @@ def test_the_walk_through_by_hand_works_as_written(tmp_path: Path) -> None:
     assert lines[0].startswith('export PATH="$PWD/.venv/bin:$PATH"\n')
     again = "! lazaret-agent --home site-a release ksame --basis hospital/basis.safetensors --modality OT --k 5"
     work = tmp_path / "work"
-    said = _typed("\n".join([*lines, again, persons]), work)
+    served = "test -S site-a/control.sock && test -S coordinator/control.sock"  # both sides, to the end
+    said = _typed("\n".join([*lines, again, persons, served]), work)
     for word in (
         "site-a is enrolled",
         "admitted at level B",
@@ -92,7 +93,7 @@ def test_the_walk_through_by_hand_works_as_written(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1500)
 def test_the_first_release_works_as_written_at_a_hospital_that_is_enrolled(tmp_path: Path) -> None:
-    """As it is installed: the command knows the site's folder."""
+    """As it is installed: the command knows the site's folder, and the service runs, as the walk has started it."""
     setup, invite, approve, *_ = _blocks("deploy/docs/walk.md")
     page = _blocks("deploy/docs/first-release.md")
     assert len(page) == 7

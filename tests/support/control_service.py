@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from protos.common.errors import InvariantError, LedgerIntegrityError, RefusedError
+from protos.common.errors import InvariantError, LedgerIntegrityError, RefusedError, StorageError, UnreachableError
 from protos.service.control_app import add_act, control_app
 from protos.service.control_socket import control_socket
 
@@ -17,6 +17,9 @@ ERRORS: dict[str, Exception] = {
     "ours": InvariantError("patient 7"),
     "theirs": ValueError("patient 7"),
     "disk": OSError(28, "No space left on device", "/somewhere/vault.db"),
+    "rights": PermissionError(13, "Permission denied", "/somewhere/vault.db"),
+    "away": UnreachableError("no answer from the coordinator"),
+    "busy": StorageError("another command has the ledger"),
 }
 
 

@@ -30,7 +30,7 @@ from agent.errors import CohortTooSmallError
 from agent.mechanisms.centroids.codebook import Codebook, codec_digest, quantise, vector_sums, votes
 from agent.mechanisms.common.linear_codec import Codec
 from agent.mechanisms.common.workspace import Workspace
-from agent.models.training_loop import load_state, save_state
+from agent.models.training_loop import HEADER_BYTES, load_state, save_state
 from policies.accounting.accountant import SIGMA_GRID, TIGHT_LIMIT, NoiseNotFoundError, tight_epsilon
 from policies.accounting.claims import (
     LEAST_NOISE,
@@ -155,6 +155,16 @@ class Centroids:
     def shape(self) -> tuple[int, ...]:
         """(h, w[, 3]) of the images that it takes and makes."""
         return self.codec.shape
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """The labels of the synthetic set."""
+        return self.classes
+
+    @property
+    def max_checkpoint_bytes(self) -> int:
+        """Of the noisy counts, the noisy sums and the order."""
+        return 8 * self.codebook.cells * (len(self.classes) + self.codebook.dims + 1) + HEADER_BYTES
 
     @property
     def form(self) -> str:

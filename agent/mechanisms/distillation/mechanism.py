@@ -55,6 +55,21 @@ class Distillation:
         return self.course.untrained() if self.course.output.release == "model" else None
 
     @property
+    def drawn(self) -> tuple[str, ...]:
+        """The labels of the synthetic set."""
+        return self.course.conditions.names
+
+    @property
+    def max_checkpoint_bytes(self) -> int:
+        """Of a training, or of what a round keeps."""
+        return self.course.max_checkpoint_bytes
+
+    @property
+    def max_result_bytes(self) -> int:
+        """Of the model that leaves, where one does."""
+        return len(self.untrained() or b"")
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """(s, s[, 3]) of the images that it takes and makes."""
         return self.course.autoencoder.shape

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
@@ -21,15 +23,17 @@ from numpy.typing import NDArray
 from agent.domain import CheckpointStore, SyntheticSet
 from agent.dp.noise import Entropy
 from agent.intervals import Proportion
+from agent.mechanisms.common.workspace import Say, of_round
 from agent.mechanisms.distillation.latent_model import LatentConfig, LatentDiffusion
 from agent.models.diffusion.aligner import Aligner
 from agent.models.diffusion.autoencoder import Autoencoder
+from agent.models.diffusion.latent import LatentDenoiser
 from agent.models.diffusion.prompts import Conditions
 from agent.models.image_tensors import to_tensor
-from agent.models.training_loop import load_state, save_state, torch_generator
-from agent.vetting.exhibits import Exhibit, Images, Labels, ReviewSamples, exhibits
-from agent.vetting.filter import REASONS, Power, measured, power, vet
-from agent.vetting.reference import Reference, Vetting
+from agent.models.training_loop import HEADER_BYTES, checkpoint_bytes, load_state, save_state, torch_generator
+from agent.vetting.exhibits import SHOWN, Exhibit, Images, Labels, ReviewSamples, exhibits
+from agent.vetting.filter import KINDS, REASONS, Power, measured, power, vet
+from agent.vetting.reference import SHARES, Reference, Vetting
 from protos.common.errors import RefusedError
 
 
@@ -42,6 +46,12 @@ class Tally:
     dropped: Mapping[str, int] = field(hash=False)  # by the reason of :class:`agent.vetting.filter.FilterResult`
     learned: int  # groups whose best sample the student learned
     empty: int  # groups with nothing left: never filled up with what had failed
+
+    def __post_init__(self) -> None:
+        """Reasons are those that there are, and nothing is counted twice."""
+        numbers = (self.drawn, self.learned, self.empty, *self.dropped.values())
+        if not set(self.dropped) <= set(REASONS) or min(numbers) < 0 or sum(self.dropped.values()) > self.drawn:
+            raise ValueError("an unknown reason, or more dropped than were drawn")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +121,7 @@ Released = Literal["samples", "model"]
 MOST: Final = 1_000_000  # samples that are drawn in one round
 BLOCK: Final = 4096  # samples, about, that are in memory at once
 BATCH: Final = 256  # images that the aligner sees at once
+_BESIDE: Final = 64  # bytes at most of what is kept of an image beside it
 
 
 class NothingLeftError(RefusedError, ValueError):
@@ -159,6 +170,12 @@ class Review:
     alignment: float  # mean s_align of the student's samples
     exhibits: tuple[Exhibit, ...]
 
+    def __post_init__(self) -> None:
+        """What is printed has the names that there are."""
+        known = {*self.thresholds, *self.intervals} <= {*SHARES, "unseen"}
+        if not known or not self.power.kinds.keys() <= KINDS.keys():
+            raise ValueError("an unknown threshold or kind of copy")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distilled:
@@ -206,6 +223,14 @@ class Course:
         return LatentDiffusion(self.model, self.autoencoder, self.conditions).file({})
 
     @property
+    def max_checkpoint_bytes(self) -> int:
+        """Of a training, or of what a round keeps: samples, those shown, and a score of each that was drawn."""
+        groups = self.conditions.count * self.sampling.groups
+        samples = (max(groups, self.output.pictures) + 2 * SHOWN) * (math.prod(self.autoencoder.shape) + _BESIDE)
+        kept = samples + 8 * groups * self.sampling.candidates + HEADER_BYTES
+        return max(kept, checkpoint_bytes(lambda: LatentDenoiser(self.model.architecture)))
+
+    @property
     def form(self) -> str:
         """SHA-256 of all of it."""
         told = {
@@ -245,7 +270,7 @@ class Work:
 
     entropy: Entropy
     place: Callable[[str], CheckpointStore]
-    say: Callable[[str, int, int], None]  # stage, step, of how many
+    say: Say
 
     def dice(self) -> torch.Generator:
         """A generator that nobody else uses, seeded by fresh entropy."""
@@ -269,14 +294,19 @@ def distil(course: Course, teach: Callable[[], LatentDiffusion], reference: Refe
     teacher, first = teach(), None
     for number in range(course.sampling.rounds):
         kept, student_place = course.places[2 * number + 1 : 2 * number + 3]
-        found = _round(course, teacher, reference, work, work.place(kept))
+        here = replace(work, say=partial(_say_of_round, work, number + 1))
+        found = _round(course, teacher, reference, here, work.place(kept))
         first = first or found
         student = LatentDiffusion(course.model, course.autoencoder, course.conditions, work.entropy)
-        say = lambda done: work.say("student", done.step, done.steps)  # noqa: E731
+        say = lambda done, here=here: here.say("student", done.step, done.steps)  # noqa: E731
         student.pretrain(found.images, found.labels, course.student_steps, work.place(student_place), say)
         teacher = student
     assert first is not None
     return _leaving(course, student, reference, work, (first, found, strength))
+
+
+def _say_of_round(work: Work, number: int, stage: str, step: int, of: int) -> None:
+    work.say(of_round(stage, number), step, of)
 
 
 def _once(

@@ -26,9 +26,10 @@ from agent.mechanisms.common.generative_model import PublicImages
 from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.privimage import semantic_query
 from agent.mechanisms.privimage.diffusion import Diffusion, DiffusionConfig
+from agent.models.diffusion.edm import Denoiser
 from agent.models.image_tensors import to_bytes
 from agent.models.semantics.classifier import Semantics
-from agent.models.training_loop import load_state, save_state, torch_generator
+from agent.models.training_loop import HEADER_BYTES, checkpoint_bytes, load_state, save_state, torch_generator
 from policies.accounting.claims import Composed, SubsampledGaussian
 
 Shares = Literal["even", "noisy"]
@@ -106,6 +107,12 @@ class PrivImage:
     def shape(self) -> tuple[int, ...]:
         """(s, s[, 3]) of the images that it takes and makes."""
         return self.model.architecture.shape
+
+    @property
+    def max_checkpoint_bytes(self) -> int:
+        """Of a training, and of the noisy histogram."""
+        histogram = 8 * len(self.drawn) * len(self.semantics.bins)
+        return max(histogram + HEADER_BYTES, checkpoint_bytes(lambda: Denoiser(self.model.architecture)))
 
     @property
     def form(self) -> str:

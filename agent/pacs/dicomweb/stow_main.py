@@ -157,7 +157,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold patients' files
     logging.disable(logging.CRITICAL)
     lines = os.fdopen(os.dup(0), "rb")
-    reply: Callable[[bytes], int] = partial(os.write, os.dup(1))
+    out = os.dup(1)
+    reply: Callable[[bytes], int] = partial(os.write, out)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -171,6 +172,7 @@ def main() -> None:
         return
     threading.Thread(target=_until_the_end, args=(lines, server), daemon=True).start()
     reply(json.dumps({"port": listener.getsockname()[1]}).encode() + b"\n")
+    os.close(out)  # nothing else is ever said: what comes from the network has no way there
     server.run(sockets=[listener])
 
 

@@ -30,9 +30,10 @@ from agent.pacs.secret_files import SecretFileError, is_loopback, read_secret
 from agent.storage.spool import Spool
 from protos.common.errors import WorkerError
 from protos.operations import confinement
-from protos.operations.kept_process import KeptProcess, StartedProcess
+from protos.operations.kept_process import Born, KeptProcess, StartedProcess
 
 _START_S: Final = 60.0
+_REPLY_BYTES: Final = 4096
 END_S: Final = 15.0
 PATHS: Final = ("certificate", "key", "client_ca", "token_file")
 
@@ -158,10 +159,10 @@ class Stow:
         kept.begin()
         self._kept = kept
 
-    def _started(self) -> StartedProcess:
+    def _started(self, born: Born) -> StartedProcess:
         setup = self._setup()
         inherited = {k: v for k, v in os.environ.items() if k in ("LD_LIBRARY_PATH", "TZ")}
-        home = str(Path(__file__).resolve().parents[2])
+        home = str(Path(__file__).resolve().parents[3])
         one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # only what has one thread can be confined
         process = subprocess.Popen(
             [sys.executable, "-P", "-B", "-m", "agent.pacs.dicomweb.stow_main"],
@@ -171,19 +172,19 @@ class Stow:
             cwd="/",
             env={**inherited, **one, "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "2", "PYTHONPATH": home},
         )
+        born(process)
         watchdog = threading.Timer(_START_S, process.kill)
-        watchdog.start()
         try:
+            watchdog.start()
             reply = _ask(process, setup)
         finally:
             watchdog.cancel()
+            _close(process.stdout)
         if type(reply.get("port")) is not int:
-            process.kill()
-            process.wait()
-            _hang_up(process)
+            _close(process.stdin)
             raise StowError(str(reply.get("fault", "the STOW receiver does not start; check the installation")))
         self.port = reply["port"]
-        return StartedProcess(process, partial(_until_the_end, process), partial(_close, process.stdin))
+        return StartedProcess(process, process.wait, partial(_close, process.stdin))
 
     def _setup(self) -> bytes:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self._settings).items()}
@@ -208,18 +209,6 @@ class Stow:
             kept.end(END_S + 5)
 
 
-def _until_the_end(process: subprocess.Popen[bytes]) -> None:
-    """It says nothing more; its end closes the pipe."""
-    if process.stdout is not None:
-        process.stdout.read()
-    _hang_up(process)
-
-
-def _hang_up(process: subprocess.Popen[bytes]) -> None:
-    for stream in (process.stdin, process.stdout):
-        _close(stream)
-
-
 def _close(stream: IO[bytes] | None) -> None:
     if stream is not None:
         with contextlib.suppress(OSError):
@@ -227,12 +216,14 @@ def _close(stream: IO[bytes] | None) -> None:
 
 
 def _ask(process: subprocess.Popen[bytes], setup: bytes) -> dict[str, Any]:
+    """What it replies: all that it ever says."""
     if process.stdin is None or process.stdout is None:
         return {}
     try:
         process.stdin.write(setup)
         process.stdin.flush()
-        reply = json.loads(process.stdout.readline(4096))
+        said = process.stdout.read(_REPLY_BYTES)  # until it closes the pipe
+        reply = json.loads(said) if len(said) < _REPLY_BYTES else None
     except (OSError, ValueError):
         return {}
     return reply if isinstance(reply, dict) else {}

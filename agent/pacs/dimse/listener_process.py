@@ -198,7 +198,7 @@ class Listener:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                env={**kept, **heap, "LANG": "C.UTF-8", "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+                env={**kept, **heap, "LANG": "C.UTF-8", "PYTHONPATH": str(Path(__file__).resolve().parents[3])},
             )
         setup = {
             "settings": asdict(self._settings),

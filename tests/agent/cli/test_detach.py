@@ -36,11 +36,26 @@ def test_files_are_copied_and_named_from_the_jobs_folder(tmp_path: Path) -> None
     assert (tmp_path / "job" / "in" / "0-basis.safetensors").read_bytes() == b"basis"
 
 
+@pytest.mark.parametrize(
+    "more", [["--detach", "--priority", "high"], ["--priority=high", "--detach"], ["--det", "--prio", "low"]]
+)
+def test_what_is_of_the_job_is_not_of_its_command(more: list[str]) -> None:
+    command = ["tune", "--menu", "5,6", "--project", "main"]
+    assert detach._of_command(["--home", "x", *command[:3], *more, *command[3:]]) == command
+
+
 def test_a_word_that_equals_a_files_name_by_chance_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("OT").write_bytes(b"")
     found, _ = words(tmp_path, "release", "ksame", "--basis=OT", "--k", "5", "--modality", "OT", "--project", "OT")
     assert found[2:] == ["--basis=in/0-OT", "--k", "5", "--modality", "OT", "--project", "OT"]
+
+
+@pytest.mark.parametrize(("network", "option"), [("features", "--pictures"), ("remodeller", "--heads")])
+def test_a_folder_to_learn_from_is_seen_where_it_lies(tmp_path: Path, network: str, option: str) -> None:
+    (tmp_path / "public").mkdir()
+    found, _ = words(tmp_path, "train", network, option, tmp_path / "public", "--out", "nets", "--detach")
+    assert found == ["train", network, option, str(tmp_path / "public"), "--out", "out/nets"]
 
 
 def test_what_a_configuration_names_comes_along_and_folders_are_seen_where_they_lie(tmp_path: Path) -> None:

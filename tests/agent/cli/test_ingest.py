@@ -178,6 +178,8 @@ def test_an_opt_out_of_nobody_is_a_mistake(site: Path, capsys: pytest.CaptureFix
     status, _, err = typed(capsys, site, "opt-out", "add", "--patients", str(site.parent / "list.txt"))
     assert status == 1
     assert "is empty" in err
+    status, _, err = typed(capsys, site, "opt-out", "add", "--patients", str(site.parent / "gone.txt"))
+    assert (status, "gone.txt cannot be read: file not found" in err) == (1, True)
 
 
 def test_an_opt_out_of_ids_that_nobody_has_is_said_before_it_is_taken(

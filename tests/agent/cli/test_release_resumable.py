@@ -358,11 +358,12 @@ def test_a_set_is_judged_by_held_out_patients_on_a_page_for_this_site(
     assert said.line == {**told, "measured": ["utility", "fidelity", "semantics"]}
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
 def test_memory_that_runs_out_is_said_in_one_sentence(
-    typed: Typed, ward: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    typed: Typed, ward: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fails(*_: object) -> None:
-        raise MemoryError
+        raise error
 
     monkeypatch.setattr(evaluate_command, "read_images", fails)
     (tmp_path / "set.tar").write_bytes(b"")

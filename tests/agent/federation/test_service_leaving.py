@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agent.errors import CoordinatorUnreachableError, LedgerForkError, ReviewRejectedError
@@ -282,3 +283,32 @@ def test_a_greeting_that_is_asked_for_is_made_at_once(tmp_path: Path, monkeypatc
     _keep_on(TaskHandler(federated_site(tmp_path).part, threading.Lock(), ErrorLog(), station.stop), station)
     assert met == [None]
     assert not station.again.is_set()
+
+
+def test_a_round_that_is_asked_for_while_the_ledger_cannot_be_asked_waits_a_while_and_is_not_declined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site that was killed must hear of its grant again; a word too early would take it out of the round."""
+    w = federated_site(tmp_path)
+    granted(w, federated())
+    assert w.crash()
+    w.gateway.shut = True
+    stop, waits = threading.Event(), list[float | None]()
+
+    def wait(seconds: float | None = None) -> bool:
+        waits.append(seconds)
+        w.gateway.shut = len(waits) < 3
+        return False
+
+    monkeypatch.setattr(stop, "wait", wait)
+    handler = TaskHandler(w.part, threading.Lock(), ErrorLog(), stop)
+    answer = handler.handle(RoundTask("run-1", "train", 0, b"", np.asarray(START.vector)))
+    assert answer.vector is not None
+    assert (part(w).rounds_trained, len(waits)) == (1, 4), "three times for the ledger, once for the answer's time"
+    monkeypatch.setattr("agent.federation.service.CONFIRM_S", -1.0)
+    assert w.crash()
+    w.gateway.shut = True
+    handler = TaskHandler(w.part, threading.Lock(), ErrorLog(), stop)
+    with pytest.raises(TaskDeclinedError, match="unavailable"):
+        handler.handle(RoundTask("run-1", "train", 1, b"", np.asarray(START.vector)))
+    assert part(w).rounds_trained == 1

@@ -34,7 +34,7 @@ from agent.release.cluster_vetting import Findings, NoneLeftError, Vetter, Vetti
 from agent.release.history import kept_clusters
 from agent.release.maker_process import MakerEndedError
 from agent.release.pipeline import release_synthetic
-from agent.release.ports import ApprovalPending, Run, SignedRelease
+from agent.release.ports import ApprovalPending, SignedRelease
 from agent.release.vetting_statement import (
     TooFewToVetError,
     VettingReport,
@@ -424,29 +424,30 @@ def test_a_vetting_that_misses_copies_lets_nothing_leave(tmp_path: Path) -> None
     assert s.vault.note("releases") is None
 
 
-def test_a_vetting_that_is_killed_or_answers_of_something_else_keeps_its_grant_and_goes_on(tmp_path: Path) -> None:
-    """It comes from a confined process, whose word is no word to rely on."""
-    s = ready(tmp_path)
+def test_a_vetting_that_is_killed_keeps_its_grant_and_goes_on(tmp_path: Path) -> None:
+    s, looked = ready(tmp_path), VettingRequest(vetting())
 
-    def ended(*_: Any) -> Any:
-        raise MakerEndedError(signal.SIGKILL)
+    def killed(call: Any, *given: Any) -> Any:
+        if call.__name__ == "compare":
+            raise MakerEndedError(signal.SIGKILL)
+        return call(*given)
 
-    for name, lie, error, told in (
-        ("power", lambda found: replace(found, kinds={**found.kinds, "other": found.caught}), WorkerError, "copies"),
-        ("compare", lambda found: replace(found, reasons=found.reasons[1:]), WorkerError, "of other images"),
-        ("compare", lambda found: replace(found, taken=(*found.taken, False)), WorkerError, "of other images"),
-        ("compare", ended, MakerEndedError, "signal 9, perhaps since memory ran out"),
-    ):
-        answer: Run = lambda call, *given, name=name, lie=lie: (  # noqa: E731 - of one line
-            lie(call(*given)) if call.__name__ == name else call(*given)
-        )
-        with pytest.raises(error, match=told):
-            release_synthetic(
-                replace(s.site, run=answer), handed(), "OT", np.random.default_rng(1), None, VettingRequest(vetting())
-            )
-        assert s.spent("k")[0] == (1, 0)
-    _, verdict = release_synthetic(s.site, handed(), "OT", np.random.default_rng(1), None, VettingRequest(vetting()))
+    with pytest.raises(MakerEndedError, match="signal 9, perhaps since memory ran out"):
+        release_synthetic(replace(s.site, run=killed), handed(), "OT", np.random.default_rng(1), None, looked)
+    assert s.spent("k")[0] == (1, 0)
+    _, verdict = release_synthetic(s.site, handed(), "OT", np.random.default_rng(1), None, looked)
     assert (verdict.admitted, s.spent("k")) == (True, ((0, 1), (0, 1)))
+
+
+def test_a_vetting_that_answers_of_something_else_is_refused(examiner: Vetter) -> None:
+    """It comes from a confined process, whose word is no word to rely on."""
+    other = replace(examiner.power, kinds={**examiner.power.kinds, "other": examiner.power.caught})
+    with pytest.raises(WorkerError, match="of other copies"):
+        VettingRequest(vetting()).over(patients(), np.random.default_rng(1), lambda *_: other)
+    for reasons, taken in ((("",), (True, True)), (("", ""), (True,)), (("", "", ""), (True, True))):
+        lies = replace(examiner, run=lambda *_, told=(reasons, taken): Findings(*told, {}, {}, ()))
+        with pytest.raises(WorkerError, match="of other images"):
+            lies.examine(frozen(*strangers()[:2, None]), (), nothing)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
@@ -10,12 +11,15 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from agent.domain import Cohort, Image, Patient, SyntheticSet
 from agent.dp.noise import SystemEntropy
@@ -30,15 +34,17 @@ from agent.mechanisms.ksalsa.style_alignment import Alignment
 from agent.microaggregation.released_clusters import ReleasedCluster
 from agent.models.features.extractors import RandomFeatures
 from agent.models.image_tensors import to_bytes
-from agent.release import sealed_making
+from agent.release import maker_process, sealed_making
 from agent.release.cluster_vetting import Comparison, VettingRequest
 from agent.release.held_out_evaluation import _evaluated
 from agent.release.k_search import measure
-from agent.release.maker_process import MakerEndedError, MakerFaultError, MakerProcess
-from agent.release.maker_values import pack
+from agent.release.maker_errors import MakerFaultError
+from agent.release.maker_process import MakerEndedError, MakerProcess
+from agent.release.maker_values import Result, pack
 from agent.release.ports import run_here
 from protos.common.errors import WorkerError
 from protos.operations.confinement import REQUIRED, landlock_abi
+from protos.operations.pipe_messages import send
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.memory_place import MemoryPlace
 from tests.support.networks import codec
@@ -48,14 +54,20 @@ from tests.support.verifiers import chests, demo_vetting
 CONFINED = pytest.mark.skipif(not landlock_abi(), reason="this kernel has no Landlock")
 ROOT = Path(__file__).resolve().parents[3]
 HOSTILE = '''
-import os, socket, subprocess
+import os, socket, subprocess, time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from agent.errors import CohortTooSmallError, DivergedError
 
+@dataclass(frozen=True)
+class Placed:
+    device: str
+
 class Tries:
     """Stands for a library that has turned against the hospital."""
     places = ("known",)
+    max_checkpoint_bytes = 70_000
     def __init__(self, what, *told):
         self.what, self.told = what, told
     def run(self, cohort, rng=None, bench=None) -> Any:
@@ -84,17 +96,21 @@ class Tries:
             reached.append(name)
         return tuple(reached)
     def raises(self, cohort, bench):
-        raise {"ours": CohortTooSmallError(), "told": DivergedError("it diverged"), "memory": MemoryError(),
-               "other": ValueError("Patient Smith")}[self.told[0]]
-    def steers(self, cohort, bench):
-        bench.say("\x1b[2J" + "x" * 10_000, 1, 2)
-        raise DivergedError("\x1b]0;title\x07" + "y" * 10_000)
+        raise {"ours": CohortTooSmallError(), "told": DivergedError("at step 7: loss not all finite"),
+               "memory": MemoryError(), "other": ValueError("Patient Smith")}[self.told[0]]
     def says(self, cohort, bench):
         os.write(self.told[0], b"\\0\\0\\0\\2{}")
+    def floods(self, cohort, bench):
+        for turn in range(500):
+            for stage in ("teacher", "student", f"student {turn % 20}", f"Smith {turn}", "\x1b[2J" + "x" * 10_000):
+                bench.say(stage, turn % 2 + 1, 2)
+    def closes(self, cohort, bench):
+        os.close(bench.say.__self__.sink.fileno())
+        while True: time.sleep(1)
     def ends(self, cohort, bench):
         os._exit(self.told[0])
     def waits(self, cohort, bench):
-        bench.say("waits", os.getpid(), 1)
+        bench.say("teacher", os.getpid(), 1 << 32)
         while True: pass
     def keeps(self, cohort, bench):
         place = bench.place(self.told[0])
@@ -111,7 +127,7 @@ class Turned(Tries):
     """Stands in the place of a network, a codec or a set: what it is asked first, it tries everything."""
     @property
     def asked(self):
-        raise DivergedError("reached: " + " ".join(self.reach(None, None)))
+        raise ValueError if self.reach(None, None) else CohortTooSmallError
     verifier = codec = labels = asked
 
 def _inode(number):
@@ -176,7 +192,7 @@ def test_nor_does_what_vets_searches_or_evaluates(told: tuple[str, int, int]) ->
         (partial(measure, turned, Menu((5, 8), 5), None), COHORT, np.random.default_rng(1)),
         (partial(_evaluated, turned, None), COHORT, np.random.default_rng(1), bench),
     ):
-        with pytest.raises(DivergedError, match=r"^reached: $"):
+        with pytest.raises(CohortTooSmallError):
             MakerProcess(REQUIRED)(call, *given)
 
 
@@ -260,7 +276,7 @@ def test_a_vetting_a_search_and_an_evaluation_find_there_what_they_find_here() -
 def test_an_error_of_ours_comes_back_and_no_other_ones_text(tries: Callable[..., Any]) -> None:
     with pytest.raises(CohortTooSmallError, match="does not qualify"):
         tries("raises", "ours")
-    with pytest.raises(DivergedError, match="it diverged"):
+    with pytest.raises(DivergedError, match="at step 7: loss not all finite"):
         tries("raises", "told")
     with pytest.raises(MemoryError):
         tries("raises", "memory")
@@ -269,11 +285,58 @@ def test_an_error_of_ours_comes_back_and_no_other_ones_text(tries: Callable[...,
 
 
 def test_what_it_says_steers_no_terminal_and_fills_no_log(tries: Callable[..., Any]) -> None:
-    said = []
-    with pytest.raises(DivergedError) as error:
-        tries("steers", bench=Workspace(say=lambda stage, *_: said.append(stage)))
-    assert said == ["?[2J" + "x" * 56]
-    assert str(error.value) == "?]0;title?" + "y" * 590
+    """A flood of progress: each stage that there is comes forward by twentieths, and no other word is heard."""
+    said = list[tuple[str, int, int]]()
+    tries("floods", bench=Workspace(say=lambda *told: said.append(told)))
+    assert {stage for stage, *_ in said} == {"teacher", "student", *(f"student {turn}" for turn in range(2, 11))}
+    assert len(said) <= 2 * 11
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ({"step": "say", "stage": "teacher", "numbers": [10**400, 10**400]},),
+        ({"step": "say", "stage": "teacher", "numbers": [2, 1]},),
+        ({"step": "say", "stage": "teacher", "numbers": [True, 1]},),
+        ({"step": "say", "stage": "teacher", "numbers": [0.5, 1]},),
+        ({"step": "say", "stage": "teacher", "numbers": [1, 2]}, b"more"),
+        ({"step": "write", "place": "known"}, b"x" * 70_001),
+        ({"step": "write", "place": "known"}, b"x", b"x"),
+        ({"step": "made", "dice": None}, b"1"),
+        ({"step": "made", "dice": {"bit_generator": "PCG64", "state": {"state": 1 << 200, "inc": 1}}}, b"1", b""),
+        ({"step": "made", "dice": None}, b'{"array": "( ,)f4", "shape": []}', b""),
+        ({"step": "raised", "kind": 1, "text": ""},),
+        ({"step": "other"},),
+    ],
+)
+def test_what_is_no_message_and_no_result_is_refused(message: tuple[Any, ...]) -> None:
+    class Owner:
+        places, max_checkpoint_bytes = ("known",), 70_000
+
+    told = io.BytesIO()
+    send(told, message[0], message[1:])
+    told.seek(0)
+    bench = Workspace(lambda _: MemoryPlace())
+    room = maker_process._Room((np.random.default_rng(1), bench), Owner())
+    process: Any = SimpleNamespace(stdin=io.BytesIO(), stdout=told, wait=lambda _: 3)
+    with pytest.raises(WorkerError, match="answered what is no result"):
+        room.until_made(process, Result())
+
+
+def test_no_more_is_read_than_a_result_may_have(tries: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maker_process, "MAX_SHARD", 1000)
+    monkeypatch.setattr(maker_process, "_MORE", 24)
+    assert tries("answers", b"x" * 1024) == b"x" * 1024
+    with pytest.raises(WorkerError, match="answered what is no result"):
+        tries("answers", b"x" * 1025)
+
+
+def test_one_that_closes_its_pipe_and_goes_on_is_ended(
+    tries: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maker_process, "_GRACE_S", 0.2)
+    with pytest.raises(WorkerError, match="closed its pipe and went on"):
+        tries("closes", bench=Workspace())
 
 
 def test_a_kill_from_outside_is_no_fault_of_the_making(tries: Callable[..., Any]) -> None:
@@ -338,10 +401,39 @@ def test_nonsense_on_the_pipe_and_an_end_without_a_result_are_refused(tries: Cal
         tries("ends", 3)
 
 
-def test_an_accelerator_cannot_be_confined(tries: Callable[..., Any]) -> None:
+def test_an_accelerator_cannot_be_confined(tries: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import hostile_mechanism
+
+    placed = hostile_mechanism.Placed("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(WorkerError, match='"required" and an accelerator'):
-        tries("answers", "cuda:1", demand=REQUIRED)
-    assert tries("answers", "cuda:1") == "cuda:1"
+        tries("answers", 1, placed, demand=REQUIRED)
+    assert tries("answers", 1, placed) == 1
+    bound = Comparison(replace(demo_vetting(), device="cuda"), False)
+    for call in (bound.power, partial(_evaluated, bound, None)):
+        with pytest.raises(WorkerError, match='"required" and an accelerator'):
+            MakerProcess(REQUIRED)(call, COHORT.patients, 1)
     threads = threading.active_count()
-    assert tries("answers", "cudamatrix", demand=REQUIRED) == "cudamatrix"
+    assert tries("answers", "cuda:1", hostile_mechanism.Placed("cpu"), demand=REQUIRED) == "cuda:1"
+    named = Cohort((Patient("p", (Image(COHORT.patients[0].images[0].pixels, "cuda"),)),))  # a label is any word
+    assert tries("answers", "cudamatrix", demand=REQUIRED, given=named) == "cudamatrix"
     assert threading.active_count() == threads
+
+
+def test_a_word_is_no_accelerator_and_neither_is_one_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes, conditions and templates are whatever somebody proposes: none of them switches the confinement off."""
+
+    def accelerated(one: object) -> bool:
+        descriptor, found = sealed_making.sealed(partial(print, one), ())
+        os.close(descriptor)
+        return found
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    model = replace(SET_RELEASES["privimage"].mechanism.model, device="cuda")
+    assert accelerated(model)
+    for name in ("cuda", "cuda:0", "cuda: none"):
+        assert not accelerated(replace(SET_RELEASES["centroids"].mechanism, classes=(name,)))
+        assert not accelerated({"device": name})
+    assert not accelerated(replace(model, device="cuda:1"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert not accelerated(model)

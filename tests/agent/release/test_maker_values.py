@@ -19,9 +19,10 @@ from agent.release.maker_values import Result, pack
 
 KNOWN = Result.of(MECHANISMS["ksame"].run)  # type: ignore[union-attr]
 SET = SyntheticSet(np.arange(24, dtype=np.uint8).reshape(2, 3, 4), ("a", "b"))
-KEYS = st.text() | st.integers() | st.booleans()
+INTEGERS = st.integers(-(1 << 63), (1 << 63) - 1)
+KEYS = st.text() | INTEGERS | st.booleans()
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda held: st.lists(held) | st.lists(held).map(tuple) | st.dictionaries(KEYS, held) | st.frozensets(st.text()),
     max_leaves=20,
 )
@@ -79,6 +80,14 @@ class Other:
         (json.dumps({"array": "<f8", "shape": [True]}), bytes(8)),
         (json.dumps({"array": "<f8", "shape": [10**30]}), bytes(8)),
         (json.dumps({"array": "nonsense", "shape": []}), b""),
+        (json.dumps({"array": "( ,)f4", "shape": []}), b""),  # numpy evaluates it
+        (json.dumps({"array": "<f4\n", "shape": [1]}), bytes(4)),
+        (json.dumps({"array": "<f16", "shape": [1]}), bytes(16)),
+        (json.dumps({"array": "<U1", "shape": []}), b"\xff\xff\xff\x7f"),  # no character
+        (json.dumps({"array": ">U1", "shape": [1]}), b"\x7f\xff\xff\xff"),
+        (json.dumps({"array": "<U1", "shape": [1]}), b"\x00\xd8\x00\x00"),
+        (json.dumps("\ud800"), b""),
+        (json.dumps(1 << 63), b""),
         (json.dumps({"bytes": -1}), bytes(8)),
         (json.dumps({"set": [1]}), b""),
         (json.dumps({"mapping": [[{"list": []}, 1]]}), b""),
@@ -93,6 +102,36 @@ class Other:
 def test_what_is_no_result_is_refused(tree: str | bytes, data: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - of several layers
         Result(Any, KNOWN.classes).unpack(tree.encode() if isinstance(tree, str) else tree, data)
+
+
+SHAPES = st.just([]) | st.lists(st.integers(-1, 4) | st.integers() | st.booleans(), max_size=3) | st.just([1] * 70)
+NAMES = st.sampled_from(["<f4", "|u1", "<U1", ">U1", "|O", "( ,)f4", "", "U99999999999"]) | st.text(max_size=8)
+ARRAYS = st.builds(lambda name, shape: {"array": name, "shape": shape}, NAMES, SHAPES)
+KINDS = st.sampled_from(["tuple", "list", "mapping", "frozenset"])
+TREES = ARRAYS | st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda held: (
+        st.lists(held)
+        | st.builds(lambda kind, parts: {kind: parts}, KINDS, held)
+        | st.builds(lambda count: {"bytes": count}, held)
+        | st.builds(lambda a, b: {"class": "SyntheticSet", "fields": {"images": a, "labels": b}}, held | ARRAYS, held)
+        | st.builds(lambda members: {"class": "Clusters", "fields": {"members": members}}, held)
+    ),
+    max_leaves=10,
+)
+
+
+@given(
+    TREES.map(lambda tree: json.dumps(tree).encode()) | st.binary(), st.just(b"") | st.just(b"\xff" * 4) | st.binary()
+)
+def test_whatever_is_answered_is_a_value_or_refused(tree: bytes, data: bytes) -> None:
+    for result in (KNOWN, Result(Any, KNOWN.classes)):
+        try:
+            back = result.unpack(tree, data)
+        except ValueError:
+            continue
+        repr(back).encode()
+        json.loads(pack(back)[0])
 
 
 @dataclass(frozen=True)

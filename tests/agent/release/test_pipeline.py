@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.domain import Selection, Split, Update
+from agent.domain import Clusters, Cohort, Selection, Split, SyntheticSet, Update
 from agent.errors import CohortTooSmallError, CoordinatorUnreachableError, ReviewRejectedError
 from agent.federation.participant import Participant
 from agent.mechanisms.common.linear_codec import Basis, fit_basis
+from agent.microaggregation.aggregation import patient_label
 from agent.release import budget, pipeline
 from agent.release.approval import submit_approved, withdraw
 from agent.release.history import TooManySearchesError, form_of, note_search, searched
@@ -122,6 +123,70 @@ def test_a_making_that_names_other_patients_or_fewer_than_k_releases_nothing(tmp
     assert (s.spent("k")[0], listed(s.vault), s.intake.register.store.state.releases) == ((1, 0), {}, {})
     _, verdict = release_synthetic(s.site, ksame(), "OT", RNG)
     assert (verdict.admitted, s.spent("k")) == (True, ((0, 1), (0, 1)))
+
+
+def _alike(made: SyntheticSet, _: Clusters, cohort: Cohort) -> tuple[SyntheticSet, Clusters]:
+    """A cluster of patients of one label, where two are promised."""
+    labels = Counter(patient_label(patient) for patient in cohort.patients)
+    one = labels.most_common(1)[0][0]
+    alike = tuple(p.pseudonym for p in cohort.patients if patient_label(p) == one)
+    return SyntheticSet(made.images[:1], (one,)), Clusters((alike[:5],))
+
+
+def _other_label(made: SyntheticSet, clusters: Clusters, cohort: Cohort) -> tuple[SyntheticSet, Clusters]:
+    """A label of a cluster's patients that is not the one of most of them."""
+    own = {patient.pseudonym: patient_label(patient) for patient in cohort.patients}
+    rare = [
+        {own[one] for one in members} - {label} for members, label in zip(clusters.members, made.labels, strict=True)
+    ]
+    return SyntheticSet(made.images, tuple(sorted(labels)[0] for labels in rare)), clusters
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda m, c, _: (
+            SyntheticSet(m.images, tuple(f"SMITH^JOHN 19500101 MRN{n:06d}" for n in range(len(m.labels)))),
+            c,
+        ),
+        lambda m, c, _: (SyntheticSet(m.images, tuple("x" * 33 for _ in m.labels)), c),
+        lambda m, c, _: (SyntheticSet(m.images, tuple(range(len(m.labels)))), c),  # type: ignore[arg-type]
+        _other_label,
+        _alike,
+        lambda m, c, _: (
+            SyntheticSet(np.repeat(m.images, 40, axis=0), tuple(x for x in m.labels for _ in range(40))),
+            c,
+        ),
+        lambda m, c, _: (SyntheticSet(m.images[:-1], m.labels[:-1]), c),
+        lambda m, _, __: (SyntheticSet(m.images[:0], ()), Clusters(())),
+        lambda m, c, _: (SyntheticSet(m.images[:, :-1], m.labels), c),
+        lambda m, c, _: (SyntheticSet(np.repeat(m.images[..., None], 3, axis=3), m.labels), c),
+    ],
+)
+def test_a_making_whose_images_or_labels_are_not_those_of_its_clusters_releases_nothing(
+    tmp_path: Path, lie: Any
+) -> None:
+    s = site_world(tmp_path)
+
+    def lies(call: Any, *given: Any) -> Any:
+        return lie(*call(*given), given[0])
+
+    with pytest.raises(WorkerError, match="nothing left"):
+        release_synthetic(replace(s.site, run=lies), ksame(), "OT", RNG)
+    assert (s.spent("k")[0], listed(s.vault), s.intake.register.store.state.releases) == ((1, 0), {}, {})
+
+
+def test_that_no_image_is_a_patients_is_no_word_of_the_making(tmp_path: Path) -> None:
+    s = site_world(tmp_path)
+
+    def lies(call: Any, *given: Any) -> Any:
+        made, clusters = call(*given)
+        raw = np.rint(given[0].patients[0].images[0].pixels * 255).astype(np.uint8)
+        return SyntheticSet(np.concatenate([raw[None], made.images[1:]]), made.labels), clusters
+
+    with pytest.raises(RepeatedInputError):
+        release_synthetic(replace(s.site, run=lies), ksame(), "OT", RNG)
+    assert (s.spent("k")[0], s.intake.register.store.state.releases) == ((0, 1), {})
 
 
 def test_a_private_component_is_not_even_priced(tmp_path: Path) -> None:

@@ -54,6 +54,19 @@ def test_an_interrupted_release_goes_before_any_other() -> None:
     assert chosen(job(1), job(2, attempts=3)) == (2, {1: "job 2 goes first"}), "a person said `jobs retry 2`"
 
 
+def test_in_a_lane_the_higher_priority_goes_first_then_the_older_job() -> None:
+    low, usual, high = job(1, priority="low"), job(2), job(3, priority="high")
+    told = "job 3 goes first: its priority is high"
+    assert chosen(low, usual, high) == (3, {1: told, 2: told})
+    assert chosen(low, usual, job(4)) == (2, {1: "job 2 goes first: its priority is normal", 4: "job 2 goes first"})
+    assert chosen(job(1, state=jobs.RUNNING), high) == (0, {3: "job 1 goes first"}), "what runs is not put back"
+    late = job(3, priority="high", not_before=NOON.timestamp() + 90)
+    assert chosen(low, late)[0] == 1, "what cannot start yet is waited for by nobody"
+    begun = job(1, state=jobs.INTERRUPTED, not_before=-1.0, attempts=1, priority="low")
+    assert chosen(begun, high) == (0, {3: "job 1 goes first: `jobs retry 1` or `jobs cancel 1`"})
+    assert chosen(job(1, attempts=1, priority="low"), high) == (1, {3: "job 1 goes first"})
+
+
 def test_what_is_proposed_made_wanted_cancelled_or_ended_does_not_start() -> None:
     for state in (jobs.MADE, *jobs.ENDED):
         assert chosen(job(1, state=state)) == (0, {})
@@ -190,3 +203,31 @@ def test_a_round_goes_first_on_its_processors_and_waits_for_no_rule() -> None:
     assert chosen(training, job(2, cuda=True), cards=(0,))[0] == 2, "on another device"
     assert chosen(part, job(2))[0] == 2, "between two rounds"
     assert chosen(part, late=True, settings=JobSettings(hours="22:00-06:00")) == (0, {}), "the coordinator asks"
+
+
+def group(folder: Path, most: str, high: str, current: int, inactive: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {"max": most, "high": high, "current": str(current), "stat": f"anon 5\ninactive_file {inactive}"}
+    for name, text in told.items():
+        (folder / f"memory.{name}").write_text(f"{text}\n")
+
+
+def test_the_narrowest_limit_of_a_control_group_counts_and_no_file_pages_that_are_given_back(tmp_path: Path) -> None:
+    assert job_rules.cgroup_memory("0::/\n", tmp_path) is None, "the machine's own root has no such files"
+    group(tmp_path / "system.slice", "max", "max", 900, 0)
+    group(tmp_path / "system.slice" / "lazaret.service", "1000", "800", 500, 100)
+    of_unit = "1:name=systemd:/x\n0::/system.slice/lazaret.service\n"
+    assert job_rules.cgroup_memory(of_unit, tmp_path) == 800 - 400
+    group(tmp_path / "system.slice", "950", "max", 900, 0)
+    assert job_rules.cgroup_memory(of_unit, tmp_path) == 50
+    group(tmp_path / "system.slice" / "lazaret.service", "max", "300", 500, 100)
+    assert job_rules.cgroup_memory(of_unit, tmp_path) == 0
+
+
+def test_a_container_sees_its_own_group_at_the_root_wherever_it_lies(tmp_path: Path) -> None:
+    group(tmp_path, "1000", "max", 600, 200)
+    assert job_rules.cgroup_memory("0::/\n", tmp_path) == 600
+    assert job_rules.cgroup_memory("0::/../kubepods/pod7/that-cannot-be-seen\n", tmp_path) == 600
+    assert job_rules.cgroup_memory("", tmp_path) == 600
+    (tmp_path / "memory.current").write_text("no number\n")
+    assert job_rules.cgroup_memory("0::/\n", tmp_path) is None

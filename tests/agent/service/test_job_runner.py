@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,26 @@ from typing import Any
 import pytest
 
 from agent.cli import job_process, main, options, output
+from agent.errors import CoordinatorUnreachableError
 from agent.event_log import open_log
 from agent.mechanisms.ksame.mechanism import KSame
+from agent.release import approval, budget, recovery
 from agent.release.maker_process import MakerEndedError
+from agent.release.unsent import forget
 from agent.runtime import open_runtime, recover_at_startup
 from agent.service import job_runner, jobs
+from agent.service import site as acts
 from agent.service.job_runner import JobRunner
 from agent.service.jobs import Event, Job, JobStore
 from agent.service.ledger_access import BorrowedLedger, SharedLedger
 from agent.service.site import site_app
-from agent.storage import projects
+from agent.storage import projects, read_only_access
 from protos.service.control_client import connect
 from protos.service.control_socket import control_socket
 from tests.support.command_line import Typed, at, typed
 from tests.support.federation_world import Federation, Site
 from tests.support.ledger_world import Person
-from tests.support.release_site import entries, filled, held, kept, ksame_words, site
+from tests.support.release_site import entries, filled, held, kept, killed, ksame_words, site
 
 __all__ = ["site", "typed"]  # fixtures
 
@@ -292,6 +297,151 @@ def test_an_interrupted_release_goes_on_when_a_person_says_so_and_before_any_oth
     assert world.store.read(2).reason == "the cohort does not qualify for this release"  # they are in the first
 
 
+def fails_once(monkeypatch: pytest.MonkeyPatch, place: object, name: str, *, late: bool = False) -> None:
+    """The next call finds the coordinator away; ``late``: after it was heard."""
+    real = getattr(place, name)
+
+    def away(*told: Any) -> Any:
+        if late:
+            real(*told)
+        monkeypatch.setattr(place, name, real)
+        raise CoordinatorUnreachableError("it is away")
+
+    monkeypatch.setattr(place, name, away)
+
+
+def test_whenever_the_coordinator_is_away_the_job_goes_on_later_and_what_a_person_sends_meanwhile_ends_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its start, at its price, and when what it made leaves."""
+    moments = ((recovery, "tidy", False), (budget, "reserve", True), (approval, "submit_approved", False))
+    for attempt, (place, name, late) in enumerate(moments, 1):
+        fails_once(monkeypatch, place, name, late=late)
+        if attempt == 1:
+            world.queue(*ksame_words(world.folder))
+        else:
+            assert "job 1 is queued" in world.jobs("retry", 1).out
+        job = world.wait(1, jobs.INTERRUPTED, until=lambda known, n=attempt: known.attempts == n)  # type: ignore[misc]
+        assert (job.reason.startswith("it is away"), job.not_before > time.time()) == (True, True), job
+    (release,) = kept(world.site)
+    assert job.reason.count("is kept here under its grant") == 1
+    assert world.typed(*at(world.site), "release", "send", release).status == 0
+    world.wait(1, jobs.DONE)
+    assert (held(world.site), entries(world.site).count("Reserved")) == ((0, 1), 1)
+
+
+@pytest.mark.parametrize("grant", ["", "grant-1"])
+def test_a_job_whose_making_is_killed_is_counted_as_one_that_is_killed_itself(
+    world: World, monkeypatch: pytest.MonkeyPatch, grant: str
+) -> None:
+    """After three kills in a row a person is told, who frees some memory."""
+
+    def killed_making(_: object) -> int:
+        raise MakerEndedError(signal.SIGKILL)
+
+    job = Job(1, ("jobs", "list"), "main", (Event(1.0, jobs.RUNNING),), grant=grant)
+    world.store.folder(1).mkdir(parents=True)
+    monkeypatch.setattr(main, "carry_out", killed_making)
+    monkeypatch.setattr(output, "LISTENERS", [])
+    assert job_process._carry_out(world.store, job, job.words) == -signal.SIGKILL
+
+
+def made_by_hand(world: World, moment: str, state: str, **more: Any) -> JobRunner:
+    """A job that stands so, whose release a kill left at a moment; and who looks at it, beside no service."""
+    world.stop()
+    killed(world.site, world.folder, moment)
+    with closing(projects.open_vault(world.site.home)) as vault:
+        listed = list((vault.note("pending") or {}).values()) or [vault.note("unfinished")]
+    told = {"grant": listed[0]["grant"], "attempts": 1, "not_before": -1.0, **more}
+    world.store.add(Job(0, ("release", "ksame"), "main", (Event(1.0, state),), **told))
+    return JobRunner(world.site.home, BorrowedLedger(world.site.home), open_log(world.folder / "log"))
+
+
+def test_a_job_whose_release_was_sent_by_hand_is_done_and_cannot_be_cancelled(world: World) -> None:
+    runner = made_by_hand(world, "before-submit", jobs.INTERRUPTED)
+    (release,) = kept(world.site)
+    assert world.typed(*at(world.site), "release", "send", release).status == 0
+    said = world.jobs("cancel", 1, "--spend")
+    assert (said.status, said.err) == (1, "refused: job 1 has ended already: done\n")
+    assert world.store.read(1).state == jobs.DONE
+    world.store.change(1, lambda known: replace(known, history=known.history[:1]))
+    runner._watch(world.store.read(1))
+    assert world.store.read(1).state == jobs.DONE
+
+
+def test_a_job_whose_release_was_withdrawn_by_hand_is_over(world: World) -> None:
+    runner = made_by_hand(world, "before-submit", jobs.INTERRUPTED)
+    (release,) = kept(world.site)
+    assert world.typed(*at(world.site), "release", "withdraw", release).status == 0
+    runner._watch(world.store.read(1))
+    job = world.store.read(1)
+    assert (job.state, job.reason) == (jobs.REFUSED, "it ended without a release, and its price is spent")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_release_that_leaves_while_it_is_looked_at_has_not_failed(
+    world: World, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    runner = made_by_hand(world, "before-submit", jobs.MADE)
+    real, sent = read_only_access.notes, list[int]()
+
+    def send() -> None:
+        sent.append(world.typed(*at(world.site), "release", "send", kept(world.site)[0]).status)
+
+    @contextmanager
+    def meanwhile(home: Any) -> Iterator[Any]:
+        if when == "before" and not sent:
+            send()
+        with real(home) as notes:
+            yield notes
+        if when == "after" and not sent:
+            send()
+
+    monkeypatch.setattr(read_only_access, "notes", meanwhile)
+    runner._watch(world.store.read(1))
+    assert (sent, world.store.read(1).state) == ([0], jobs.DONE)
+
+
+def test_what_is_made_and_was_discarded_is_spent_at_once(world: World) -> None:
+    """As after an opt-out (P15): nothing can go on under the grant."""
+    runner = made_by_hand(world, "before-submit", jobs.MADE)
+    with closing(projects.open_vault(world.site.home)) as vault:
+        forget(vault, kept(world.site)[0])
+        vault.write_note("unfinished", None)
+    runner._watch(world.store.read(1))
+    assert (world.store.read(1).state, held(world.site)) == (jobs.FAILED, (0, 1))
+
+
+def test_an_upload_of_hours_holds_up_no_look_at_the_jobs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the ledger; who waits for that does not wait in the thread that ends and starts jobs."""
+    monkeypatch.setattr(job_runner, "_MOMENT_S", 0.05)
+    made_by_hand(world, "making", jobs.INTERRUPTED)
+    uploading, over = threading.Event(), threading.Event()
+    with open_runtime(world.site.home.root, lambda *_: None) as runtime:
+        ledger, log = SharedLedger(runtime), open_log(world.folder / "log")
+
+        def upload() -> None:
+            with ledger.work(greeted=False):
+                uploading.set()
+                over.wait(PATIENCE_S)
+
+        thread = threading.Thread(target=upload)
+        thread.start()
+        try:
+            assert uploading.wait(PATIENCE_S)
+            asked = acts.Site(world.site.home, ledger, log, runs_jobs=True)
+            assert acts.ACTS["jobs/cancel"](asked, 1, "me", spend=True) == {"state": jobs.RUNNING}
+            runner = JobRunner(world.site.home, ledger, log)
+            runner._watch(world.store.read(1))
+            assert (thread.is_alive(), world.store.read(1).state) == (True, jobs.INTERRUPTED)
+        finally:
+            over.set()
+            thread.join()
+        runner._wished = 0.0
+        runner._watch(world.store.read(1))
+    assert (world.store.read(1).state, held(world.site)) == (jobs.CANCELLED, (0, 1))
+
+
 def test_where_a_patient_has_opted_out_the_job_fails_and_its_grant_is_spent(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +514,33 @@ def test_a_retry_that_is_asked_for_twice_is_done_once(world: World) -> None:
     world.jobs("cancel", 1)
     assert [world.jobs("retry", 1).out for _ in range(2)] == ["job 2 is queued\n"] * 2
     assert [job.number for job in world.store.all()] == [1, 2]
+    world.store.change(2, lambda known: known.now(jobs.RUNNING))
+    assert world.jobs("retry", 1).out == "job 2 is running\n"
+    world.store.change(2, lambda known: known.now(jobs.FAILED, "again"))
+    assert world.jobs("retry", 1).out == "job 3 is queued\n", "the second one has ended, so a third is begun"
+    assert world.jobs("retry", 2).out == "job 3 is queued\n"
+    world.store.change(3, lambda known: known.now(jobs.INTERRUPTED, "ended", not_before=-1.0))
+    assert (world.jobs("retry", 1).out, world.store.read(3).state) == ("job 3 is queued\n", jobs.QUEUED)
+    assert sorted(path.name for path in world.store.root.iterdir()) == ["1", "2", "3", "last"], "no copies are left"
+
+
+def test_a_jobs_priority_is_said_when_it_is_queued_or_later_and_shown(world: World) -> None:
+    world.stop()
+    words = ksame_words(world.folder)
+    assert [world.queue(*words, "--priority", "low").priority, world.queue(*words).priority] == ["low", "normal"]
+    assert "--priority" not in world.store.read(1).words
+    assert world.jobs("priority", 2, "high").out == "the priority of job 2 is high\n"
+    assert "priority: high" in world.jobs("show", 2).out
+    assert [one["priority"] for one in world.jobs("list", "--json").line["jobs"]] == ["low", "high"]
+    assert "high priority" in " ".join(world.jobs("list").out.split())
+    world.jobs("cancel", 1)
+    said = world.jobs("priority", 1, "high")
+    told = "refused: job 1 is cancelled: a priority orders what waits to start\n"
+    assert (said.status, said.err) == (1, told)
+    world.jobs("retry", 1)
+    assert world.store.read(3).priority == "low", "begun anew it keeps it"
+    said = world.typed(*at(world.site), *words, "--priority", "high")
+    assert (said.status, said.err) == (1, "refused: --priority is of a job: add --detach\n")
 
 
 def test_a_job_that_persons_must_approve_is_made_and_waits_and_ends_with_its_release(world: World) -> None:

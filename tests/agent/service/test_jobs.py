@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,9 @@ def test_files_that_were_put_down_before_come_along(store: JobStore) -> None:
     (store.fresh_folder("abc") / "in" / "0-x").write_bytes(b"network")
     added = store.add(job(), "abc")
     assert (store.folder(added.number) / "in" / "0-x").read_bytes() == b"network"
-    with pytest.raises(JobRecordError, match="type the command again"):
-        store.add(job(), "abc")
+    for none in ("abc", "../1", "\0"):
+        with pytest.raises(JobRecordError, match="type the command again"):
+            store.add(job(), none)
     assert len(store.all()) == 1
 
 
@@ -115,7 +116,19 @@ def test_two_at_once_change_one_after_the_other(store: JobStore) -> None:
     assert store.read(1).attempts == 200
 
 
-@pytest.mark.parametrize("broken", [b"", b"{", b"[]", b'{"words": []}', b'{"history": 3, "words": []}'])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"words": []}',
+        b'{"history": 3, "words": []}',
+        b'{"history": [{"at": 1, "state": "queued"}], "words": [], "project": "main"}',
+        b'{"history": [], "words": ["tune"], "project": "main"}',
+        b'{"history": [{"at": 1, "state": "queued"}], "words": ["tune"], "project": "main", "priority": "first"}',
+    ],
+)
 def test_a_broken_record_is_named_and_stops_no_other(store: JobStore, broken: bytes) -> None:
     store.add(job())
     store.add(job())
@@ -289,6 +302,33 @@ def test_whatever_was_half_written_progress_is_read(raw: bytes) -> None:
         whole = json.dumps({"at": 1.0, "step": "read", "detail": "x", "done": 0, "of": 0}).encode()
         (Path(folder) / "said.jsonl").write_bytes(whole + b"\n" + raw.replace(b"\n", b" "))
         assert jobs.progress_of(Path(folder)).step == "read"
+
+
+ANYTHING = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([10**400, -1, 1 << 53])
+)
+LINES = st.fixed_dictionaries(
+    {},
+    optional={
+        "at": ANYTHING,
+        "step": ANYTHING,
+        "detail": ANYTHING | st.builds("{}: {} of {}".format, st.text(), st.integers(), st.integers()),
+        "done": ANYTHING,
+        "of": ANYTHING,
+    },
+)
+
+
+@given(
+    st.lists(LINES | st.just({"at": 1.0, "step": "make", "detail": f"a: {10**400} of {10**400}", "done": 0, "of": 0}))
+)
+def test_whatever_stands_in_the_file_progress_is_read_and_told(lines: list[dict[str, Any]]) -> None:
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        said(Path(folder), *lines, "[" * 10_000)
+        at = jobs.progress_of(Path(folder))
+        assert jobs.standing({"progress": asdict(at), "reason": "", "memory_bytes": 0}) is not None
 
 
 def test_the_last_sentence_is_that_of_the_errors_else_the_findings_of_a_verdict(tmp_path: Path) -> None:

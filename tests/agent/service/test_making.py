@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import time
 from contextlib import closing, nullcontext
@@ -9,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from agent.errors import ReviewRejectedError
+from agent.errors import CoordinatorUnreachableError, ReviewRejectedError, SiteStorageError
 from agent.mechanisms.ksame.mechanism import KSame
-from agent.release import budget
+from agent.release import approval, budget, recovery
+from agent.release.unsent import NotSentError
 from agent.service.making import begin_making, open_making
 from agent.service.making_lock import MakingBusyError
 from agent.storage import projects
-from policies.ledger.store import LedgerStoppedError
+from policies.ledger.store import LedgerBusyError, LedgerStoppedError
 from policies.statements import Reservation, encode
 from protos.common.errors import InvariantError, LazaretError
 from protos.service.control_client import ServiceRefusedError, connect
@@ -161,6 +163,34 @@ def test_the_service_may_be_silent_for_hours_or_be_started_again_between_two_act
         time.sleep(2.5)
         assert opened.site.owner is not None
         opened.site.owner.expire("grant-none", "failed")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        CoordinatorUnreachableError("it is away"),
+        LedgerBusyError("it is away"),
+        SiteStorageError("it is away"),
+        OSError(errno.ENOSPC, "it is away"),
+    ],
+)
+def test_what_stands_in_the_services_way_is_no_refusal(
+    site: Site, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    """Of the coordinator, the ledger or the disk: later it may go on, so nothing that is made counts as refused."""
+
+    def fails(*_: object) -> None:
+        raise fault
+
+    with serving(site), open_making(site.home.root, quiet) as opened:
+        for place, name in ((recovery, "tidy"), (approval, "submit_approved")):
+            monkeypatch.setattr(place, name, fails)
+        owner = opened.site.owner
+        assert owner is not None
+        with pytest.raises(CoordinatorUnreachableError, match="it is away"):
+            owner.begin()
+        with pytest.raises(NotSentError, match=r"it is away.*`release send r-1` sends the same again"):
+            owner.submit("r-1")
 
 
 def test_who_opts_out_while_a_price_is_asked_for_is_deleted_all_the_same(site: Site) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from agent.runtime import open_runtime
 from agent.service.ledger_access import SharedLedger
 from agent.service.site import ACTS, site_app
 from policies.governance import acts
+from protos.common.errors import LazaretError
 from protos.identity.key_files import pem, write_private
-from protos.service.control_client import SOCKET
+from protos.service.control_client import SOCKET, ServiceFaultError, connect
 from tests.support.command_line import CommandResult, Typed, at, typed
 from tests.support.federation_world import Federation, Site
 from tests.support.ledger_world import Person
@@ -136,4 +141,66 @@ def test_the_socket_knows_the_acts_and_no_others(site: Site) -> None:
     with open_runtime(site.home.root, lambda *_: None) as runtime:
         app = site_app(site.home, SharedLedger(runtime), runtime.log)
     paths = {path.removeprefix("/v1").removeprefix("/") for path in app.openapi()["paths"]}
-    assert paths == {"", *acts.ACTS, *ACTS}
+    assert paths == {"", "health", *acts.ACTS, *ACTS}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+TEXT = st.sampled_from(["", "main", "r-1", "dpo-1", "site-a/rdp", "2.0", "{}", "\0", "../..", "\ud800"]) | st.text(
+    max_size=9
+)
+JOB: dict[str, Any] = {
+    "words": ["tune"], "project": "main", "by": "me", "price": {}, "cuda": False, "key": "", "priority": "low",
+}  # fmt: skip
+OF_KIND: dict[Any, st.SearchStrategy[Any]] = {
+    str: TEXT,
+    int: st.integers(-1, 3) | st.integers(),
+    bool: st.booleans(),
+    float: st.floats(),
+    dict[str, Any]: st.fixed_dictionaries({}, optional={name: st.just(value) | JSON for name, value in JOB.items()}),
+}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """An act, with its own fields: of their kinds, or of any, or left out."""
+    name = draw(st.sampled_from(sorted({**acts.ACTS, **ACTS})))
+    act = {**acts.ACTS, **ACTS}[name]
+    hints, fields = get_type_hints(act), list(inspect.signature(act).parameters)[1:]
+    kinds = {field: OF_KIND.get(hints[field], JSON) for field in fields}
+    return name, draw(
+        st.fixed_dictionaries(kinds)
+        | st.fixed_dictionaries({}, optional={field: kind | JSON for field, kind in kinds.items()})
+    )
+
+
+def test_whatever_is_asked_for_gets_an_answer_or_a_sentence(site: Site) -> None:
+    """A fuzz of every act of the socket: nothing that may be said there is a fault of the service."""
+    with serving(site):
+
+        @settings(max_examples=400, deadline=None, database=None)
+        @given(requests())
+        @example(("jobs/add", {"job": {}}))
+        @example(("makings/reserve", {"statement": "\ud800"}))
+        @example(("jobs/add", {"job": {**JOB, "words": []}}))
+        @example(("jobs/propose", {"job": {**JOB, "price": [1]}}))
+        def ask(asked: tuple[str, dict[str, Any]]) -> None:
+            name, fields = asked
+            service = connect(site.home.root)
+            assert service is not None
+            with service:
+                try:
+                    service.ask(f"/{name}", fields)
+                except ServiceFaultError as fault:
+                    raise AssertionError(asked) from fault
+                except LazaretError:
+                    pass  # a sentence
+
+        ask()
+        service = connect(site.home.root)
+        assert service is not None
+        with service:
+            assert service.ask("/jobs/list", {})["broken"] == []

@@ -81,4 +81,4 @@ def test_the_socket_knows_the_acts_and_no_others(tmp_path: Path) -> None:
     assert main(["--home", str(tmp_path / "home"), "init", "--policy", "internal"]) == 0
     with open_ledger(CoordinatorDirectory(tmp_path / "home")) as store:
         paths = coordinator_app(store, None).openapi()["paths"]
-    assert {path.removeprefix("/v1").removeprefix("/") for path in paths} == {"", *ACTS}
+    assert {path.removeprefix("/v1").removeprefix("/") for path in paths} == {"", "health", *ACTS}

@@ -23,10 +23,13 @@ from protos.service.control_client import (
     SOCKET,
     ServiceAnswerError,
     ServiceFaultError,
+    ServiceHinderedError,
     ServiceRefusedError,
     ServiceStoppedError,
     ask_or_do,
     connect,
+    main,
+    service_fault,
 )
 from protos.service.control_socket import CONNECTIONS, ControlSocketError, control_socket
 from tests.support.control_service import Log, app
@@ -95,16 +98,19 @@ def test_an_act_is_carried_out_and_described(home: Path) -> None:
         ("ledger", ServiceStoppedError, "the ledger does not fold"),
         ("ours", ServiceFaultError, "internal fault (InvariantError)"),
         ("theirs", ServiceFaultError, "internal fault (ValueError)"),
-        ("disk", ServiceRefusedError, "No space left on device: vault.db"),
+        ("disk", ServiceHinderedError, "No space left on device: vault.db"),
+        ("rights", ServiceRefusedError, "Permission denied: vault.db"),
+        ("away", ServiceHinderedError, "no answer from the coordinator"),
+        ("busy", ServiceHinderedError, "another command has the ledger"),
     ],
 )
-def test_an_error_keeps_its_sentence_and_its_exit_status_and_no_other_text_leaves(
+def test_an_error_keeps_its_sentence_its_exit_status_and_whether_it_may_pass_and_no_other_text_leaves(
     home: Path, log: Log, account: str, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error) as told:
         asked(home, account=account)
     assert str(told.value) == text
-    assert getattr(told.value, "exit_code") == (1 if error is ServiceRefusedError else 70)  # noqa: B009
+    assert getattr(told.value, "exit_code") == (1 if error in (ServiceRefusedError, ServiceHinderedError) else 70)  # noqa: B009
     assert "patient 7" not in str(log.lines)
     assert asked(home, account="a"), "it goes on"
 
@@ -262,12 +268,12 @@ def test_an_act_is_done_here_where_nothing_runs_and_waits_for_a_service_that_sta
 
     started: list[Any] = []
     try:
-        with ask_or_do(tmp_path, here, BusyError) as act:
+        with ask_or_do(tmp_path, here, lambda error: isinstance(error, BusyError)) as act:
             assert act("ledger/limit", account="a") == {"account": "a", "budget": 1}
     finally:
         started[0].__exit__(None, None, None)
     busy = False
-    with ask_or_do(tmp_path, here, BusyError) as act:
+    with ask_or_do(tmp_path, here, lambda error: isinstance(error, BusyError)) as act:
         assert act("ledger/limit", account="a") == "here"
     assert done == ["ledger/limit"]
 
@@ -276,3 +282,39 @@ def test_another_version_is_not_spoken_to(home: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("protos.service.control_client._ask", lambda *_: {"api": 2})
     with pytest.raises(ServiceRefusedError, match="another version"):
         connect(home)
+
+
+def test_a_service_that_is_well_says_so_over_its_socket_and_one_that_is_not_says_why(
+    tmp_path: Path, log: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of, wrong = app(), ["the ledger could not be written: restart the agent"]
+    with control_socket(tmp_path, of, log):
+        assert (service_fault(tmp_path), main([str(tmp_path)])) == (None, 0)
+        of.state.wrong = lambda: wrong[0]
+        assert service_fault(tmp_path) == wrong[0]
+        assert main([str(tmp_path)]) == 1
+        of.state.wrong = lambda: 1 / 0
+        assert "internal fault" in str(service_fault(tmp_path))
+    assert capsys.readouterr().out == f"well\n{wrong[0]}\n"
+    assert "no service answers" in str(service_fault(tmp_path))
+    assert (main([]), main(["one", "two"])) == (2, 2)
+    assert log.lines == [("control_fault", {"state": "ZeroDivisionError"})], "a probe that works leaves no line"
+
+
+def test_a_service_that_hangs_is_not_well_and_nobody_waits_for_it(tmp_path: Path, log: Log) -> None:
+    of = app()
+    of.state.wrong = lambda: time.sleep(3)
+    with control_socket(tmp_path, of, log):
+        began = time.monotonic()
+        assert "before it answered" in str(service_fault(tmp_path, 0.5))
+        assert time.monotonic() - began < 2.5
+    with socket.socket(socket.AF_UNIX) as deaf:  # bound by this test, and nobody ever accepts
+        deaf.bind(str(tmp_path / SOCKET))
+        deaf.listen(1)
+        assert "does not answer" in str(service_fault(tmp_path, 0.2))
+
+
+def test_the_socket_of_a_service_that_was_deleted_is_a_fault(home: Path) -> None:
+    assert service_fault(home) is None
+    (home / SOCKET).unlink()
+    assert "start it, or restart it" in str(service_fault(home))

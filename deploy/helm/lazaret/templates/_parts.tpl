@@ -41,13 +41,11 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{- define "lazaret.probe" -}}
+{{- /* asks the service over its control socket whether its ledger can be written; console.toml is not needed for it */ -}}
+{{- define "lazaret.alive" -}}
 exec:
-  command:
-    - python
-    - -c
-    - import urllib.request as u; u.urlopen("http://127.0.0.1:9464/{{ . }}", timeout=5)
-timeoutSeconds: 10
+  command: [python, -m, protos.service.control_client, {{ include "lazaret.home" . }}]
+timeoutSeconds: 15
 periodSeconds: 30
 {{- end -}}
 

@@ -24,6 +24,7 @@ from agent.models.diffusion.prompts import Conditions
 from agent.models.recognition.recogniser import RecogniserError
 from agent.release import vetting_statement
 from agent.release.history import patients_of
+from agent.release.maker_values import Result, pack
 from agent.release.pipeline import ReleaseFormat, draft_of, package_images, release_resumable, submit
 from agent.release.resumable import ReleaseInProgressError, hold
 from agent.vetting.filter import FilterResult, power, vet
@@ -123,6 +124,7 @@ def test_the_student_never_sees_a_picture_that_looks_like_a_patient(monkeypatch:
     given = taught(monkeypatch)
     mechanism = distill(sampling=Sampling(candidates=4, groups=3))
     found = mechanism.run(cohort(), UnsafeSeededEntropy(1))
+    assert pack(Result.of(mechanism.run).unpack(*pack(found))) == pack(found), "from a confined process, too"
     reference = reference_of(cohort().patients, mechanism.course.vetting)
     assert vet(given[1][0], reference, mechanism.course.vetting).kept.all()
     dropped = sum(sum(tally.dropped.values()) for tally in found.review.conditions)
@@ -238,7 +240,9 @@ def test_a_student_of_two_rounds_learned_from_a_student(monkeypatch: pytest.Monk
 
 
 def test_a_released_model_draws_by_itself(tmp_path: Path) -> None:
-    found = distill(output=Output("model", 10)).run(cohort(), UnsafeSeededEntropy(1))
+    mechanism = distill(output=Output("model", 10))
+    found = mechanism.run(cohort(), UnsafeSeededEntropy(1))
+    assert pack(Result.of(mechanism.run).unpack(*pack(found))) == pack(found), "from a confined process, too"
     assert isinstance(found.made, bytes)
     drawer = latent_from(found.made)
     assert drawer.conditions.names == TEN.names

@@ -22,7 +22,8 @@ import pytest
 import requests
 from dicomweb_client.web import DICOMwebClient
 
-from agent.pacs.dicomweb.stow_process import Stow, StowError, StowSettings
+from agent.pacs.dicomweb import stow_process
+from agent.pacs.dicomweb.stow_process import Stow, StowError, StowSettings, _ask
 from agent.pacs.secret_files import make_secret
 from agent.storage.spool import Spool
 from tests.support.pacs import make_instances, orthanc
@@ -441,6 +442,43 @@ def test_it_dies_with_its_agent_and_leaves_no_core(token_file: Path, tmp_path: P
         while child.exists() and time.monotonic() < until:
             time.sleep(0.05)
         assert not child.exists()
+
+
+def test_a_receiver_that_serves_has_no_way_to_tell_its_agent_anything(usual: tuple[Stow, Spool]) -> None:
+    """Whoever takes it over could fill the agent's memory; of its pipes the one that ends with the agent is left."""
+    folder = Path(f"/proc/{usual[0].pid}/fd")
+    pipes = [one for one in folder.iterdir() if os.readlink(one).startswith("pipe:")]
+    assert [os.lstat(one).st_mode & 0o700 for one in pipes] == [0o500], "to read from"
+
+
+@pytest.mark.parametrize(
+    "says",
+    ["'{\"port\": 7}' + ' ' * 5000", '\'{"port": 7}{"port": 8}\'', "'x' * 2**20", "''", "'[]'", "'7'"],
+)
+def test_what_it_replies_is_bounded_and_all_that_it_says(says: str) -> None:
+    program = f"import sys; sys.stdin.readline(); sys.stdout.write({says}); sys.stdout.flush()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert _ask(process, b"{}\n") == {}
+        process.kill()
+
+
+def test_one_that_cannot_be_started_in_full_is_killed(
+    token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, real = list[subprocess.Popen[bytes]](), subprocess.Popen
+
+    def remembered(*told: Any, **named: Any) -> Any:
+        made.append(real(*told, **named))
+        return made[-1]
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(stow_process.subprocess, "Popen", remembered)
+    monkeypatch.setattr(stow_process.threading.Timer, "start", fails)
+    with pytest.raises(RuntimeError):
+        Stow(settings_of(token_file), tmp_path / "inbox", KEY).start()
+    assert [process.returncode for process in made] == [-signal.SIGKILL]
 
 
 def test_a_restart_takes_the_same_room_and_stop_is_harmless_twice(
