@@ -4,11 +4,9 @@ Abadi et al. 2016, Algorithm 1, with the patient as the unit (design P2): one gr
 loss over all of its rows (images, and noise draws of images: Dockhorn et al. 2023, section 3.2), bounded as one.
 The engines are equal up to rounding. Their result is private: it is given to ``noise.noisy_sum`` and to nobody else.
 
-One backward pass for many patients: record each layer's inputs, and compute each patient's gradient from them.
-
 Book-keeping (Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost"): while one
 backward pass runs for all units of a chunk, the weights want no gradient, so that only those of activations are
-computed; each layer's input and output gradient give every unit's gradient by its weights (``per_unit``).
+computed; each layer's input and output gradient give every unit's gradient by its weights, or its norm alone.
 """
 
 from __future__ import annotations
@@ -211,8 +209,9 @@ class _Tap(torch.autograd.Function):
         return g, None, None, None
 
 
-# Of the bound: covers the rounding of norms and of float64 sums, and of the other patients' float32 gradients, whose
-# last bits depend on who is computed beside them (1e-7 of the bound each, by looking; with ``loop_engine`` nothing).
+# Of the bound: covers the rounding of norms and of float64 sums. In chunks of one shape no bit of another patient's
+# gradient changes; where one gradient is made for a whole chunk, its last bits hang on all of them (1.2e-7 of the
+# bound on the networks of tests/support/real_networks.py; with ``loop_engine`` nothing).
 # It would not cover TF32, whose last bits are 1e-3: see ``full_precision``.
 MARGIN: Final = 1e-5
 _BLOCK: Final = 4096  # numbers of one block of a norm

@@ -65,6 +65,20 @@ def test_no_patient_moves_a_bit_of_anothers_gradient(make: str, name: str) -> No
     assert engine(model, row_losses, alone, 1e9).any()
 
 
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("make", ENGINES)
+def test_what_a_patient_changes_is_that_patients_part_and_rounding_within_the_margin(make: str, name: str) -> None:
+    """Where one gradient is made for a whole chunk, its last bits hang on everybody in it."""
+    model, engine, clip = network(name), ENGINES[make](4), 0.3
+    units = units_for(name, (1, 2, 1, 2, 1, 1))
+    whole = engine(model, row_losses, units, clip)
+    for one, unit in enumerate(units[:3]):
+        rest = engine(model, row_losses, [*units[:one], *units[one + 1 :]], clip)
+        moved = whole - rest - engine(model, row_losses, [unit], clip)
+        assert float(moved.norm()) <= clipping.MARGIN * clip
+        assert float((whole - rest).norm()) <= clip
+
+
 def test_chunks_of_a_changing_shape_would_be_seen_red_by_that_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clipping._Shapes, "_places", lambda self, width: 1)  # filled up to nothing
     moved = []
