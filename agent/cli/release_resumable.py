@@ -88,10 +88,11 @@ def _audit(mechanism: Resumable, say: Callable[[str, str], None]) -> None:
     if isinstance(mechanism, Distill):
         return
     say("audit", "checking that this machine draws the noise that is claimed")
-    device = "cpu"
-    if not isinstance(mechanism, Centroids):
-        device = (mechanism.model if isinstance(mechanism, PrivImage) else mechanism.course.model).device
-    gate(SystemEntropy(), best_engine(device), device)
+    if isinstance(mechanism, Centroids):
+        gate(SystemEntropy(), best_engine("cpu"))
+        return
+    device = (mechanism.model if isinstance(mechanism, PrivImage) else mechanism.course.model).device
+    gate(SystemEntropy(), best_engine(device, mechanism.sgd.expected_batch), device)
 
 
 def _shown(

@@ -162,16 +162,18 @@ def train_privately(  # noqa: PLR0913 - the last three are those of every traini
     return job.steps
 
 
-def best_engine(device: torch.device | str) -> ClippedSum:
+def best_engine(device: torch.device | str, expected_batch: float = 64.0) -> ClippedSum:
     """The engine that the product takes.
 
     On a processor one backward pass for some patients, not more than the caches bear: the fastest of all in
     tests/benchmarks/dp_engine.py for patients of one row, and beside ``loop_engine`` for patients of eight. On an
-    accelerator ``vmap``, with as many rows as keep it busy.
+    accelerator ``vmap``, with as many rows as keep it busy. A chunk has no more places than the public
+    ``expected_batch`` fills: those left over are computed, too.
     """
-    return (
-        bookkeeping_engine(32, most_rows=64) if torch.device(device).type == "cpu" else vmap_engine(64, most_rows=512)
-    )
+    places = 1 << (math.ceil(max(expected_batch, 1.0)) - 1).bit_length()
+    if torch.device(device).type == "cpu":
+        return bookkeeping_engine(min(32, places), most_rows=64)
+    return vmap_engine(min(64, places), most_rows=512)
 
 
 def noisy_part(

@@ -1,16 +1,18 @@
 """The gradient of each unit by the weights of one layer, from the layer's input and the gradient of its output.
 
-A unit is consecutive rows of a batch. The rules are those of book-keeping (Bu et al. 2023, "Differentially Private
-Optimization on Large Model at Small Cost", section 3): the weight's gradient of one row is a contraction of input a
-and output gradient g, and that of a unit folds its rows into the same contraction, so that no row's gradient is made.
-A rule holds for exactly one type: a subclass may scale its weight, and would be wrong without a sign.
+A unit is consecutive rows of a batch, equally many for each. The rules are those of book-keeping (Bu et al. 2023,
+"Differentially Private Optimization on Large Model at Small Cost", section 3): the weight's gradient of one row is a
+contraction of input a and output gradient g, and that of a unit folds its rows into the same contraction, so that no
+row's gradient is made. Where a unit has few positions and the weight is large, not even the unit's gradient is made:
+its norm is that of two Gram matrices (their section 3.2, the "ghost norm"), and the sum over all units, each with its
+own factor, is one ordinary gradient. A rule holds for exactly one type: a subclass may scale its weight, and would be
+wrong without a sign.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Final
 
@@ -27,33 +29,41 @@ Rule = Callable[[Any, Tensor, Tensor, "UnitBatch"], Grads]
 
 @dataclass(frozen=True, slots=True)
 class UnitBatch:
-    """Which rows of a batch are whose: unit i has the next ``counts[i]`` of them."""
+    """Which rows of a batch are whose: unit i has the rows from ``i * width`` on, of which ``counts[i]`` are real.
 
-    counts: tuple[int, ...]
+    The rest are copies that fill a batch up to its shape, and count nothing in a loss.
+    """
+
+    counts: tuple[int, ...]  # 0: the whole unit fills up
+    width: int
+
+    def __post_init__(self) -> None:
+        """No unit is wider than the batch has it."""
+        if not (self.counts and 0 <= min(self.counts) <= max(self.counts) <= self.width):
+            raise ValueError("a unit has at most as many rows as the batch is wide")
 
     @property
     def rows(self) -> int:
-        """Rows of all units."""
-        return sum(self.counts)
+        """Rows of all units, copies too."""
+        return len(self.counts) * self.width
 
-    @property
-    def each(self) -> int | None:
-        """Rows of every unit, if all have equally many."""
-        return self.counts[0] if len(set(self.counts)) == 1 else None
+    def weights(self, like: Tensor) -> Tensor:
+        """(rows,): 1 over the number of its unit's rows for each real row, 0 for a copy."""
+        counts = torch.tensor(self.counts, device=like.device)[:, None]
+        real = torch.arange(self.width, device=like.device)[None] < counts
+        return (real / counts.clamp(min=1)).to(like.dtype).flatten()
 
-    def parts(self, a: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rows of each unit, one unit after the other."""
-        for start, stop in pairwise(accumulate(self.counts, initial=0)):
-            yield a[start:stop], g[start:stop]
+    def each(self, of_units: Tensor, like: Tensor) -> Tensor:
+        """(u,) -> (rows, 1, ...), to be multiplied with ``like`` (rows, ...)."""
+        return of_units.repeat_interleave(self.width).view(-1, *[1] * (like.ndim - 1))
+
+    def by_unit(self, rows: Tensor) -> Tensor:
+        """(rows, ...) -> (u, width, ...)."""
+        return rows.reshape(len(self.counts), self.width, *rows.shape[1:])
 
     def sums(self, rows: Tensor) -> Tensor:
-        """(rows, ...) -> (units, ...): the sum of each unit's rows."""
-        if self.each is not None:
-            return rows.reshape(len(self.counts), self.each, *rows.shape[1:]).sum(dim=1)
-        owner = torch.arange(len(self.counts), device=rows.device).repeat_interleave(
-            torch.tensor(self.counts, device=rows.device)
-        )
-        return rows.new_zeros(len(self.counts), *rows.shape[1:]).index_add_(0, owner, rows)
+        """(rows, ...) -> (u, ...): the sum of each unit's rows."""
+        return self.by_unit(rows).sum(dim=1)
 
 
 def suitable(module: nn.Module) -> bool:
@@ -82,13 +92,53 @@ def unit_gradients(module: nn.Module, a: Tensor, g: Tensor, batch: UnitBatch) ->
     return {name: gradient for name, gradient in found.items() if getattr(module, name) is not None}
 
 
+def has_few_positions(module: nn.Module, a: Tensor, g: Tensor, batch: UnitBatch) -> bool:
+    """Whether a unit's input and output gradient are smaller than its gradient by the weight would be.
+
+    That is t (i + o) < i o, with t positions of a unit, and i inputs and o outputs at each.
+    """
+    if type(module) is nn.Linear:
+        positions, inputs, outputs = prod(a.shape[1:-1]), a.shape[-1], g.shape[-1]
+    elif type(module) in _WEIGHT:
+        if module.groups != 1 or (type(module) is nn.Conv3d and set(module.dilation) != {1}):
+            return False
+        positions, inputs, outputs = prod(g.shape[2:]), module.weight[0].numel(), g.shape[1]  # type: ignore[index]
+    else:
+        return False
+    return batch.width * positions * (inputs + outputs) < inputs * outputs
+
+
+def gram_norms(module: nn.Module, a: Tensor, g: Tensor, batch: UnitBatch) -> Tensor:
+    """The squared norm of each unit's gradient by the weight, (u,) float64, without that gradient.
+
+    With a unit's inputs A (t, i) and output gradients G (t, o), the gradient is G' A, and its squared norm the sum of
+    (A A') * (G G') over all pairs of positions (Bu et al. 2023, equation 4).
+    """
+    if type(module) is nn.Linear:
+        inputs, outputs = a.reshape(len(a), -1, a.shape[-1]), g.reshape(len(g), -1, g.shape[-1])
+    else:
+        inputs, outputs = _patches(module, a), g.flatten(2).transpose(1, 2)  # type: ignore[arg-type]
+    grams = [(x := batch.by_unit(rows).flatten(1, 2)) @ x.transpose(1, 2) for rows in (inputs, outputs)]
+    return (grams[0].double() * grams[1].double()).sum(dim=(1, 2)).clamp(min=0.0)
+
+
+def whole_gradient(module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
+    """The gradient of all rows together by the module's weight; a module that `has_few_positions`."""
+    if type(module) is nn.Linear:
+        return g.reshape(-1, g.shape[-1]).T @ a.reshape(-1, a.shape[-1])
+    return _by_weight(module, *_padded(module, a), g, module.weight.shape)  # type: ignore[arg-type]
+
+
+def bias_gradients(module: nn.Module, g: Tensor, batch: UnitBatch) -> Tensor:
+    """Gradients of each unit by the bias of such a module, (u, o)."""
+    positions = g.reshape(len(g), -1, g.shape[-1]) if type(module) is nn.Linear else g.flatten(2).transpose(1, 2)
+    return batch.sums(positions.sum(dim=1))
+
+
 def _linear(_: nn.Module, a: Tensor, g: Tensor, batch: UnitBatch) -> Grads:
-    if batch.each is not None:
-        units = len(batch.counts)
-        a, g = a.reshape(units, -1, a.shape[-1]), g.reshape(units, -1, g.shape[-1])
-        return {"weight": torch.bmm(g.transpose(1, 2), a), "bias": g.sum(dim=1)}
-    weight = [gu.reshape(-1, g.shape[-1]).T @ au.reshape(-1, a.shape[-1]) for au, gu in batch.parts(a, g)]
-    return {"weight": torch.stack(weight), "bias": batch.sums(g.flatten(1, -2).sum(dim=1) if g.ndim > 2 else g)}
+    units = len(batch.counts)
+    a, g = a.reshape(units, -1, a.shape[-1]), g.reshape(units, -1, g.shape[-1])
+    return {"weight": torch.bmm(g.transpose(1, 2), a), "bias": g.sum(dim=1)}
 
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -99,28 +149,69 @@ _WEIGHT: Final[Mapping[type[nn.Module], Callable[..., Tensor]]] = {
 }
 
 
+def _padded(module: Convolution, a: Tensor) -> tuple[Tensor, Any]:
+    """The input, and what is still to be padded with zeros."""
+    if module.padding_mode == "zeros" and module.padding != "same":
+        return a, 0 if module.padding == "valid" else module.padding
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(a, module._reversed_padding_repeated_twice, mode=mode), 0
+
+
+def _by_weight(module: Any, a: Tensor, padding: Any, g: Tensor, shape: Any, groups: int | None = None) -> Tensor:
+    settings = {"stride": module.stride, "padding": padding, "dilation": module.dilation}
+    return _WEIGHT[type(module)](a, shape, g, groups=groups or module.groups, **settings)
+
+
+def _patches(module: Convolution, a: Tensor) -> Tensor:
+    """(rows, channels, ...) -> (rows, positions, numbers under the kernel)."""
+    a, padding = _padded(module, a)
+    if type(module) is nn.Conv2d:
+        return F.unfold(a, module.kernel_size, module.dilation, padding, module.stride).transpose(1, 2)
+    if type(module) is nn.Conv1d:  # a picture one pixel high
+        kernel, dilation, stride = ((1, *size) for size in (module.kernel_size, module.dilation, module.stride))
+        return F.unfold(a[:, :, None], kernel, dilation, (0, *(padding or (0,))), stride).transpose(1, 2)
+    if padding:
+        a = F.pad(a, [side for size in reversed(padding) for side in (size, size)])
+    for dim, (size, step) in enumerate(zip(module.kernel_size, module.stride, strict=True), start=2):
+        a = a.unfold(dim, size, step)
+    rows = a.permute(0, 2, 3, 4, 1, 5, 6, 7)
+    return rows.reshape(len(a), prod(rows.shape[1:4]), -1)
+
+
 def _convolution(module: Convolution, a: Tensor, g: Tensor, batch: UnitBatch) -> Grads:
-    padding: Any = module.padding
-    if module.padding_mode != "zeros" or padding == "same":
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        a, padding = F.pad(a, module._reversed_padding_repeated_twice, mode=mode), 0
-    if padding == "valid":
-        padding = 0
-    if batch.each is not None and module.groups == 1 and _pointwise(module, padding):
+    a, padding = _padded(module, a)
+    if module.groups == 1 and _pointwise(module, padding):
         found = _linear(module, a.flatten(2).transpose(1, 2), g.flatten(2).transpose(1, 2), batch)
         return {**found, "weight": found["weight"].reshape(-1, *module.weight.shape)}
-    by_weight, shape, groups = _WEIGHT[type(module)], module.weight.shape, module.groups
-    settings = {"stride": module.stride, "padding": padding, "dilation": module.dilation}
+    shape, units = module.weight.shape, len(batch.counts)
     bias = batch.sums(g.flatten(2).sum(dim=2))
-    units = len(batch.counts)
-    if batch.each is None or (batch.each >= FEW and not a.is_cuda):
-        parts = [by_weight(au, shape, gu, groups=groups, **settings) for au, gu in batch.parts(a, g)]
-        return {"weight": torch.stack(parts), "bias": bias}
+    if batch.width >= FEW and not a.is_cuda:
+        pairs = zip(batch.by_unit(a), batch.by_unit(g), strict=True)
+        return {"weight": torch.stack([_by_weight(module, au, padding, gu, shape) for au, gu in pairs]), "bias": bias}
     # the units side by side as groups of channels: one convolution, in which they do not meet
-    wide = (units * shape[0], *shape[1:])
-    a, g = _beside(a, units), _beside(g, units)
-    weight = by_weight(a, wide, g, groups=units * groups, **settings)
+    wide, groups = (units * shape[0], *shape[1:]), units * module.groups
+    weight = _by_weight(module, _beside(a, units), padding, _beside(g, units), wide, groups)
     return {"weight": weight.reshape(units, *shape), "bias": bias}
+
+
+def _transposed(module: Any, a: Tensor, g: Tensor, batch: UnitBatch) -> Grads:
+    """Of the convolution whose adjoint the module is: input and output gradient change places."""
+    units, shape = len(batch.counts), module.weight.shape
+    by_weight = _TRANSPOSED[type(module)]
+    bias = batch.sums(g.flatten(2).sum(dim=2))
+    around = [(side, side - more) for side, more in zip(module.padding, module.output_padding, strict=True)]
+    g = F.pad(g, [size for pair in reversed(around) for size in pair])
+    settings = {"stride": module.stride, "padding": 0, "dilation": module.dilation}
+    wide = (units * shape[0], *shape[1:])
+    weight = by_weight(_beside(g, units), wide, _beside(a, units), groups=units * module.groups, **settings)
+    return {"weight": weight.reshape(units, *shape), "bias": bias}
+
+
+_TRANSPOSED: Final[Mapping[type[nn.Module], Callable[..., Tensor]]] = {
+    nn.ConvTranspose1d: conv1d_weight,
+    nn.ConvTranspose2d: conv2d_weight,
+    nn.ConvTranspose3d: conv3d_weight,
+}
 
 
 def _pointwise(module: Convolution, padding: Any) -> bool:
@@ -135,9 +226,16 @@ def _beside(rows: Tensor, units: int) -> Tensor:
 
 
 def _group_norm(module: nn.GroupNorm, a: Tensor, g: Tensor, batch: UnitBatch) -> Grads:
-    normal = F.group_norm(a, module.num_groups, eps=module.eps)
-    rows, channels = a.shape[:2]
-    weight, bias = ((x.reshape(rows, channels, -1)).sum(dim=2) for x in (normal.mul_(g), g))
+    return _scaled(F.group_norm(a, module.num_groups, eps=module.eps), g, batch)
+
+
+def _instance_norm(module: Any, a: Tensor, g: Tensor, batch: UnitBatch) -> Grads:
+    return _scaled(F.instance_norm(a, eps=module.eps), g, batch)
+
+
+def _scaled(normal: Tensor, g: Tensor, batch: UnitBatch) -> Grads:
+    """Of a scale and a shift for each channel."""
+    weight, bias = (x.reshape(*x.shape[:2], -1).sum(dim=2) for x in (normal.mul_(g), g))
     return {"weight": batch.sums(weight), "bias": batch.sums(bias)}
 
 
@@ -151,10 +249,14 @@ def _layer_norm(module: nn.LayerNorm, a: Tensor, g: Tensor, batch: UnitBatch) ->
     }
 
 
+def _prelu(module: nn.PReLU, a: Tensor, g: Tensor, batch: UnitBatch) -> Grads:
+    below = (a.clamp(max=0.0) * g).reshape(*a.shape[:2], -1).sum(dim=2)
+    return {"weight": batch.sums(below if module.num_parameters > 1 else below.sum(dim=1, keepdim=True))}
+
+
 def _embedding(module: nn.Embedding, a: Tensor, g: Tensor, batch: UnitBatch) -> Grads:
     units, numbers = len(batch.counts), module.num_embeddings
-    owner = torch.arange(units, device=a.device).repeat_interleave(torch.tensor(batch.counts, device=a.device))
-    slot = owner.view(-1, *[1] * (a.ndim - 1)) * numbers + a
+    slot = batch.each(torch.arange(units, device=a.device), a) * numbers + a
     flat = g.new_zeros(units * numbers, module.embedding_dim)
     weight = flat.index_add_(0, slot.reshape(-1), g.reshape(-1, module.embedding_dim)).reshape(units, numbers, -1)
     if module.padding_idx is not None:
@@ -167,7 +269,14 @@ RULES: Final[Mapping[type[nn.Module], Rule]] = {
     nn.Conv1d: _convolution,
     nn.Conv2d: _convolution,
     nn.Conv3d: _convolution,
+    nn.ConvTranspose1d: _transposed,
+    nn.ConvTranspose2d: _transposed,
+    nn.ConvTranspose3d: _transposed,
     nn.GroupNorm: _group_norm,
+    nn.InstanceNorm1d: _instance_norm,
+    nn.InstanceNorm2d: _instance_norm,
+    nn.InstanceNorm3d: _instance_norm,
     nn.LayerNorm: _layer_norm,
+    nn.PReLU: _prelu,
     nn.Embedding: _embedding,
 }

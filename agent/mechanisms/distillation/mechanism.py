@@ -203,7 +203,7 @@ class DistillDp(Distillation):
             ],
             self.sgd,
             entropy,
-            best_engine(self.course.model.device),
+            best_engine(self.course.model.device, self.sgd.expected_batch),
             place=bench.place(self.places[1]),
             run=self.form,
             say=lambda done: bench.say("fine-tuning", done.step, done.steps),

@@ -172,7 +172,7 @@ class PrivImage:
             [self._unit(patient) for patient in patients],
             self.sgd,
             entropy,
-            best_engine(self.model.device),
+            best_engine(self.model.device, self.sgd.expected_batch),
             place=bench.place(self.places[2]),
             run=self.form,
             say=lambda done: bench.say("fine-tuning", done.step, done.steps),

@@ -300,15 +300,17 @@ def _leaks(rule, many):
 
     def broken(module, a, g, batch):
         found = rule(module, a, g, batch)
-        if len(batch.counts) > 1 and batch.each is not None and (batch.each >= per_example_gradients.FEW) == many:
+        if len(batch.counts) > 1 and (batch.width >= per_example_gradients.FEW) == many:
             found = {name: torch.cat([each[:1], each[1:] + each[:1]]) for name, each in found.items()}
         return found
 
     return broken
 
 
-@pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("kind", [nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Linear, nn.Embedding])
+_RULES = [(kind, many) for kind in (nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding) for many in (False, True)]
+
+
+@pytest.mark.parametrize(("kind", "many"), [*_RULES, (nn.Linear, True)])  # with few, no gradient of it is made
 def test_the_gate_sees_an_engine_that_mixes_patients_of_equally_many_images(kind, many, monkeypatch):
     # such a batch goes other ways than one of unequal patients: one convolution of many groups, one product of many
     monkeypatch.setattr(
@@ -317,6 +319,26 @@ def test_the_gate_sees_an_engine_that_mixes_patients_of_equally_many_images(kind
         {**per_example_gradients.RULES, kind: _leaks(per_example_gradients.RULES[kind], many)},
     )
     monkeypatch.setattr(clipping, "PROBES", 0)  # else the engine sees it itself
+    with pytest.raises(NoiseAuditError, match=r"one patient moves the sum of gradients by .*nothing was priced"):
+        gate(SystemEntropy(), best_engine("cpu"), canaries=1000)
+
+
+def _anothers_norm(module, a, g, batch):
+    return per_example_gradients.gram_norms(module, a, g, batch).roll(1)
+
+
+def _half_the_norm(module, a, g, batch):
+    return per_example_gradients.gram_norms(module, a, g, batch) / 4
+
+
+def _anothers_input(module, a, g):
+    return per_example_gradients.whole_gradient(module, a.roll(1, dims=0), g)
+
+
+@pytest.mark.parametrize("broken", [_anothers_norm, _half_the_norm, _anothers_input])
+def test_the_gate_sees_an_engine_whose_norms_without_gradients_are_wrong(broken, monkeypatch):
+    monkeypatch.setattr(clipping, "whole_gradient" if broken is _anothers_input else "gram_norms", broken)
+    monkeypatch.setattr(clipping, "PROBES", 0)
     with pytest.raises(NoiseAuditError, match=r"one patient moves the sum of gradients by .*nothing was priced"):
         gate(SystemEntropy(), best_engine("cpu"), canaries=1000)
 
@@ -332,8 +354,8 @@ def test_the_gate_sees_an_engine_for_accelerators_that_mixes_patients_of_equally
     honest = torch.func.vmap
 
     def mixing(*told, **more):
-        def found(weights, rows):
-            gradients = honest(*told, **more)(weights, rows)
+        def found(weights, *rows):
+            gradients = honest(*told, **more)(weights, *rows)
             return {name: torch.cat([each[:1], each[1:] + each[:1]]) for name, each in gradients.items()}
 
         return found

@@ -1,0 +1,134 @@
+"""Clipping without noise beside a plain step, on the networks of the field at full width: time, and peak memory.
+
+16 patients of one picture of 64 x 64 pixels, or two of one volume of 48 voxels a side. "plain" takes all rows in one
+batch and makes one gradient. Times are processor seconds of one thread, modes interleaved; ratios are medians over
+rounds. Peak memory is that of a fresh process after two steps, above that of one that has imported the same. Opacus
+makes each row's gradient and clips it (hooks): a peer for the cost where it is exact, and that is DenseNet-121 alone.
+The comparison with ``loop_engine`` in a model's first batches is over before a measurement of time.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import torch
+from monai.networks.nets.densenet import DenseNet121
+from monai.networks.nets.resnet import resnet18
+from monai.networks.nets.segresnet import SegResNet
+from monai.networks.nets.vit import ViT
+from opacus import GradSampleModule
+from torch import nn
+
+from agent.dp import clipping
+from agent.dp.clipping import PrivacyUnit, bookkeeping_engine, loop_engine, trainable
+from agent.models.training_loop import seeded
+from tests.benchmarks.report import Report, Row
+from tests.support.real_networks import First, grouped, row_losses
+
+PATIENTS: Final = {2: 16, 3: 2}  # by dimensions
+SIDE: Final = {2: 64, 3: 48}
+ROUNDS: Final = 5
+
+
+def _vit_head() -> nn.Module:
+    size = {"hidden_size": 384, "mlp_dim": 1536, "num_layers": 12, "num_heads": 6}
+    model = ViT(1, (64, 64), (16, 16), classification=True, num_classes=2, spatial_dims=2, **size)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("classification_head"))
+    return First(model)
+
+
+NETWORKS: Final[dict[str, tuple[int, Callable[[], nn.Module]]]] = {
+    "resnet18": (2, lambda: grouped(resnet18(spatial_dims=2, n_input_channels=1, num_classes=2), 16)),
+    "densenet121": (2, lambda: grouped(DenseNet121(spatial_dims=2, in_channels=1, out_channels=2), 16)),
+    "segresnet": (2, lambda: SegResNet(2, init_filters=16, in_channels=1, out_channels=2)),
+    "segresnet3d": (3, lambda: SegResNet(3, init_filters=16, in_channels=1, out_channels=2)),
+    "vit_head": (2, _vit_head),
+}
+MODES: Final = ("plain", "own", "loop")
+OPACUS: Final = "densenet121"
+
+
+def step_of(name: str, mode: str) -> Callable[[], object]:
+    """A function that makes the gradient of one step."""
+    dims, make = NETWORKS[name]
+    with seeded(0):
+        model = make()
+        shape = (1, 1, *[SIDE[dims]] * dims)
+        units = [PrivacyUnit((torch.randn(shape), torch.randint(0, 2, (1,)))) for _ in range(PATIENTS[dims])]
+    rows = tuple(torch.cat(tensors) for tensors in zip(*(unit.rows for unit in units), strict=True))
+    if mode in ("own", "loop"):
+        engine = loop_engine if mode == "loop" else bookkeeping_engine(PATIENTS[dims])
+        return lambda: engine(model, row_losses, units, 1.0)
+    if mode == "plain":
+        parameters = trainable(model)
+        return lambda: torch.autograd.grad(row_losses(model, rows).mean(), parameters, allow_unused=True)
+    for module in model.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False
+    wrapped = GradSampleModule(model, loss_reduction="sum")
+
+    def step() -> None:
+        wrapped.zero_grad()
+        torch.autograd.backward(row_losses(wrapped, rows).sum())
+        flat = [p.grad_sample.flatten(1) for p in wrapped.parameters()]
+        factor = (1.0 / torch.stack([part.norm(dim=1) for part in flat]).norm(dim=0)).clamp(max=1.0)
+        for part in flat:
+            factor @ part
+
+    return step
+
+
+def peak_megabytes(name: str, mode: str) -> float:
+    """Peak memory of this fresh process after two steps; mode "none": it has the network only. Linux only."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    clipping.PROBES = 0  # type: ignore[misc] - two patients in float64, once: not what a step takes
+    step = step_of(name, "plain" if mode == "none" else mode)
+    for _ in range(0 if mode == "none" else 2):
+        step()
+    # not getrusage: Linux hands the parent's maximum down to a started process
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) / 1024
+
+
+def _peak(name: str, mode: str) -> float:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+        return fresh.submit(peak_megabytes, name, mode).result()
+
+
+def _seconds(step: Callable[[], object]) -> float:
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
+def main() -> Report:
+    """Some four minutes."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rows, ratios = [], {}
+    for name in NETWORKS:
+        modes = (*MODES, "opacus") if name == OPACUS else MODES
+        steps = {mode: step_of(name, mode) for mode in modes}
+        for step in steps.values():
+            for _ in range(clipping.PROBES):
+                step()
+        times = [{mode: _seconds(step) for mode, step in steps.items()} for _ in range(ROUNDS)]
+        empty = _peak(name, "none")
+        peaks = {mode: _peak(name, mode) - empty for mode in modes}
+        for mode in modes:
+            rows.append(Row(f"{name}, {mode}: one step", median(told[mode] for told in times), "cpu-s"))
+            rows.append(Row(f"{name}, {mode}: peak memory of it", peaks[mode], "MB"))
+            if mode != "plain":
+                who = "" if mode == "own" else f"{mode}_"
+                ratios[f"{who}step_vs_plain_{name}"] = median(told[mode] / told["plain"] for told in times)
+                ratios[f"{who}memory_vs_plain_{name}"] = peaks[mode] / peaks["plain"]
+    return Report(tuple(rows), ratios)
