@@ -11,6 +11,7 @@ computed; each layer's input and output gradient give every unit's gradient by i
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,10 +114,16 @@ class GradientRecorder:
 
     def _summed(self, batch: UnitBatch, clip: float) -> Tensor:
         squares = torch.zeros(len(batch.counts), dtype=torch.float64, device=self._parameters[0].device)
+        mass = torch.zeros_like(squares)  # the largest of a layer
         for found in self._found.values():
-            squares += found.squares(batch)
-        factor = _factors(squares.sqrt(), clip)
-        factor *= torch.tensor([count > 0 for count in batch.counts], device=factor.device)
+            square, weighs = found.squares(batch)
+            squares += square
+            mass = torch.maximum(mass, weighs)
+        norms = squares.clamp(min=0.0).sqrt()
+        factor = _factors(norms, clip)
+        # one that cancels so far that not even float64 tells what is left counts as one that is not finite
+        sound = torch.isfinite(squares) & (mass <= _CANCELLED * norms.clamp(min=clip))
+        factor *= sound & torch.tensor([count > 0 for count in batch.counts], device=factor.device)
         none = _Recorded()  # of a parameter that was not used
         parts = [self._found.get(p, none).total(p, batch, factor) for p in self._parameters]
         return torch.cat([part.flatten().double() for part in parts]).cpu()
@@ -169,14 +176,15 @@ class _Recorded:
         """Of one more use of the parameter."""
         self.made = gradients if self.made is None else self.made.add_(gradients)
 
-    def squares(self, batch: UnitBatch) -> Tensor:
-        """(u,) float64: the squared norm of each unit's."""
+    def squares(self, batch: UnitBatch) -> tuple[Tensor, Tensor]:
+        """(u,) float64 twice: the squared norm of each unit's, and the mass where that comes of Gram matrices."""
         if len(self.calls) > 1 or self.made is not None:
             for module, a, g in self.calls:
                 self.add(unit_gradients(module, a, g, batch)["weight"])
             self.calls = []
         if self.made is not None:
-            return squared_norms(self.made.flatten(1))
+            square = squared_norms(self.made.flatten(1))
+            return square, torch.zeros_like(square)
         return gram_norms(*self.calls[0], batch)
 
     def total(self, parameter: nn.Parameter, batch: UnitBatch, factor: Tensor) -> Tensor:
@@ -189,7 +197,7 @@ class _Recorded:
         if not bool(factor.all()):  # 0 * NaN would be NaN
             kept = factor > 0
             a, g = (torch.where(batch.each(kept, rows), rows, torch.zeros_like(rows)) for rows in (a, g))
-        return whole_gradient(module, a, g * batch.each(factor.to(g), g))
+        return whole_gradient(module, a, g.double() * batch.each(factor, g))
 
 
 class _Tap(torch.autograd.Function):
@@ -210,11 +218,11 @@ class _Tap(torch.autograd.Function):
 
 
 # Of the bound: covers the rounding of norms and of float64 sums. In chunks of one shape no bit of another patient's
-# gradient changes; where one gradient is made for a whole chunk, its last bits hang on all of them (1.2e-7 of the
-# bound on the networks of tests/support/real_networks.py; with ``loop_engine`` nothing).
+# gradient changes, and what is added up for a whole chunk is added in float64.
 # It would not cover TF32, whose last bits are 1e-3: see ``full_precision``.
 MARGIN: Final = 1e-5
-_BLOCK: Final = 4096  # numbers of one block of a norm
+_BLOCK: Final = 512  # numbers of one block of a norm
+_CANCELLED: Final = 1e4  # of a unit's norm or the bound: with more, float64 rounding of a squared norm nears MARGIN
 MOST_ROWS: Final = 4096  # of one pass, if nobody says less
 PROBES: Final = 3  # batches that are compared: weights that start at zero hide others until noise moves them
 
@@ -286,7 +294,8 @@ def loop_engine(model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit],
     total = torch.zeros(count(parameters), dtype=torch.float64)
     with full_precision():
         for unit in _each(units):
-            value = _losses(loss, model, _there(unit.rows, parameters[0].device)).mean()
+            rows = tuple(row.clone() for row in _there(unit.rows, parameters[0].device))  # it may work in place
+            value = _losses(loss, model, rows).mean()
             gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
             total += _clipped_sum([gradient[None] for gradient in gradients], clip)
     return total
@@ -302,9 +311,8 @@ def vmap_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
     Raises:
         UnsuitableModelError: (the engine) the comparison failed.
     """
-    shapes = _Shapes(size, most_rows)
 
-    def prepare(model: nn.Module, loss: RowLosses, clip: float) -> _OfPart:
+    def prepare(shapes: _Shapes, model: nn.Module, loss: RowLosses, clip: float) -> _OfPart:
         together, device = _Together(model, loss), trainable(model)[0].device
         weights = {name: p.detach() for name, p in together.named_parameters() if p.requires_grad}
 
@@ -323,7 +331,7 @@ def vmap_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
 
         return of_part
 
-    return _by_chunks(shapes, prepare)
+    return _by_chunks(_Shapes(size, most_rows), prepare)
 
 
 def bookkeeping_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
@@ -331,16 +339,15 @@ def bookkeeping_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
 
     They have at most ``most_rows`` rows together, or are one patient: all of them must fit in memory.
 
-    It needs more than the others do: plain layers, called as modules, and rows that do not meet. Where that can be
-    told beforehand it is refused; and in the first batches of a model two patients' sum is compared with
-    ``loop_engine``.
+    It needs more than the others do: plain layers, called as modules, and rows that do not meet and keep their order.
+    Where that can be told beforehand it is refused; and in the first batches of a model two patients' sum is compared
+    with ``loop_engine``. A model that reorders rows by what is in them may pass, and must not be trained so.
 
     Raises:
         UnsuitableModelError: (the engine) no rule for a module, or the comparison failed.
     """
-    shapes = _Shapes(size, most_rows)
 
-    def prepare(model: nn.Module, loss: RowLosses, clip: float) -> _OfPart:
+    def prepare(shapes: _Shapes, model: nn.Module, loss: RowLosses, clip: float) -> _OfPart:
         parameters = trainable(model)
         book = GradientRecorder(model, parameters)
 
@@ -351,11 +358,11 @@ def bookkeeping_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
 
         return of_part
 
-    return _by_chunks(shapes, prepare)
+    return _by_chunks(_Shapes(size, most_rows), prepare)
 
 
 _OfPart = Callable[[Sequence[PrivacyUnit]], Tensor]  # the units of one chunk -> (d,)
-_Prepare = Callable[[nn.Module, RowLosses, float], _OfPart]  # model, loss and clip
+_Prepare = Callable[["_Shapes", nn.Module, RowLosses, float], _OfPart]  # shapes, model, loss and clip
 
 
 def _by_chunks(shapes: _Shapes, prepare: _Prepare) -> ClippedSum:
@@ -365,7 +372,7 @@ def _by_chunks(shapes: _Shapes, prepare: _Prepare) -> ClippedSum:
     def clipped_sum(model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit], clip: float) -> Tensor:
         total = torch.zeros(count(trainable(model)), dtype=torch.float64)
         try:
-            of_part = prepare(model, loss, clip)
+            of_part = prepare(shapes, model, loss, clip)
             with full_precision():
                 for part in probe.watched(shapes.chunks(_each(units)), prepare, (model, loss, clip)):
                     total += of_part(part)
@@ -408,7 +415,7 @@ class _Probe:
         """In one part, both must fit in memory: half of the rows of each show as much as all."""
         longest = max(map(len, pair))
         least = longest if 2 * longest <= self.most_rows else 1 << max(1, self.most_rows // 2).bit_length() - 1
-        return [PrivacyUnit(tuple(row[:least] for row in unit.rows)) for unit in pair]
+        return [PrivacyUnit(tuple(row[:least].clone() for row in unit.rows)) for unit in pair]
 
 
 def _compared(
@@ -422,22 +429,49 @@ def _compared(
     Raises:
         UnsuitableModelError: they are not. A forgotten or mixed-up layer does not pass.
     """
-    try:
+    shapes = _Shapes(2, max(2, *(2 * len(unit) for unit in units)))  # no more rows than the two have
+    twin, doubled, tolerance = model, list(units), 1e-2
+    with contextlib.suppress(Exception):  # whatever cannot be copied is compared as it is
         twin, tolerance = copy.deepcopy(model).double(), 1e-5
         doubled = [PrivacyUnit(tuple(r.double() if r.is_floating_point() else r for r in u.rows)) for u in units]
-        ours, theirs = prepare(twin, loss, clip)(doubled), loop_engine(twin, loss, doubled, clip)
-    except (RuntimeError, TypeError):  # something in it is of another type, or is no copy of itself
-        tolerance = 1e-2
-        ours, theirs = prepare(model, loss, clip)(units), loop_engine(model, loss, units, clip)
+    try:
+        ours, theirs = prepare(shapes, twin, loss, clip)(doubled), loop_engine(twin, loss, doubled, clip)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError):  # something in it is of another type
+        theirs, tolerance = loop_engine(model, loss, units, clip), 1e-2
+        try:
+            ours = prepare(shapes, model, loss, clip)(units)
+        except RuntimeError as fault:
+            raise UnsuitableModelError(f"{_OTHERS} ({type(fault).__name__}). `loop_engine` can train it") from fault
+    _refuse_company(prepare(shapes, model, loss, 1e30), units)
     sizes = [parameter.numel() for parameter in trainable(model)]
     for mine, reference in zip(torch.split(ours, sizes), torch.split(theirs, sizes), strict=True):
         if not (mine - reference).norm() <= tolerance * (reference.norm() + 1e-2 * theirs.norm()):
-            raise UnsuitableModelError(
-                "one pass for all patients gives other gradients than one pass for each. The model uses a weight "
-                "outside its layer, mixes rows of different patients, or has a loss that draws random numbers. "
-                "`loop_engine` can train it"
-            )
+            raise UnsuitableModelError(_OTHERS + _WHY)
     return bool(theirs.any())
+
+
+_OTHERS: Final = "one pass for all patients gives other gradients than one pass for each"
+_WHY: Final = (
+    ". The model uses a weight outside its layer, mixes rows of different patients, or has a loss that draws random "
+    "numbers. `loop_engine` can train it"
+)
+
+
+def _refuse_company(of_part: _OfPart, units: Sequence[PrivacyUnit]) -> None:
+    """Where the second patient is nobody, the first one's gradient must be the same to the last bit.
+
+    However little rows meet, a patient whose numbers are not finite shows it, and a large one would make use of it.
+
+    Raises:
+        UnsuitableModelError: it is not.
+    """
+    least = min(map(len, units))  # in chunks of one shape
+    first, second = (PrivacyUnit(tuple(row[:least].clone() for row in unit.rows)) for unit in units)
+    rows = (torch.full_like(row, torch.nan) if row.is_floating_point() else row for row in second.rows)
+    if not torch.equal(of_part([first]), of_part([first, PrivacyUnit(tuple(rows))])):
+        raise UnsuitableModelError(_OTHERS + _WHY)
 
 
 class _Together(nn.Module):
@@ -469,11 +503,17 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that a sum covers, in its order.
 
     Raises:
-        UnsuitableModelError: there is none.
+        UnsuitableModelError: there is none, or not as numbers of 32 or 64 bits, or with hooks.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UnsuitableModelError("the model has no parameter to train")
+    if wrong := {str(p.dtype) for p in parameters} - {"torch.float32", "torch.float64"}:
+        raise UnsuitableModelError(
+            f"parameters of {', '.join(sorted(wrong))} are too coarse for a bound: use float32"
+        )
+    if any(parameter._backward_hooks for parameter in parameters):
+        raise UnsuitableModelError("a parameter has a hook of its own, which would change what is clipped")
     return parameters
 
 
@@ -562,7 +602,7 @@ def squared_norms(part: Tensor) -> Tensor:
     """(u, d) -> (u,) float64. Norms of blocks in the tensor's own type, and of the blocks in float64.
 
     PyTorch's own float32 norm of 2.4 million numbers is wrong by 4.5e-5, which is more than ``MARGIN``; a float64 one
-    of float32 numbers takes thirty times as long as this, which is wrong by 5e-9.
+    of float32 numbers takes thirty times as long as this, which is wrong by 1e-6 at worst.
     """
     whole = part.shape[1] // _BLOCK * _BLOCK
     blocks = torch.linalg.vector_norm(part[:, :whole].reshape(len(part), -1, _BLOCK), dim=2)

@@ -5,8 +5,8 @@ A unit is consecutive rows of a batch, equally many for each. The rules are thos
 contraction of input a and output gradient g, and that of a unit folds its rows into the same contraction, so that no
 row's gradient is made. Where a unit has few positions and the weight is large, not even the unit's gradient is made:
 its norm is that of two Gram matrices (their section 3.2, the "ghost norm"), and the sum over all units, each with its
-own factor, is one ordinary gradient. A rule holds for exactly one type: a subclass may scale its weight, and would be
-wrong without a sign.
+own factor, is one ordinary gradient. Both are in float64, since rows that cancel would leave float32 nothing but
+rounding. A rule holds for exactly one type: a subclass may scale its weight, and would be wrong without a sign.
 """
 
 from __future__ import annotations
@@ -108,22 +108,26 @@ def has_few_positions(module: nn.Module, a: Tensor, g: Tensor, batch: UnitBatch)
     return batch.width * positions * (inputs + outputs) < inputs * outputs
 
 
-def gram_norms(module: nn.Module, a: Tensor, g: Tensor, batch: UnitBatch) -> Tensor:
-    """The squared norm of each unit's gradient by the weight, (u,) float64, without that gradient.
+def gram_norms(module: nn.Module, a: Tensor, g: Tensor, batch: UnitBatch) -> tuple[Tensor, Tensor]:
+    """The squared norm of each unit's gradient by the weight without that gradient, and its mass: (u,) float64 both.
 
     With a unit's inputs A (t, i) and output gradients G (t, o), the gradient is G' A, and its squared norm the sum of
-    (A A') * (G G') over all pairs of positions (Bu et al. 2023, equation 4).
+    (A A') * (G G') over all pairs of positions (Bu et al. 2023, equation 4). The mass is the sum of |a| |g| over the
+    positions: the gradient would have that norm if nothing cancelled, and rounding is measured against it. Everything
+    is in float64: of float32 Gram matrices a patient whose rows cancel would get a norm that is far too small.
     """
     if type(module) is nn.Linear:
         inputs, outputs = a.reshape(len(a), -1, a.shape[-1]), g.reshape(len(g), -1, g.shape[-1])
     else:
         inputs, outputs = _patches(module, a), g.flatten(2).transpose(1, 2)  # type: ignore[arg-type]
-    grams = [(x := batch.by_unit(rows).flatten(1, 2)) @ x.transpose(1, 2) for rows in (inputs, outputs)]
-    return (grams[0].double() * grams[1].double()).sum(dim=(1, 2)).clamp(min=0.0)
+    grams = [(x := batch.by_unit(rows).flatten(1, 2).double()) @ x.transpose(1, 2) for rows in (inputs, outputs)]
+    norms = [gram.diagonal(dim1=1, dim2=2).sqrt() for gram in grams]
+    return (grams[0] * grams[1]).sum(dim=(1, 2)), (norms[0] * norms[1]).sum(dim=1)
 
 
 def whole_gradient(module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
-    """The gradient of all rows together by the module's weight; a module that `has_few_positions`."""
+    """The gradient of all rows together by the module's weight, float64; a module that `has_few_positions`."""
+    a, g = a.double(), g.double()
     if type(module) is nn.Linear:
         return g.reshape(-1, g.shape[-1]).T @ a.reshape(-1, a.shape[-1])
     return _by_weight(module, *_padded(module, a), g, module.weight.shape)  # type: ignore[arg-type]

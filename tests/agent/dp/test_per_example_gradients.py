@@ -95,3 +95,114 @@ def test_a_batch_norm_that_is_left_in_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     with pytest.raises(UnsuitableModelError, match="BatchNorm2d keeps statistics"):
         clipping.refuse_batch_statistics(model)
+
+
+def _scored(model: nn.Module, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return (model(rows[0]) * rows[1]).flatten(1).sum(dim=1)
+
+
+def _cancelling(inputs: int, outputs: int, scale: float) -> list[PrivacyUnit]:
+    """Ten patients, the first of whom has huge rows that take each other away."""
+    draw = torch.Generator().manual_seed(3)
+    x, g = torch.rand(1, inputs, generator=draw) * scale, torch.randn(1, outputs, generator=draw)
+    bad = PrivacyUnit((torch.cat([x, x * (1 + 1e-7)]), torch.cat([g, -g])))
+    others = [(torch.rand(2, inputs, generator=draw), torch.randn(2, outputs, generator=draw)) for _ in range(9)]
+    return [bad, *map(PrivacyUnit, others)]
+
+
+@pytest.mark.parametrize("clip", [1e-3, 1.0])
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e5, 1e8, 1e18, 1e30, 1e38])
+def test_rows_that_cancel_give_nobody_more_than_the_clip(scale: float, clip: float) -> None:
+    """Gram matrices and one gradient for all: rounding is that of float64, or the patient counts as nobody."""
+    model, engine = nn.Linear(256, 64), bookkeeping_engine(16)
+    units = _cancelling(256, 64, scale)
+    moved = engine(model, _scored, units, clip) - engine(model, _scored, units[1:], clip)
+    assert float(moved.norm()) <= clip
+
+
+def test_float32_gram_matrices_would_be_seen_red_by_that_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    def coarse(module: nn.Module, a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return (g.float().T @ a).double()
+
+    monkeypatch.setattr(clipping, "whole_gradient", coarse)
+    monkeypatch.setattr(clipping, "_CANCELLED", 1e30)
+    model, engine = nn.Linear(256, 64), bookkeeping_engine(16)
+    units = _cancelling(256, 64, 1e8)
+    assert float((engine(model, _scored, units, 1e-3) - engine(model, _scored, units[1:], 1e-3)).norm()) > 1e-3
+
+
+def test_two_nearly_equal_images_with_opposite_labels_are_clipped_right() -> None:
+    """Ordinary pixels and the default clip: the norm is far below what the rows have before they cancel."""
+    worst = 0.0
+    for seed in range(6):
+        draw = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 2))
+        image = torch.rand(784, generator=draw)
+        for delta in (1e-1, 1e-2, 1e-3, 1e-4):
+            twin = (image + delta * torch.randn(784, generator=draw)).clamp(0, 1)
+            unit = PrivacyUnit((torch.stack([image, twin]), torch.tensor([0, 1])))
+            worst = max(worst, float(bookkeeping_engine(4)(model, row_losses, [unit], 1e-3).norm()))
+    assert 0.99e-3 < worst <= 1e-3
+
+
+class _Meeting(nn.Module):
+    """Rows meet by a thousandth, in a model that has no float64 twin."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share, self.out = share, nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        scores: torch.Tensor = self.out(x - self.share * x.mean(dim=0)).exp()
+        return scores
+
+
+@pytest.mark.parametrize("share", [3e-3, 1e-6])
+def test_rows_that_meet_by_a_little_are_found(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clipping, "PROBES", 3)
+    draw = torch.Generator().manual_seed(0)
+    units = [PrivacyUnit((torch.randn(1, 64, generator=draw), torch.zeros(1))) for _ in range(4)]
+    with pytest.raises(UnsuitableModelError, match="mixes rows of different patients"):
+        bookkeeping_engine(4)(_Meeting(share), lambda m, rows: m(rows[0]).square().mean(dim=1), units, 0.3)
+
+
+class _Repeated(nn.Module):
+    """A token that the model itself repeats for every row: not one row for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(1, 1, 4))
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.out(torch.cat([self.token.repeat(len(x), 1, 1), x], dim=1))
+        return scores
+
+
+def test_what_the_engine_cannot_do_is_refused_by_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clipping, "PROBES", 3)
+    units = [PrivacyUnit((torch.randn(1, 3, 4), torch.zeros(1))) for _ in range(2)]
+    loss = lambda m, rows: m(rows[0]).flatten(1).square().mean(dim=1)  # noqa: E731
+    with pytest.raises(UnsuitableModelError, match="`loop_engine` can train it"):
+        bookkeeping_engine(2)(_Repeated(), loss, units, 0.3)
+    assert loop_engine(_Repeated(), loss, units, 0.3).any()
+    for kind in (torch.bfloat16, torch.float16):
+        with pytest.raises(UnsuitableModelError, match="too coarse"):
+            loop_engine(nn.Linear(4, 2).to(kind), loss, units, 0.3)
+    hooked = nn.Linear(4, 2)
+    hooked.weight.register_hook(lambda g: 3 * g)
+    with pytest.raises(UnsuitableModelError, match="a hook of its own"):
+        bookkeeping_engine(2)(hooked, loss, units, 0.3)
+
+
+@pytest.mark.parametrize("make", [loop_engine, bookkeeping_engine(2), vmap_engine(2)])
+def test_a_model_that_works_in_place_leaves_the_patients_as_they_were(
+    make: ClippedSum, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clipping, "PROBES", 3)
+    units = [PrivacyUnit((torch.ones(1, 4), torch.zeros(1))) for _ in range(3)]
+    model = nn.Linear(4, 2)
+    make(model, lambda m, rows: m(rows[0].mul_(0.5)).square().mean(dim=1), units, 0.3)
+    assert all(torch.equal(unit.rows[0], torch.ones(1, 4)) for unit in units)
