@@ -216,8 +216,10 @@ def retry(site: Site, number: int, by: str) -> dict[str, Any]:
         raise JobStateError(f"job {number} is {job.state}: nothing is to be tried again")
     begun = {known.key: known for known in store.all()}
     key = f"retry-{number}"  # asked twice, it is done once
-    while key in begun and begun[key].state in jobs.ENDED:
+    while key in begun and begun[key].state in jobs.ENDED - {jobs.DONE}:
         key = f"retry-{begun[key].number}"
+    if key in begun and begun[key].state == jobs.DONE:
+        raise JobStateError(f"job {begun[key].number}, which was begun for it, is done: nothing is to be tried again")
     if key in begun:
         return retry(site, begun[key].number, by) if begun[key].state == jobs.INTERRUPTED else _stands(begun[key])
     files = secrets.token_hex(8)

@@ -521,6 +521,9 @@ def test_a_retry_that_is_asked_for_twice_is_done_once(world: World) -> None:
     assert world.jobs("retry", 2).out == "job 3 is queued\n"
     world.store.change(3, lambda known: known.now(jobs.INTERRUPTED, "ended", not_before=-1.0))
     assert (world.jobs("retry", 1).out, world.store.read(3).state) == ("job 3 is queued\n", jobs.QUEUED)
+    world.store.change(3, lambda known: known.now(jobs.DONE))
+    told = "refused: job 3, which was begun for it, is done: nothing is to be tried again\n"
+    assert [world.jobs("retry", number).err for number in (1, 2)] == [told] * 2
     assert sorted(path.name for path in world.store.root.iterdir()) == ["1", "2", "3", "last"], "no copies are left"
 
 
