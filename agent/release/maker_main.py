@@ -27,7 +27,7 @@ from protos.operations.confinement import (
     interpreter,
 )
 from protos.operations.pipe_messages import receive, send
-from protos.operations.process_bounds import bound
+from protos.operations.process_bounds import bound, nearly_exhausted
 
 _MOST_BYTES: Final = 1 << 34  # of a checkpoint
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -111,9 +111,10 @@ def _made(line: _Line, memory: memoryview) -> tuple[dict[str, Any], tuple[bytes 
 
 
 def _of_error(error: BaseException) -> dict[str, Any]:
-    if out_of_memory(error):
-        return {"step": "raised", "kind": "MemoryError", "text": ""}
     ours = isinstance(error, LazaretError) and not isinstance(error, InvariantError)
+    fault = error.__cause__ if ours else error  # what a library raised, if one did
+    if fault is not None and (out_of_memory(fault) or nearly_exhausted()):
+        return {"step": "raised", "kind": "MemoryError", "text": ""}
     kind = "WorkerError" if isinstance(error, ConfinementError) else type(error).__name__
     return {"step": "raised", "kind": kind, "text": str(error) if ours else ""}
 

@@ -84,6 +84,17 @@ class Signal(Exception):
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of this machine or of its accelerator. On a processor, torch has no class for it."""
-    of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch)
+    """Whether memory ran out, of this machine or of its accelerator. Few libraries have a class for it."""
+    text = str(error)
+    match error:
+        case MemoryError():
+            return True
+        case OSError():
+            return error.errno == errno.ENOMEM
+        case RuntimeError():  # of torch, oneDNN and C++
+            of_torch = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text
+            return of_torch or text in ("could not create a primitive", "std::bad_alloc")
+        case SystemError():  # of the interpreter, where a library did not say that nothing could be allocated
+            return "without exception set" in text or "without setting an exception" in text
+    panic = type(error).__name__ == "PanicException"  # of Rust, which hides what Python told it
+    return panic and ("MemoryError" in text or "memory allocation" in text)

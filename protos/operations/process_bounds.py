@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import resource
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Final
 _NICE: Final = 10
 _OOM_SCORE: Final = "900"  # of 1000: when memory runs out, the kernel ends a job before the service
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
+_LITTLE: Final = 64 << 20  # bytes: what a library may want at once
 _IDLE: Final = 3 << 13  # IOPRIO_CLASS_IDLE, ioprio_set(2)
 
 
@@ -35,3 +37,15 @@ def bound(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold patients' images
     if memory:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+
+
+def nearly_exhausted() -> bool:
+    """Whether so little memory is left that a fault may be of it, whatever a library calls it.
+
+    It is asked for, and not read: a confined process cannot open /proc.
+    """
+    try:
+        mmap.mmap(-1, _LITTLE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, MemoryError):
+        return True
+    return False

@@ -47,6 +47,7 @@ def known() -> None:
         "agent.cli.main",
         "agent.cli.job_process",
         "agent.evaluation.released_set",
+        "agent.mechanisms.registry",
         "agent.release.pipeline",
     ):
         import_module(name)

@@ -41,6 +41,7 @@ from agent.release.k_search import measure
 from agent.release.maker_errors import MakerFaultError
 from agent.release.maker_process import MakerEndedError, MakerProcess
 from agent.release.maker_values import Result, pack
+from agent.release.pipeline import MemoryExhaustedError, release_synthetic
 from agent.release.ports import run_here
 from protos.common.errors import WorkerError
 from protos.operations.confinement import REQUIRED, landlock_abi
@@ -48,6 +49,7 @@ from protos.operations.pipe_messages import send
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.memory_place import MemoryPlace
 from tests.support.networks import codec
+from tests.support.site_world import ksame, site_world
 from tests.support.small_mechanisms import COHORT, DIGITS, FEDERATED, MASKED, PRIVATE, SET_RELEASES, digit_patients
 from tests.support.verifiers import chests, demo_vetting
 
@@ -98,6 +100,11 @@ class Tries:
     def raises(self, cohort, bench):
         raise {"ours": CohortTooSmallError(), "told": DivergedError("at step 7: loss not all finite"),
                "memory": MemoryError(), "other": ValueError("Patient Smith")}[self.told[0]]
+    def fills(self, cohort, bench, held=[]):
+        try:
+            while True: held.append(bytearray(1 << 20))
+        except MemoryError:
+            raise ValueError("a library has a class of its own for it")
     def says(self, cohort, bench):
         os.write(self.told[0], b"\\0\\0\\0\\2{}")
     def floods(self, cohort, bench):
@@ -282,6 +289,23 @@ def test_an_error_of_ours_comes_back_and_no_other_ones_text(tries: Callable[...,
         tries("raises", "memory")
     with pytest.raises(MakerFaultError, match=r"internal fault \(ValueError\) in the process that computes it$"):
         tries("raises", "other")
+
+
+@pytest.mark.usefixtures("tries")
+def test_memory_that_runs_out_over_there_keeps_the_grant(tmp_path: Path) -> None:
+    """Whatever class of error a library has for it: a site's one k-anonymous release is not spent for it."""
+    import hostile_mechanism
+
+    s, fills = site_world(tmp_path), hostile_mechanism.Tries("fills").run
+
+    def full(_: Callable[..., Any], *given: Any) -> Any:
+        return MakerProcess(memory=1 << 30)(fills, *given[:2])
+
+    with pytest.raises(MemoryExhaustedError, match="goes on under its grant"):
+        release_synthetic(replace(s.site, run=full), ksame(), "OT", np.random.default_rng(1))
+    assert s.spent("k")[0] == (1, 0)
+    _, verdict = release_synthetic(s.site, ksame(), "OT", np.random.default_rng(1))
+    assert (verdict.admitted, s.spent("k")) == (True, ((0, 1), (0, 1)))
 
 
 def test_what_it_says_steers_no_terminal_and_fills_no_log(tries: Callable[..., Any]) -> None:
