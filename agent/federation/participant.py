@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from agent.domain import Cohort, Update
+from agent.domain import Update
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
 from agent.federation.part_watch import How, PartEnd, PartWatch
@@ -90,6 +90,7 @@ class Participant:
     begun: int = 0  # the newest round that was begun
     # it was begun by this process, and is neither sealed nor given up: the run is not over
     round_in_progress: bool = False
+    training: bool = False  # it is computed right now: in a secret sum a round in progress mostly waits for others
     sealed: int = 0  # the newest round whose update was sealed: never trained again
     watch: PartWatch = field(default_factory=PartWatch)
     end: PartEnd | None = None  # of the newest part that has ended in this process
@@ -283,7 +284,6 @@ class Participant:
         self.begun = max(self.begun, round_index)
         self._note()
         self.round_in_progress = True
-        self.watch.changed(self)
         return mechanism
 
     def train(self, run: str, round_index: int, start: Update) -> tuple[SignedRelease, Update]:
@@ -297,12 +297,9 @@ class Participant:
             return kept, Update(unpack_vector(kept.artifact))
         if not isinstance(self.mechanism, Federated):
             raise _no("round", "this run sends no unencrypted updates")
-        mechanism = self.begin_round(run, round_index)
+        self.begin_round(run, round_index)
         try:
-            cohort = self.site.vault.cohort(self.modality, mechanism.shape)
-            update = self.run_round(cohort, start)
-            persons = frozenset(patient.pseudonym for patient in cohort.patients)
-            check_opt_outs(self.site, persons)
+            update, persons = self.run_round(start)
             signed = self.sign(round_index, pack_vector(update.vector))
             keep_update(self.site.vault, signed.release.release, signed.artifact)
             self._replace_last(round_index, SealedUpdate(signed, persons))
@@ -330,18 +327,27 @@ class Participant:
             raise
         return signed
 
-    def run_round(self, cohort: Cohort, start: Update) -> Update:
-        """What a round makes of patients' images, in a confined process.
+    def run_round(self, start: Update) -> tuple[Update, frozenset[str]]:
+        """What a round makes of patients' images, in a confined process; and of whom it is.
 
         Raises:
+            ReviewRejectedError: a patient in it has opted out meanwhile; nothing of it leaves.
             WorkerError: it is of another size than it began with; nothing of it leaves.
         """
         assert self.mechanism is not None
-        bench = Workspace(say=self.watch.trains)
-        update: Update = self.site.run(self.mechanism.run_round, cohort, start, self.entropy, bench)
+        self.training = True
+        self.watch.changed(self)
+        try:
+            cohort = self.site.vault.cohort(self.modality, self.mechanism.shape)
+            bench = Workspace(say=self.watch.trains)
+            update: Update = self.site.run(self.mechanism.run_round, cohort, start, self.entropy, bench)
+        finally:
+            self.training = False
+        persons = frozenset(patient.pseudonym for patient in cohort.patients)
+        check_opt_outs(self.site, persons)
         if update.vector.shape != start.vector.shape:
             raise WorkerError("what trains a round answered with other parameters than it was given: nothing left")
-        return update
+        return update, persons
 
     def sign(self, round_index: int, artifact: bytes) -> SignedRelease:
         """A round's artifact, sealed. Nobody has it yet."""

@@ -11,7 +11,6 @@ from agent.domain import Update
 from agent.errors import ReviewRejectedError
 from agent.federation.participant import Participant
 from agent.mechanisms.federated.mechanism import FederatedMasked
-from agent.release.pipeline import check_opt_outs
 from policies.review.rules import Finding, Verdict
 from protos.artifacts.arrays import ArtifactFormatError, unpack_vector
 from protos.artifacts.strict_safetensors import pack_ring
@@ -116,12 +115,9 @@ class SecureAggregationClient:
         if step is not SumStep.MASK:
             return member.answer(step, payload)
         self._member = None  # until its vector is sealed: whatever goes wrong from here on, it takes no further step
-        part, mechanism, start = self.participant, self.participant.mechanism, self._start
-        assert isinstance(mechanism, FederatedMasked)
+        part, start = self.participant, self._start
         assert start is not None
-        cohort = part.site.vault.cohort(part.modality, mechanism.shape)
-        delta = part.run_round(cohort, start)
-        check_opt_outs(part.site, {patient.pseudonym for patient in cohort.patients})
+        delta, _ = part.run_round(start)
         lattice = self._session.params.ring.quantise(delta.vector)
         message = member.answer(step, payload, lattice)
         signed = part.sign(number, pack_ring(round.masked_vector(self._session, message)))

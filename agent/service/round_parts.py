@@ -283,8 +283,10 @@ class PartJobs(PartWatch):
 def _standing(part: PartView) -> tuple[str, str]:
     """State of a part that is open, and its round or what it waits for."""
     of = part.mechanism.rounds if part.mechanism is not None else 0
-    if part.round_in_progress:
+    if part.training:
         return jobs.RUNNING, f"round {part.begun} of {of}"
+    if part.round_in_progress:  # nothing is computed here: no job gives way, however long the others are silent
+        return jobs.QUEUED, f"round {part.begun} of {of}: waits for the others of the sum"
     if not part.granted and not part.rounds_trained:
         return jobs.QUEUED, "waits for the coordinator's grant"
     if part.rounds_trained >= of:
