@@ -293,7 +293,7 @@ class Participant:
             ReviewRejectedError: see :meth:`begin_round`; a run that is aggregated in secret; or a patient opted out
             meanwhile.
         """
-        if (kept := self._kept(run, round_index)) is not None:
+        if (kept := self.kept(run, round_index)) is not None:
             return kept, Update(unpack_vector(kept.artifact))
         if not isinstance(self.mechanism, Federated):
             raise _no("round", "this run sends no unencrypted updates")
@@ -305,10 +305,10 @@ class Participant:
             self._replace_last(round_index, SealedUpdate(signed, persons))
         finally:
             self.round_in_progress = False
-        self._kept(run, round_index)
+        self.kept(run, round_index)
         return signed, update
 
-    def _kept(self, run: str, round_index: int) -> SignedRelease | None:
+    def kept(self, run: str, round_index: int) -> SignedRelease | None:
         """The update of a round that was sealed before, on its way for the first time or again; None: there is none.
 
         Raises:
