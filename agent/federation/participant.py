@@ -331,7 +331,8 @@ class Participant:
         """What a round makes of patients' images, in a confined process; and of whom it is.
 
         Raises:
-            ReviewRejectedError: a patient in it has opted out meanwhile; nothing of it leaves.
+            ReviewRejectedError: a patient in it has opted out meanwhile, or a person here has the site leave the run;
+            nothing of it leaves.
             WorkerError: it is of another size than it began with; nothing of it leaves.
         """
         assert self.mechanism is not None
@@ -339,8 +340,10 @@ class Participant:
         self.watch.changed(self)
         try:
             cohort = self.site.vault.cohort(self.modality, self.mechanism.shape)
+            self._check_leaving()
             bench = Workspace(say=self.watch.trains)
             update: Update = self.site.run(self.mechanism.run_round, cohort, start, self.entropy, bench)
+            self._check_leaving()
         finally:
             self.training = False
         persons = frozenset(patient.pseudonym for patient in cohort.patients)
@@ -348,6 +351,10 @@ class Participant:
         if update.vector.shape != start.vector.shape:
             raise WorkerError("what trains a round answered with other parameters than it was given: nothing left")
         return update, persons
+
+    def _check_leaving(self) -> None:
+        if self.watch.wants_to_leave(self):
+            raise _no("left", "the site leaves this run")
 
     def sign(self, round_index: int, artifact: bytes) -> SignedRelease:
         """A round's artifact, sealed. Nobody has it yet."""

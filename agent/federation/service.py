@@ -203,7 +203,7 @@ class TaskHandler:
                 self._show(task, "; ".join(f"{f.rule}: {f.detail}" for f in refusal.verdict.findings))
                 code = "budget" if _BUDGET & set(rules) else "not_granted" if "not_granted" in rules else "policy"
                 # who opts out, and when, is no business of the coordinator's: as whatever fails for a patient's sake
-                raise TaskDeclinedError("unavailable" if "opted_out" in rules else code) from None
+                raise TaskDeclinedError("unavailable" if {"opted_out", "left"} & set(rules) else code) from None
             except LedgerForkError as fork:
                 self.fork = fork
                 raise TaskDeclinedError("unavailable") from None
@@ -249,7 +249,7 @@ class TaskHandler:
         if task.kind == "secure":
             return RoundAnswer(payload=self.sum.again(task.run, number, task.step))
         if (kept := self.participant.kept(task.run, number)) is None:
-            raise ReviewRejectedError("site", Verdict((Finding("round", "the site has left the run meanwhile"),)))
+            raise ReviewRejectedError("site", Verdict((Finding("left", "the site has left the run meanwhile"),)))
         return RoundAnswer(kept.envelope, unpack_vector(kept.artifact))
 
     def greet(self, meet: Callable[[], None]) -> bool:

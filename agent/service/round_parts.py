@@ -174,6 +174,8 @@ class PartJobs(PartWatch):
         """The process that trains the round: its memory is shown, and it can be ended."""
         with self._guarded():
             (self._store.folder(self._number) / "pid").write_text(f"{pid}")
+            if self._store.read(self._number).wanted == jobs.SPENT:  # said before there was a number to end it by
+                _end_training(self._store.folder(self._number))
 
     def came_to_nothing(self, part: PartView, number: int, why: str) -> None:
         """A round without an update stays in the history, with its reason."""
@@ -194,6 +196,8 @@ class PartJobs(PartWatch):
                 return False
             if job.wanted == jobs.SPENT or not (part.rounds_trained or part.resumed):
                 return True
+            if part.training:  # its row says so, until the round has its end
+                return False
             told = f"part of its price is spent by now: `jobs cancel {job.number} --spend` leaves the run"
             self._store.change(job.number, lambda known: replace(known.now(known.state, told), wanted=""))
         return False

@@ -140,6 +140,17 @@ def while_trained(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     patch.setattr(Federated, "run_round", run_round)
 
 
+def while_called(patch: pytest.MonkeyPatch, owner: type, name: str, act: Callable[[], None]) -> None:
+    """Something happens before a method returns."""
+    make = getattr(owner, name)
+
+    def called(*given: Any, **named: Any) -> Any:
+        act()
+        return make(*given, **named)
+
+    patch.setattr(owner, name, called)
+
+
 def test_a_part_shows_its_run_and_price_and_what_was_not_begun_is_returned(world: Taking) -> None:
     world.price(granted=False)
     assert world.how() == (jobs.QUEUED, "waits for the coordinator's grant")
@@ -239,6 +250,42 @@ def test_a_round_that_began_since_the_wish_takes_it_back(world: Taking) -> None:
     world.act("cancel", number=1, by="olga", spend=True)
     world.tick()
     assert world.row.state == jobs.CANCELLED
+
+
+@pytest.mark.parametrize("moment", ["read", "started", "trained"])
+def test_a_round_that_a_person_leaves_while_it_is_computed_does_not_leave(
+    world: Taking, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """While its images are read there is no process yet that could be ended."""
+
+    def leave() -> None:
+        assert world.act("cancel", number=1, by="olga", spend=True) == {"state": jobs.RUNNING}
+
+    world.price()
+    assert world.train(1)
+    if moment == "trained":
+        while_trained(monkeypatch, leave)
+    else:
+        vault, run = world.part.site.vault, world.part.site.run
+        if moment == "read":
+            while_called(monkeypatch, type(vault), "cohort", leave)
+        ended: list[Path] = []
+        monkeypatch.setattr(round_parts, "_end_training", ended.append)
+
+        def start(call: Callable[..., Any], *given: Any) -> Any:
+            assert moment == "started", "nothing is started"
+            leave()
+            ended.clear()
+            world.watch.started(os.getpid())
+            assert ended == [world.store.folder(1)]
+            return run(call, *given)
+
+        world.part.site = replace(world.part.site, run=start)
+    assert not world.train(2)
+    assert len(world.runtime.site.ledger.store.state.sent) == 1
+    assert "round 2 came to nothing: left: the site leaves this run" in [one.reason for one in world.row.history]
+    world.tick()
+    assert world.how() == (jobs.CANCELLED, "the run was left: 2 of 3 rounds were made, and their price is spent")
 
 
 def test_after_a_start_all_of_it_is_spent_and_that_must_be_said(world: Taking) -> None:
