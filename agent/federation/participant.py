@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +35,7 @@ from agent.release.budget import (
 from agent.release.packaging import draft_of
 from agent.release.pipeline import check_opt_outs, fetch_verdicts, record_submission, sign_release
 from agent.release.ports import SignedRelease, SiteContext
-from agent.release.unsent import PART, forget, keep_update, kept_update
+from agent.release.unsent import PART, forget, keep_update, kept_update, updates_of_part
 from policies.accounting.claims import Claim
 from policies.ledger.entries import Reserved
 from policies.review.rules import Finding, Verdict
@@ -41,6 +43,8 @@ from policies.statements import ID, release_id
 from protos.artifacts.arrays import pack_vector, unpack_vector
 from protos.artifacts.strict_safetensors import pack_ring
 from protos.common.errors import WorkerError
+
+KEPT_S = 30 * 86_400.0  # the last update, once all is made: who was off when the run ended does not hear of its end
 
 MECHANISMS: dict[str, type[Federated] | type[FederatedMasked]] = {m.name: m for m in (Federated, FederatedMasked)}
 
@@ -94,6 +98,8 @@ class Participant:
     sealed: int = 0  # the newest round whose update was sealed: never trained again
     watch: PartWatch = field(default_factory=PartWatch)
     end: PartEnd | None = None  # of the newest part that has ended in this process
+    now: Callable[[], float] = time.time
+    made_at: float = field(default_factory=time.time)  # when all was made, if it is
     last: SealedUpdate | None = None  # that update, sent again if asked again; None: no longer, or not in clear
 
     def resume(self) -> bool:
@@ -104,14 +110,22 @@ class Participant:
         of the grant is returned whole.
         """
         note = self.site.vault.note(PART)
-        if not note or note["modality"] != self.modality:
+        if not note:
             return False
         known = self.site.ledger.store.state.grants.get(note["grant"])
         held = known is not None and known.state == "held"
-        if held or not note["grant"]:  # without a grant all is made, and the run goes on without this site's work
-            self.run = note["run"]
-            self._take_up(note.get("sealed", {}))
-        if not held:
+        if note["grant"] and not held:  # killed between the end of the grant and that of the part
+            gone = updates_of_part(self.site.vault, self.site.name)
+            self.site.vault.write_note(PART, None)
+            for release in gone:
+                forget(self.site.vault, release)
+            return False
+        if note["modality"] != self.modality:
+            return False
+        self.run = note["run"]
+        self.made_at = note.get("made_at", self.made_at)
+        self._take_up(note.get("sealed", {}))
+        if not held:  # all is made, and the run goes on without this site's work
             return False
         self.grant, self.resumed = note["grant"], True
         sent = self._sent()
@@ -140,6 +154,8 @@ class Participant:
         if self.mechanism is not None:
             note |= {"mechanism": self.mechanism.name, "config": self.mechanism.to_json()}
             note |= {"rounds_trained": self.rounds_trained, "begun": self.begun}
+        if not self.grant:
+            note["made_at"] = self.made_at
         if self.sealed:
             note["sealed"] = {"round": self.sealed}
         if self.last is not None:
@@ -248,6 +264,7 @@ class Participant:
             self.run = ""
             self._replace_last(0, None)
         else:
+            self.made_at = self.now()
             self._note()
 
     def _replace_last(self, sealed: int, last: SealedUpdate | None) -> None:
@@ -387,6 +404,8 @@ class Participant:
         Raises:
             CoordinatorUnreachableError: not now; ask again later.
         """
+        if self.last is not None and not self.grant and not self.now() < self.made_at + KEPT_S:
+            self._forget("over")
         self.confirm()
         fetch_verdicts(self.site)
         waiting = any(sent.grant == self.grant for sent, _ in self.site.ledger.unanswered())
