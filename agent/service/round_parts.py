@@ -34,6 +34,7 @@ from protos.common.errors import LazaretError
 _EVERY_S: Final = 1.0
 AWAY: Final = "waits until `serve --modality` takes part"
 _MADE: Final = "all {of} rounds that were priced are made"
+_ALL: Final = "after a restart all of its price is spent"
 _ENDS: Final = {
     "made": (jobs.DONE, _MADE),
     "over": (jobs.DONE, "the run is over: {made} of {of} rounds were made, and their price is spent"),
@@ -111,15 +112,20 @@ def leave(site: Site, job: Job, by: str, spend: bool) -> dict[str, Any]:
     """Have the site leave the run of a part; a round that is being trained ends at once.
 
     Returns:
-        ``state``: "running", while the service is told.
+        ``state``: "running", while the service is told; its state, where that is told when it starts.
     Raises:
-        JobStateError: part of its price is spent and that was not said. Nothing was done.
+        JobStateError: part of its price is spent, or will be when a service starts, and that was not said. Nothing
+            was done.
     """
-    store, number = JobStore(site.home.root), job.number
-    if paid(site.home, site.ledger.read().state, job) and not spend:
+    store, number, state = JobStore(site.home.root), job.number, site.ledger.read().state
+    if not spend and paid(site.home, state, job):
         raise JobStateError(
             f"what job {number} has made in its run stays spent whatever you do: `jobs cancel {number} --spend` "
             "leaves the run all the same"
+        )
+    if not spend and not site.runs_jobs and (grant := state.grants.get(job.grant)) and grant.state == "held":
+        raise JobStateError(
+            f"no service runs here, and {_ALL}: `jobs cancel {number} --spend` leaves the run when `serve` runs"
         )
 
     def want(known: Job) -> Job:
@@ -129,7 +135,7 @@ def leave(site: Site, job: Job, by: str, spend: bool) -> dict[str, Any]:
 
     store.change(number, want)
     _end_training(store.folder(number))
-    return {"state": jobs.RUNNING}
+    return {"state": jobs.RUNNING if site.runs_jobs else job.state}
 
 
 def _end_training(folder: Path) -> None:
@@ -198,8 +204,10 @@ class PartJobs(PartWatch):
                 return True
             if part.training:  # its row says so, until the round has its end
                 return False
-            told = f"part of its price is spent by now: `jobs cancel {job.number} --spend` leaves the run"
-            self._store.change(job.number, lambda known: replace(known.now(known.state, told), wanted=""))
+            told = "part of its price is spent by now" if part.rounds_trained else _ALL
+            told += f": `jobs cancel {job.number} --spend` leaves the run"
+            self._store.change(job.number, lambda known: replace(known.now(jobs.INTERRUPTED, told), wanted=""))
+            self._shown = ("", "", "")  # how it stands is written after it
         return False
 
     # -- the record

@@ -300,6 +300,36 @@ def test_after_a_start_all_of_it_is_spent_and_that_must_be_said(world: Taking) -
     assert world.balance() == (0, whole)
 
 
+def test_while_no_service_runs_a_part_is_left_at_its_start_and_all_of_it_is_spent(
+    world: Taking, typed: Typed
+) -> None:
+    """Also where nothing was begun: only the process that reserved the price knows that."""
+    world.price()
+    whole, _ = world.balance()
+    world.open.close()
+    refused = typed(*at(world.site), "jobs", "cancel", "1")
+    assert (refused.status, world.row.wanted) == (1, "")
+    assert "no service runs here, and after a restart all of its price is spent: `jobs cancel 1 --spend`" in (
+        " ".join(refused.err.split())
+    )
+    told = typed(*at(world.site), "jobs", "cancel", "1", "--spend")
+    assert (told.status, " ".join(told.out.split())) == (
+        0,
+        "job 1 is told to end when `serve` runs; `jobs show` says when it has",
+    )
+    world.start()
+    assert (world.row.state, world.balance()) == (jobs.CANCELLED, (0, whole))
+
+
+def test_a_wish_that_was_free_before_a_restart_is_taken_back_in_true_words(world: Taking) -> None:
+    world.price()
+    world.act("cancel", number=1, by="olga")
+    world.kill()
+    assert world.row.wanted == ""
+    told = "after a restart all of its price is spent: `jobs cancel 1 --spend` leaves the run"
+    assert told in [event.reason for event in world.row.history]
+
+
 # -- kills
 
 
