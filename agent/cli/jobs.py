@@ -19,7 +19,18 @@ from rich.table import Table
 from agent.cli.output import OUT, print_progress
 from agent.errors import CommandError
 from agent.service.commands import operator_name, site_acts
-from agent.service.jobs import CANCELLED, DONE, FAILED, INTERRUPTED, MADE, REFUSED, TRAINING, JobStore, standing
+from agent.service.jobs import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    MADE,
+    QUEUED,
+    REFUSED,
+    TRAINING,
+    JobStore,
+    standing,
+)
 
 _EVERY_S: Final = 0.5
 _STATUS: Final = {DONE: 0, REFUSED: 1, MADE: 1, CANCELLED: 1, FAILED: 70}
@@ -87,7 +98,11 @@ def _print_show(_: argparse.Namespace, told: Mapping[str, Any]) -> None:
 
 
 def _print_cancel(arguments: argparse.Namespace, told: Mapping[str, Any]) -> None:
-    said = "is cancelled" if told["state"] == CANCELLED else "is told to end; `jobs show` says when it has"
+    said = "is told to end; `jobs show` says when it has"
+    if told["state"] in (QUEUED, INTERRUPTED):  # a part in a run, which no service takes
+        said = "is told to end when `serve` runs; `jobs show` says when it has"
+    elif told["state"] == CANCELLED:
+        said = "is cancelled"
     OUT.print(f"job {arguments.number} {said}")
 
 

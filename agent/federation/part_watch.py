@@ -29,6 +29,7 @@ class PartView(Protocol):
     rounds_trained: int
     begun: int
     round_in_progress: bool
+    training: bool
     end: PartEnd | None
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from agent.domain import Cohort, Update
+from agent.domain import Update
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
 from agent.federation.part_watch import How, PartEnd, PartWatch
@@ -33,7 +35,7 @@ from agent.release.budget import (
 from agent.release.packaging import draft_of
 from agent.release.pipeline import check_opt_outs, fetch_verdicts, record_submission, sign_release
 from agent.release.ports import SignedRelease, SiteContext
-from agent.release.unsent import PART, forget, keep_update, kept_update
+from agent.release.unsent import PART, forget, keep_update, kept_update, updates_of_part
 from policies.accounting.claims import Claim
 from policies.ledger.entries import Reserved
 from policies.review.rules import Finding, Verdict
@@ -41,6 +43,8 @@ from policies.statements import ID, release_id
 from protos.artifacts.arrays import pack_vector, unpack_vector
 from protos.artifacts.strict_safetensors import pack_ring
 from protos.common.errors import WorkerError
+
+KEPT_S = 30 * 86_400.0  # the last update, once all is made: who was off when the run ended does not hear of its end
 
 MECHANISMS: dict[str, type[Federated] | type[FederatedMasked]] = {m.name: m for m in (Federated, FederatedMasked)}
 
@@ -90,9 +94,12 @@ class Participant:
     begun: int = 0  # the newest round that was begun
     # it was begun by this process, and is neither sealed nor given up: the run is not over
     round_in_progress: bool = False
+    training: bool = False  # it is computed right now: in a secret sum a round in progress mostly waits for others
     sealed: int = 0  # the newest round whose update was sealed: never trained again
     watch: PartWatch = field(default_factory=PartWatch)
     end: PartEnd | None = None  # of the newest part that has ended in this process
+    now: Callable[[], float] = time.time
+    made_at: float = field(default_factory=time.time)  # when all was made, if it is
     last: SealedUpdate | None = None  # that update, sent again if asked again; None: no longer, or not in clear
 
     def resume(self) -> bool:
@@ -103,14 +110,22 @@ class Participant:
         of the grant is returned whole.
         """
         note = self.site.vault.note(PART)
-        if not note or note["modality"] != self.modality:
+        if not note:
             return False
         known = self.site.ledger.store.state.grants.get(note["grant"])
         held = known is not None and known.state == "held"
-        if held or not note["grant"]:  # without a grant all is made, and the run goes on without this site's work
-            self.run = note["run"]
-            self._take_up(note.get("sealed", {}))
-        if not held:
+        if note["grant"] and not held:  # killed between the end of the grant and that of the part
+            gone = updates_of_part(self.site.vault, self.site.name)
+            self.site.vault.write_note(PART, None)
+            for release in gone:
+                forget(self.site.vault, release)
+            return False
+        if note["modality"] != self.modality:
+            return False
+        self.run = note["run"]
+        self.made_at = note.get("made_at", self.made_at)
+        self._take_up(note.get("sealed", {}))
+        if not held:  # all is made, and the run goes on without this site's work
             return False
         self.grant, self.resumed = note["grant"], True
         sent = self._sent()
@@ -139,6 +154,8 @@ class Participant:
         if self.mechanism is not None:
             note |= {"mechanism": self.mechanism.name, "config": self.mechanism.to_json()}
             note |= {"rounds_trained": self.rounds_trained, "begun": self.begun}
+        if not self.grant:
+            note["made_at"] = self.made_at
         if self.sealed:
             note["sealed"] = {"round": self.sealed}
         if self.last is not None:
@@ -247,6 +264,7 @@ class Participant:
             self.run = ""
             self._replace_last(0, None)
         else:
+            self.made_at = self.now()
             self._note()
 
     def _replace_last(self, sealed: int, last: SealedUpdate | None) -> None:
@@ -283,7 +301,6 @@ class Participant:
         self.begun = max(self.begun, round_index)
         self._note()
         self.round_in_progress = True
-        self.watch.changed(self)
         return mechanism
 
     def train(self, run: str, round_index: int, start: Update) -> tuple[SignedRelease, Update]:
@@ -293,25 +310,22 @@ class Participant:
             ReviewRejectedError: see :meth:`begin_round`; a run that is aggregated in secret; or a patient opted out
             meanwhile.
         """
-        if (kept := self._kept(run, round_index)) is not None:
+        if (kept := self.kept(run, round_index)) is not None:
             return kept, Update(unpack_vector(kept.artifact))
         if not isinstance(self.mechanism, Federated):
             raise _no("round", "this run sends no unencrypted updates")
-        mechanism = self.begin_round(run, round_index)
+        self.begin_round(run, round_index)
         try:
-            cohort = self.site.vault.cohort(self.modality, mechanism.shape)
-            update = self.run_round(cohort, start)
-            persons = frozenset(patient.pseudonym for patient in cohort.patients)
-            check_opt_outs(self.site, persons)
+            update, persons = self.run_round(start)
             signed = self.sign(round_index, pack_vector(update.vector))
             keep_update(self.site.vault, signed.release.release, signed.artifact)
             self._replace_last(round_index, SealedUpdate(signed, persons))
         finally:
             self.round_in_progress = False
-        self._kept(run, round_index)
+        self.kept(run, round_index)
         return signed, update
 
-    def _kept(self, run: str, round_index: int) -> SignedRelease | None:
+    def kept(self, run: str, round_index: int) -> SignedRelease | None:
         """The update of a round that was sealed before, on its way for the first time or again; None: there is none.
 
         Raises:
@@ -330,18 +344,34 @@ class Participant:
             raise
         return signed
 
-    def run_round(self, cohort: Cohort, start: Update) -> Update:
-        """What a round makes of patients' images, in a confined process.
+    def run_round(self, start: Update) -> tuple[Update, frozenset[str]]:
+        """What a round makes of patients' images, in a confined process; and of whom it is.
 
         Raises:
+            ReviewRejectedError: a patient in it has opted out meanwhile, or a person here has the site leave the run;
+            nothing of it leaves.
             WorkerError: it is of another size than it began with; nothing of it leaves.
         """
         assert self.mechanism is not None
-        bench = Workspace(say=self.watch.trains)
-        update: Update = self.site.run(self.mechanism.run_round, cohort, start, self.entropy, bench)
+        self.training = True
+        self.watch.changed(self)
+        try:
+            cohort = self.site.vault.cohort(self.modality, self.mechanism.shape)
+            self._check_leaving()
+            bench = Workspace(say=self.watch.trains)
+            update: Update = self.site.run(self.mechanism.run_round, cohort, start, self.entropy, bench)
+            self._check_leaving()
+        finally:
+            self.training = False
+        persons = frozenset(patient.pseudonym for patient in cohort.patients)
+        check_opt_outs(self.site, persons)
         if update.vector.shape != start.vector.shape:
             raise WorkerError("what trains a round answered with other parameters than it was given: nothing left")
-        return update
+        return update, persons
+
+    def _check_leaving(self) -> None:
+        if self.watch.wants_to_leave(self):
+            raise _no("left", "the site leaves this run")
 
     def sign(self, round_index: int, artifact: bytes) -> SignedRelease:
         """A round's artifact, sealed. Nobody has it yet."""
@@ -374,6 +404,8 @@ class Participant:
         Raises:
             CoordinatorUnreachableError: not now; ask again later.
         """
+        if self.last is not None and not self.grant and not self.now() < self.made_at + KEPT_S:
+            self._forget("over")
         self.confirm()
         fetch_verdicts(self.site)
         waiting = any(sent.grant == self.grant for sent, _ in self.site.ledger.unanswered())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -23,6 +24,8 @@ from protos.secagg.messages import SumStep
 from protos.secagg.session import KnownPartners, Quorum, SumSession
 from protos.secagg.shamir import RandomSource
 
+_STEPS: Final = {step.name.lower(): step for step in SumStep}
+
 
 def _no(detail: str) -> ReviewRejectedError:
     return ReviewRejectedError("site", Verdict((Finding("masked", detail),)))
@@ -40,6 +43,7 @@ class SecureAggregationClient:
     _member: Member | None = None
     _session: SumSession | None = None
     _start: Update | None = None
+    _persons: frozenset[str] = frozenset()  # of whom the masked vector is
     _answers: dict[str, bytes] = field(default_factory=dict)  # by step: a reply that got lost is sent again
 
     def step(self, run: str, number: int, name: str, payload: bytes, config: bytes) -> bytes:
@@ -50,12 +54,11 @@ class SecureAggregationClient:
             protocol that
                 is not followed. The member is forgotten then.
         """
-        try:
-            step = SumStep[name.upper()]
-        except KeyError:
-            raise _no("unknown step") from None
+        step = _STEPS.get(name)
+        if step is None:
+            raise _no("unknown step")
         if self._at == (run, number) and name in self._answers:
-            return self._answers[name]
+            return self.again(run, number, name)
         try:
             if step is SumStep.ADVERTISE:
                 answer = self._begin(run, number, payload, config)
@@ -70,6 +73,26 @@ class SecureAggregationClient:
             raise
         self._answers[name] = answer
         return answer
+
+    def again(self, run: str, number: int, name: str) -> bytes:
+        """What was said in a step.
+
+        Raises:
+            ReviewRejectedError: it is not kept; or the site has left the run, or a patient in the masked vector has
+            opted out since. It is deleted, and the round is over here.
+        """
+        if self._at != (run, number) or name not in self._answers:
+            raise _no("this step is out of order")
+        try:
+            if run != self.participant.run:
+                raise _no("the site has left the run meanwhile")
+            if _STEPS[name] is SumStep.MASK:
+                check_opt_outs(self.participant.site, self._persons)
+        except ReviewRejectedError:
+            self._member = None
+            del self._answers[name]
+            raise
+        return self._answers[name]
 
     def _begin(self, run: str, number: int, payload: bytes, config: bytes) -> bytes:
         part = self.participant
@@ -116,12 +139,9 @@ class SecureAggregationClient:
         if step is not SumStep.MASK:
             return member.answer(step, payload)
         self._member = None  # until its vector is sealed: whatever goes wrong from here on, it takes no further step
-        part, mechanism, start = self.participant, self.participant.mechanism, self._start
-        assert isinstance(mechanism, FederatedMasked)
+        part, start = self.participant, self._start
         assert start is not None
-        cohort = part.site.vault.cohort(part.modality, mechanism.shape)
-        delta = part.run_round(cohort, start)
-        check_opt_outs(part.site, {patient.pseudonym for patient in cohort.patients})
+        delta, self._persons = part.run_round(start)
         lattice = self._session.params.ring.quantise(delta.vector)
         message = member.answer(step, payload, lattice)
         signed = part.sign(number, pack_ring(round.masked_vector(self._session, message)))

@@ -26,6 +26,8 @@ from agent.release.maker_process import MakerEndedError
 from policies.accounting.claims import UnsupportedClaimError
 from policies.ledger.entries import InvalidEntryError
 from policies.ledger.store import LedgerStoppedError
+from policies.review.rules import Finding, Verdict
+from protos.artifacts.arrays import unpack_vector
 from protos.common.errors import InvariantError, LazaretError
 
 FOLLOW_S = 1.0
@@ -158,37 +160,50 @@ class TaskHandler:
     def handle(self, task: RoundTask) -> RoundAnswer:
         """Price a run, train one round, or take a step of secure aggregation.
 
+        What is made of patients leaves after a pause, perhaps of hours: only if it may then, too.
+
         Raises:
             TaskDeclinedError: with a code that tells nothing of patients.
         """
-        began = time.monotonic()
+        began, made = time.monotonic(), task.kind == "train" or task.step == "mask"
         try:
-            while True:
-                try:
-                    return self._answer(task)
-                except CoordinatorUnreachableError as fault:  # whether it was granted is not known; nothing was begun
-                    if time.monotonic() > began + CONFIRM_S or self.stop.wait(FOLLOW_S):
-                        self.log.warning("declined", run=task.run, rules=[type(fault).__name__])
-                        raise TaskDeclinedError("unavailable") from None
+            answer = self._when_known(task, began)
         finally:
-            if task.kind == "train" or task.step == "mask":  # outside the lock, and for refusals too
+            if made:  # outside the lock, and for refusals too
                 self.stop.wait(response_delay(time.monotonic() - began))
             elif task.kind == "price":  # each is an entry of this site's ledger
                 self.stop.wait(PRICE_S)
+        if not made:
+            return answer
+        try:
+            return self._answer(task, TaskHandler._again)
+        except TaskDeclinedError:
+            raise TaskDeclinedError("unavailable") from None
 
-    def _answer(self, task: RoundTask) -> RoundAnswer:
+    def _when_known(self, task: RoundTask, began: float) -> RoundAnswer:
+        while True:
+            try:
+                return self._answer(task)
+            except CoordinatorUnreachableError as fault:  # whether it was granted is not known; nothing was begun
+                if time.monotonic() > began + CONFIRM_S or self.stop.wait(FOLLOW_S):
+                    self.log.warning("declined", run=task.run, rules=[type(fault).__name__])
+                    raise TaskDeclinedError("unavailable") from None
+
+    def _answer(
+        self, task: RoundTask, act: Callable[[TaskHandler, RoundTask], RoundAnswer] | None = None
+    ) -> RoundAnswer:
         if task.kind not in _HANDLERS:
             raise TaskDeclinedError("mechanism")
         with self.mutex:
             try:
-                return _HANDLERS[task.kind](self, task)
+                return (act or _HANDLERS[task.kind])(self, task)
             except ReviewRejectedError as refusal:
                 rules = [f.rule for f in refusal.verdict.findings]
                 self.log.warning("declined", run=task.run, where=refusal.where, rules=rules)
                 self._show(task, "; ".join(f"{f.rule}: {f.detail}" for f in refusal.verdict.findings))
                 code = "budget" if _BUDGET & set(rules) else "not_granted" if "not_granted" in rules else "policy"
                 # who opts out, and when, is no business of the coordinator's: as whatever fails for a patient's sake
-                raise TaskDeclinedError("unavailable" if "opted_out" in rules else code) from None
+                raise TaskDeclinedError("unavailable" if {"opted_out", "left"} & set(rules) else code) from None
             except LedgerForkError as fork:
                 self.fork = fork
                 raise TaskDeclinedError("unavailable") from None
@@ -227,6 +242,15 @@ class TaskHandler:
         answer = self.sum.step(task.run, number, task.step, task.payload, task.config)
         self.log.info("secret_sum", run=task.run, round=number, step=task.step)
         return RoundAnswer(payload=answer)
+
+    def _again(self, task: RoundTask) -> RoundAnswer:
+        """What is kept of the answer, under the rules of now; nothing is made."""
+        number = task.round_index + 1
+        if task.kind == "secure":
+            return RoundAnswer(payload=self.sum.again(task.run, number, task.step))
+        if (kept := self.participant.kept(task.run, number)) is None:
+            raise ReviewRejectedError("site", Verdict((Finding("left", "the site has left the run meanwhile"),)))
+        return RoundAnswer(kept.envelope, unpack_vector(kept.artifact))
 
     def greet(self, meet: Callable[[], None]) -> bool:
         """Look at the coordinator's ledger; an unreachable coordinator is looked at again later.

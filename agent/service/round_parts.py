@@ -34,6 +34,7 @@ from protos.common.errors import LazaretError
 _EVERY_S: Final = 1.0
 AWAY: Final = "waits until `serve --modality` takes part"
 _MADE: Final = "all {of} rounds that were priced are made"
+_ALL: Final = "after a restart all of its price is spent"
 _ENDS: Final = {
     "made": (jobs.DONE, _MADE),
     "over": (jobs.DONE, "the run is over: {made} of {of} rounds were made, and their price is spent"),
@@ -111,15 +112,20 @@ def leave(site: Site, job: Job, by: str, spend: bool) -> dict[str, Any]:
     """Have the site leave the run of a part; a round that is being trained ends at once.
 
     Returns:
-        ``state``: "running", while the service is told.
+        ``state``: "running", while the service is told; its state, where that is told when it starts.
     Raises:
-        JobStateError: part of its price is spent and that was not said. Nothing was done.
+        JobStateError: part of its price is spent, or will be when a service starts, and that was not said. Nothing
+            was done.
     """
-    store, number = JobStore(site.home.root), job.number
-    if paid(site.home, site.ledger.read().state, job) and not spend:
+    store, number, state = JobStore(site.home.root), job.number, site.ledger.read().state
+    if not spend and paid(site.home, state, job):
         raise JobStateError(
             f"what job {number} has made in its run stays spent whatever you do: `jobs cancel {number} --spend` "
             "leaves the run all the same"
+        )
+    if not spend and not site.runs_jobs and (grant := state.grants.get(job.grant)) and grant.state == "held":
+        raise JobStateError(
+            f"no service runs here, and {_ALL}: `jobs cancel {number} --spend` leaves the run when `serve` runs"
         )
 
     def want(known: Job) -> Job:
@@ -129,7 +135,7 @@ def leave(site: Site, job: Job, by: str, spend: bool) -> dict[str, Any]:
 
     store.change(number, want)
     _end_training(store.folder(number))
-    return {"state": jobs.RUNNING}
+    return {"state": jobs.RUNNING if site.runs_jobs else job.state}
 
 
 def _end_training(folder: Path) -> None:
@@ -174,6 +180,8 @@ class PartJobs(PartWatch):
         """The process that trains the round: its memory is shown, and it can be ended."""
         with self._guarded():
             (self._store.folder(self._number) / "pid").write_text(f"{pid}")
+            if self._store.read(self._number).wanted == jobs.SPENT:  # said before there was a number to end it by
+                _end_training(self._store.folder(self._number))
 
     def came_to_nothing(self, part: PartView, number: int, why: str) -> None:
         """A round without an update stays in the history, with its reason."""
@@ -194,8 +202,12 @@ class PartJobs(PartWatch):
                 return False
             if job.wanted == jobs.SPENT or not (part.rounds_trained or part.resumed):
                 return True
-            told = f"part of its price is spent by now: `jobs cancel {job.number} --spend` leaves the run"
-            self._store.change(job.number, lambda known: replace(known.now(known.state, told), wanted=""))
+            if part.training:  # its row says so, until the round has its end
+                return False
+            told = "part of its price is spent by now" if part.rounds_trained else _ALL
+            told += f": `jobs cancel {job.number} --spend` leaves the run"
+            self._store.change(job.number, lambda known: replace(known.now(jobs.INTERRUPTED, told), wanted=""))
+            self._shown = ("", "", "")  # how it stands is written after it
         return False
 
     # -- the record
@@ -283,8 +295,10 @@ class PartJobs(PartWatch):
 def _standing(part: PartView) -> tuple[str, str]:
     """State of a part that is open, and its round or what it waits for."""
     of = part.mechanism.rounds if part.mechanism is not None else 0
-    if part.round_in_progress:
+    if part.training:
         return jobs.RUNNING, f"round {part.begun} of {of}"
+    if part.round_in_progress:  # nothing is computed here: no job gives way, however long the others are silent
+        return jobs.QUEUED, f"round {part.begun} of {of}: waits for the others of the sum"
     if not part.granted and not part.rounds_trained:
         return jobs.QUEUED, "waits for the coordinator's grant"
     if part.rounds_trained >= of:

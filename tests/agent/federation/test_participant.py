@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -232,6 +233,23 @@ def test_a_run_that_was_followed_to_its_end_is_closed_and_its_last_update_stays_
     assert (w.vault.note(PART), w.vault.blobs, w.account()) == (None, {}, (held, spent))
     with pytest.raises(ReviewRejectedError, match="priced before"):
         part(w).join("run-1", federated(rounds=1))
+
+
+def test_the_last_update_of_a_run_whose_end_nobody_heard_of_goes_after_a_month(tmp_path: Path) -> None:
+    w = federated_site(tmp_path)
+    granted(w, federated(rounds=1))
+    sent, _ = part(w).train("run-1", 1, START)
+    assert w.gateway.submit(f"submit-{sent.release.release}", sent.envelope, sent.artifact).admitted
+    assert part(w).follow()
+    begun = time.time()
+    for days, kept in ((1, True), (29, True), (31, False)):
+        assert not w.crash()
+        part(w).now = lambda days=days: begun + 86_400 * days  # type: ignore[misc]
+        part(w).follow()
+        assert (w.vault.note(PART) is not None, bool(w.vault.blobs)) == (kept, kept)
+    with pytest.raises(ReviewRejectedError, match="round"):
+        part(w).train("run-1", 1, START)
+    assert not w.crash()
 
 
 def test_what_was_sealed_goes_with_the_next_one_and_when_the_site_leaves(tmp_path: Path) -> None:

@@ -118,6 +118,34 @@ def test_two_kills_do_not_either(tmp_path: Path, seed: int) -> None:
     taken_part(tmp_path / "world", moments)
 
 
+def test_a_kill_while_the_site_leaves_its_run_keeps_nothing_of_it_once_its_grant_is_closed(tmp_path: Path) -> None:
+    """Nobody asks again: the next start is all that follows (P15)."""
+    closed, moment, done = list[int](), 0, False
+    while not done:
+        moment += 1
+        (tmp_path / f"{moment}").mkdir()
+        w = federated_site(tmp_path / f"{moment}")
+        granted(w, federated(rounds=ROUNDS))
+        part(w).train("run-1", 1, start_of(1))
+        grant = part(w).grant
+        with pytest.MonkeyPatch.context() as patch:
+            Kills(patch, w, {moment})
+            try:
+                part(w).leave_run()
+                done = True
+            except KeyboardInterrupt:
+                pass
+        noted = w.vault.note(PART) is not None
+        recover(part(w).site)
+        if not w.crash():
+            closed += [moment] * noted
+            recover(part(w).site)  # of bytes that nobody lists any more
+            assert (w.vault.note(PART), w.vault.blobs) == (None, {})
+            assert part(w).site.ledger.store.state.grants[grant].state == "spent"
+        part(w).site.ledger.store.close()
+    assert closed, "a kill between the ledger and the note"
+
+
 def test_without_what_the_vault_keeps_a_sealed_round_would_be_noised_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,8 @@ from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
 from agent.mechanisms.ksame.mechanism import KSame
 from agent.release.approval import submit_approved, withdraw
 from agent.release.pipeline import release_synthetic
+from agent.release.recovery import recover
+from protos.artifacts.arrays import pack_vector
 from protos.secagg.messages import SumStep
 from tests.support.federated_sites import START, ErrorLog, SecureRun, federated, federated_site, granted, part
 from tests.support.site_world import RNG, MemoryVault, approve, approving, ksame, site_world, waiting
@@ -116,6 +118,73 @@ def test_the_coordinator_hears_the_same_word_as_for_any_failure(
     handler = TaskHandler(w.part, threading.Lock(), ErrorLog(), threading.Event())
     with pytest.raises(TaskDeclinedError, match="unavailable"):
         handler._answer(RoundTask("run-1", "train", 0, b"", np.asarray(START.vector)))
+
+
+@pytest.mark.parametrize("how", ["opt-out", "opt-out, and a start of the site's tidying", "left"])
+def test_an_update_does_not_leave_after_its_pause_when_somebody_has_opted_out_or_the_run_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The pause before an answer may last hours, and nobody asks again."""
+    w, stop, waits = federated_site(tmp_path), threading.Event(), list[float]()
+    granted(w, federated(rounds=2))
+
+    def pause(seconds: float) -> bool:
+        waits.append(seconds)
+        if how == "left":
+            part(w).leave_run("left")
+        else:
+            w.vault.out = LEAVES
+        if "tidying" in how:
+            recover(part(w).site)
+        return False
+
+    monkeypatch.setattr(stop, "wait", pause)
+    handler = TaskHandler(w.part, threading.Lock(), ErrorLog(), stop)
+    with pytest.raises(TaskDeclinedError, match="unavailable"):
+        handler.handle(RoundTask("run-1", "train", 0, b"", np.asarray(START.vector)))
+    assert (len(waits), w.vault.reads, w.vault.blobs) == (1, 1, {})
+
+
+def test_an_update_leaves_after_its_pause_as_it_was_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    w, stop = federated_site(tmp_path), threading.Event()
+    granted(w, federated(rounds=2))
+    monkeypatch.setattr(stop, "wait", lambda _: False)
+    answer = TaskHandler(w.part, threading.Lock(), ErrorLog(), stop).handle(
+        RoundTask("run-1", "train", 0, b"", np.asarray(START.vector))
+    )
+    last = part(w).last
+    assert last is not None
+    assert answer.vector is not None
+    assert (answer.envelope, pack_vector(answer.vector)) == (last.signed.envelope, last.signed.artifact)
+    assert w.vault.reads == 1
+
+
+@pytest.mark.parametrize("how", ["in the pause", "asked again", "left"])
+def test_a_masked_vector_does_not_leave_after_its_pause_or_again_when_somebody_has_opted_out_or_the_run_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    trial, stop = SecureRun(tmp_path), threading.Event()
+    trial.granted()
+    request, north = trial.play(until=SumStep.MASK).requests()["north"], trial.wards["north"]
+    handler = TaskHandler(north.part, threading.Lock(), ErrorLog(), stop)
+    task = RoundTask("run-1", "secure", 0, trial.config, None, "mask", request)
+
+    def go(*_: object) -> bool:
+        north.vault.out = LEAVES if how != "left" else frozenset()
+        if how == "left":
+            north.part.participant.leave_run("left")
+        return False
+
+    monkeypatch.setattr(stop, "wait", go if how != "asked again" else lambda _: False)
+    if how == "asked again":
+        assert handler.handle(task).payload
+        go()
+    for word in ("unavailable", "policy"):
+        with pytest.raises(TaskDeclinedError, match=word):
+            handler._answer(task) if how == "asked again" else handler.handle(task)
+    assert (north.vault.reads, north.part._answers.keys() & {"mask"}) == (1, set())
+    with pytest.raises(ReviewRejectedError, match="out of order"):
+        trial.step("north", SumStep.AGREE, b"")
 
 
 def test_a_part_of_a_secret_sum_made_while_a_patient_opts_out_is_not_masked_in(

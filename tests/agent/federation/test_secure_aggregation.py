@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,12 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent.errors import ReviewRejectedError
+from agent.federation.part_watch import PartView, PartWatch
 from agent.mechanisms.federated.mechanism import FederatedMasked
+from agent.service import jobs
+from agent.service.job_rules import JobSettings, Surroundings, choose
+from agent.service.jobs import Event, Job
+from agent.service.round_parts import _standing
 from policies.ledger_service import LedgerService
 from policies.review.policy import parse
 from protos.artifacts.arrays import pack_vector
@@ -89,6 +95,31 @@ def test_a_run_is_not_closed_at_the_site_between_the_first_step_of_its_last_roun
     for ward in trial.wards.values():
         held, spent = ward.account()
         assert held == 0 < spent
+
+
+def test_a_site_that_waits_for_the_others_of_a_sum_trains_nothing_and_holds_up_no_work_of_its_own(
+    trial: SecureRun,
+) -> None:
+    """The coordinator may be silent after a step, for good: the site's own releases go on."""
+    hub, participant = Server(trial.session()), trial.wards["north"].part.participant
+    seen: list[tuple[bool, str]] = []
+
+    class Shown(PartWatch):
+        def changed(self, part: PartView) -> None:
+            seen.append((part.training, _standing(part)[0]))
+
+    participant.watch = Shown()
+    for step in SumStep:
+        trial.once(hub, step)
+        if step < SumStep.MASK:
+            state, reason = _standing(participant)
+            assert (state, reason) == (jobs.QUEUED, "round 1 of 2: waits for the others of the sum")
+            part = Job(1, ("part", "run-1"), "main", (Event(1.0, state, reason),), grant="grant-1", attempts=1)
+            made = Job(2, ("release", "ksalsa"), "main", (Event(1.0, jobs.QUEUED),))
+            first, _ = choose([part, made], JobSettings(), lambda _: Surroundings(dt.datetime.now(dt.UTC)))
+            assert first == made
+    assert seen == [(True, jobs.RUNNING)], "while it is computed, and at no other time"
+    assert _standing(participant) == (jobs.QUEUED, "waits for round 2 of 2")
 
 
 def test_a_site_that_names_no_partners_is_in_no_sum(tmp_path: Path) -> None:

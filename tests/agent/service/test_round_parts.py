@@ -140,6 +140,17 @@ def while_trained(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     patch.setattr(Federated, "run_round", run_round)
 
 
+def while_called(patch: pytest.MonkeyPatch, owner: type, name: str, act: Callable[[], None]) -> None:
+    """Something happens before a method returns."""
+    make = getattr(owner, name)
+
+    def called(*given: Any, **named: Any) -> Any:
+        act()
+        return make(*given, **named)
+
+    patch.setattr(owner, name, called)
+
+
 def test_a_part_shows_its_run_and_price_and_what_was_not_begun_is_returned(world: Taking) -> None:
     world.price(granted=False)
     assert world.how() == (jobs.QUEUED, "waits for the coordinator's grant")
@@ -241,6 +252,42 @@ def test_a_round_that_began_since_the_wish_takes_it_back(world: Taking) -> None:
     assert world.row.state == jobs.CANCELLED
 
 
+@pytest.mark.parametrize("moment", ["read", "started", "trained"])
+def test_a_round_that_a_person_leaves_while_it_is_computed_does_not_leave(
+    world: Taking, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """While its images are read there is no process yet that could be ended."""
+
+    def leave() -> None:
+        assert world.act("cancel", number=1, by="olga", spend=True) == {"state": jobs.RUNNING}
+
+    world.price()
+    assert world.train(1)
+    if moment == "trained":
+        while_trained(monkeypatch, leave)
+    else:
+        vault, run = world.part.site.vault, world.part.site.run
+        if moment == "read":
+            while_called(monkeypatch, type(vault), "cohort", leave)
+        ended: list[Path] = []
+        monkeypatch.setattr(round_parts, "_end_training", ended.append)
+
+        def start(call: Callable[..., Any], *given: Any) -> Any:
+            assert moment == "started", "nothing is started"
+            leave()
+            ended.clear()
+            world.watch.started(os.getpid())
+            assert ended == [world.store.folder(1)]
+            return run(call, *given)
+
+        world.part.site = replace(world.part.site, run=start)
+    assert not world.train(2)
+    assert len(world.runtime.site.ledger.store.state.sent) == 1
+    assert "round 2 came to nothing: left: the site leaves this run" in [one.reason for one in world.row.history]
+    world.tick()
+    assert world.how() == (jobs.CANCELLED, "the run was left: 2 of 3 rounds were made, and their price is spent")
+
+
 def test_after_a_start_all_of_it_is_spent_and_that_must_be_said(world: Taking) -> None:
     world.price()
     whole, _ = world.balance()
@@ -251,6 +298,36 @@ def test_after_a_start_all_of_it_is_spent_and_that_must_be_said(world: Taking) -
     world.kill()
     assert world.how() == (jobs.CANCELLED, "its price is spent, and nothing has left")
     assert world.balance() == (0, whole)
+
+
+def test_while_no_service_runs_a_part_is_left_at_its_start_and_all_of_it_is_spent(
+    world: Taking, typed: Typed
+) -> None:
+    """Also where nothing was begun: only the process that reserved the price knows that."""
+    world.price()
+    whole, _ = world.balance()
+    world.open.close()
+    refused = typed(*at(world.site), "jobs", "cancel", "1")
+    assert (refused.status, world.row.wanted) == (1, "")
+    assert "no service runs here, and after a restart all of its price is spent: `jobs cancel 1 --spend`" in (
+        " ".join(refused.err.split())
+    )
+    told = typed(*at(world.site), "jobs", "cancel", "1", "--spend")
+    assert (told.status, " ".join(told.out.split())) == (
+        0,
+        "job 1 is told to end when `serve` runs; `jobs show` says when it has",
+    )
+    world.start()
+    assert (world.row.state, world.balance()) == (jobs.CANCELLED, (0, whole))
+
+
+def test_a_wish_that_was_free_before_a_restart_is_taken_back_in_true_words(world: Taking) -> None:
+    world.price()
+    world.act("cancel", number=1, by="olga")
+    world.kill()
+    assert world.row.wanted == ""
+    told = "after a restart all of its price is spent: `jobs cancel 1 --spend` leaves the run"
+    assert told in [event.reason for event in world.row.history]
 
 
 # -- kills
