@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import torch
@@ -52,7 +53,7 @@ def take_part(runtime: AgentRuntime, project: str, modality: str, stop: threadin
     watch = PartJobs(runtime.home, project, SharedLedger(runtime), runtime.log)
     memory = int(settings_or_default(runtime.home).memory_gib * 2**30)
     maker = MakerProcess(settings.confinement, memory, watch.started)
-    participant = Participant(replace(runtime.site, run=maker), modality, SystemEntropy(), watch=watch)
+    participant = Participant(replace(runtime.site, run=maker), modality, SystemEntropy(), watch=watch, now=time.time)
     if participant.resume():
         runtime.log.info("run_resumed", run=participant.run)
     partners = runtime.settings.partners

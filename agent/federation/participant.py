@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -98,8 +97,8 @@ class Participant:
     sealed: int = 0  # the newest round whose update was sealed: never trained again
     watch: PartWatch = field(default_factory=PartWatch)
     end: PartEnd | None = None  # of the newest part that has ended in this process
-    now: Callable[[], float] = time.time
-    made_at: float = field(default_factory=time.time)  # when all was made, if it is
+    now: Callable[[], float] = lambda: 0.0  # without a clock nothing grows old
+    made_at: float = 0.0  # when all was made, if it is
     last: SealedUpdate | None = None  # that update, sent again if asked again; None: no longer, or not in clear
 
     def resume(self) -> bool:
@@ -123,7 +122,7 @@ class Participant:
         if note["modality"] != self.modality:
             return False
         self.run = note["run"]
-        self.made_at = note.get("made_at", self.made_at)
+        self.made_at = note.get("made_at", self.now())
         self._take_up(note.get("sealed", {}))
         if not held:  # all is made, and the run goes on without this site's work
             return False
