@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from agent.dp import clipping
+from agent.dp import clipping, gradient_recorder
 from agent.dp.clipping import (
     PrivacyUnit,
     UnsuitableModelError,
@@ -171,7 +171,7 @@ def test_with_one_row_for_each_patient_the_sum_is_that_of_opacus(make):
         rows = tuple(torch.cat(tensors) for tensors in zip(*(unit.rows for unit in units), strict=True))
         found.loss(wrapped, rows).sum().backward()
     samples = torch.cat([p.grad_sample.reshape(4, -1) for p in wrapped.parameters()], dim=1).double()
-    factor = (0.3 / samples.norm(dim=1) / (1 + clipping.MARGIN)).clamp(max=1.0)
+    factor = (0.3 / samples.norm(dim=1) / (1 + gradient_recorder.MARGIN)).clamp(max=1.0)
     expected = (samples * factor[:, None]).sum(dim=0)
     assert float(samples.norm(dim=1).max()) > 0.3
     for ours in sums:
@@ -681,7 +681,7 @@ def test_on_an_accelerator_too_a_patient_hardly_moves_the_gradients_of_the_other
     # in one chunk more, in a chunk of another size, among others: what is left is rounding, and MARGIN covers it
     for at in (0, 8, 24):
         moved = float((engine(found.model, found.loss, [*units[:at], broken, *units[at:]], 0.7) - without).norm())
-        assert moved <= 0.7 * clipping.MARGIN
+        assert moved <= 0.7 * gradient_recorder.MARGIN
     assert max(_reach(engine, found, units)) <= 0.7
 
 

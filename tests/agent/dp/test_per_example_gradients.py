@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from agent.dp import clipping
+from agent.dp import clipping, gradient_recorder
 from agent.dp.clipping import (
     ClippedSum,
     PrivacyUnit,
@@ -75,7 +75,7 @@ def test_what_a_patient_changes_is_that_patients_part_and_rounding_within_the_ma
     for one, unit in enumerate(units[:3]):
         rest = engine(model, row_losses, [*units[:one], *units[one + 1 :]], clip)
         moved = whole - rest - engine(model, row_losses, [unit], clip)
-        assert float(moved.norm()) <= clipping.MARGIN * clip
+        assert float(moved.norm()) <= gradient_recorder.MARGIN * clip
         assert float((whole - rest).norm()) <= clip
 
 
@@ -124,8 +124,8 @@ def test_float32_gram_matrices_would_be_seen_red_by_that_test(monkeypatch: pytes
     def coarse(module: nn.Module, a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         return (g.float().T @ a).double()
 
-    monkeypatch.setattr(clipping, "whole_gradient", coarse)
-    monkeypatch.setattr(clipping, "_CANCELLED", 1e30)
+    monkeypatch.setattr(gradient_recorder, "whole_gradient", coarse)
+    monkeypatch.setattr(gradient_recorder, "_CANCELLED", 1e30)
     model, engine = nn.Linear(256, 64), bookkeeping_engine(16)
     units = _cancelling(256, 64, 1e8)
     assert float((engine(model, _scored, units, 1e-3) - engine(model, _scored, units[1:], 1e-3)).norm()) > 1e-3

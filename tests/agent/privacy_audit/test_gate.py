@@ -19,7 +19,7 @@ from torch import nn
 from agent.cli import audit as audit_command
 from agent.cli.main import main
 from agent.domain import Image, Patient
-from agent.dp import clipping, dpsgd, noise, per_example_gradients
+from agent.dp import clipping, dpsgd, gradient_recorder, noise, per_example_gradients
 from agent.dp.clipping import bookkeeping_engine, loop_engine, vmap_engine
 from agent.dp.dpsgd import best_engine
 from agent.dp.noise import SystemEntropy
@@ -338,7 +338,7 @@ def _anothers_input(module, a, g):
 
 @pytest.mark.parametrize("broken", [_anothers_norm, _half_the_norm, _anothers_input])
 def test_the_gate_sees_an_engine_whose_norms_without_gradients_are_wrong(broken, monkeypatch):
-    monkeypatch.setattr(clipping, "whole_gradient" if broken is _anothers_input else "gram_norms", broken)
+    monkeypatch.setattr(gradient_recorder, "whole_gradient" if broken is _anothers_input else "gram_norms", broken)
     monkeypatch.setattr(clipping, "PROBES", 0)
     with pytest.raises(NoiseAuditError, match=r"one patient moves the sum of gradients by .*nothing was priced"):
         gate(SystemEntropy(), best_engine("cpu"), canaries=1000)

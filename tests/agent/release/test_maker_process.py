@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import signal
 import sys
@@ -27,7 +28,7 @@ from agent.errors import CohortTooSmallError, DivergedError, SiteStorageError
 from agent.evaluation.k_selection import Menu
 from agent.evaluation.released_set import Effort, Subject
 from agent.evaluation.utility import Recipe
-from agent.mechanisms.common.workspace import Workspace
+from agent.mechanisms.common.workspace import Workspace, is_stage
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
 from agent.mechanisms.ksalsa.mechanism import KSalsa
 from agent.mechanisms.ksalsa.style_alignment import Alignment
@@ -461,3 +462,11 @@ def test_a_word_is_no_accelerator_and_neither_is_one_that_is_not_here(monkeypatc
     assert not accelerated(replace(model, device="cuda:1"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert not accelerated(model)
+
+
+def test_every_stage_that_is_said_over_there_is_one_that_may_be_told() -> None:
+    """Another one would be dropped without a word, and people would see no progress."""
+    mechanisms = "".join(path.read_text() for path in (ROOT / "agent" / "mechanisms").rglob("*.py"))
+    said = {*re.findall(r'\b(?:bench|here|work)\.say\("([^"]+)"', mechanisms)}
+    assert said
+    assert not {stage for stage in said if not is_stage(stage)}
