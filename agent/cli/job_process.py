@@ -109,7 +109,7 @@ def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
                 raise
             output.print_stderr(f"refused: {error.strerror if isinstance(error, OSError) else error}")
             return BUSY
-        except (MemoryError, RuntimeError) as error:  # of the command itself; a making has a sentence of its own
+        except Exception as error:  # of the command itself; a making has a sentence of its own
             if not out_of_memory(error):
                 raise
             exhausted.append(MemoryError())

@@ -619,7 +619,14 @@ def test_a_machine_that_is_too_small_spends_nothing_and_the_service_lives(world:
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+        RuntimeError("could not create a primitive"),
+        RuntimeError("std::bad_alloc"),
+        SystemError("error return without exception set"),
+    ],
 )
 def test_memory_that_runs_out_in_a_making_keeps_its_grant(
     world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
