@@ -18,6 +18,7 @@ STAGES: Final = frozenset(
         "pre-training",
         "student",
         "teacher",
+        "train",
         "Fréchet distance to one half of the held-out patients",
         "semantics: of the set, and of the public images",
         *(f"{name}: trained on the set, tested on held-out patients" for name in ("LR", "MLP", "CNN")),
