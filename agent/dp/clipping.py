@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from agent.dp.gradient_recorder import GradientRecorder, NoGradientRuleError, clip_factors, scaled_sum, squared_norms
+from agent.dp.gradient_recorder import (
+    MARGIN,
+    GradientRecorder,
+    NoGradientRuleError,
+    clip_factors,
+    scaled_sum,
+    squared_norms,
+)
 from agent.dp.per_example_gradients import UnitBatch
 from protos.common.errors import TrainingError
 
@@ -260,9 +267,9 @@ _WHY: Final = (
 
 
 def _refuse_company(of_part: _OfPart, units: Sequence[PrivacyUnit]) -> None:
-    """Where the second patient is nobody, the first one's gradient must be the same to the last bit.
+    """Where the second patient is not finite, the first one's gradient must be as it is alone.
 
-    However little rows meet, a patient whose numbers are not finite shows it, and a large one would make use of it.
+    However little rows meet, it would not be finite either, and count as nothing; a large one would make use of it.
 
     Raises:
         UnsuitableModelError: it is not.
@@ -270,7 +277,8 @@ def _refuse_company(of_part: _OfPart, units: Sequence[PrivacyUnit]) -> None:
     least = min(map(len, units))  # in chunks of one shape
     first, second = (PrivacyUnit(tuple(row[:least].clone() for row in unit.rows)) for unit in units)
     rows = (torch.full_like(row, torch.nan) if row.is_floating_point() else row for row in second.rows)
-    if not torch.equal(of_part([first]), of_part([first, PrivacyUnit(tuple(rows))])):
+    alone, beside = of_part([first]), of_part([first, PrivacyUnit(tuple(rows))])
+    if not (alone - beside).norm() <= MARGIN * alone.norm():
         raise UnsuitableModelError(_OTHERS + _WHY)
 
 
