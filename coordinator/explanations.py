@@ -71,6 +71,10 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "round_repeated": ("This training round was released before.", _NOTHING),
         "run_spent": ("The hospital has had a grant in this run before: there is one for each.", _AGAIN),
         "round": ("The training round is not covered by a grant, or named where none belongs.", _AGAIN),
+        "left": (
+            "A person at the site leaves this run.",
+            "Nothing is to be done; the run goes on without it if it may.",
+        ),
         "run": ("A run is named where none belongs, or its name is not a proper one.", _AGENT),
         "release_id": ("The release has another name than the one that follows from its grant.", _INQUIRE),
         "bad_key": ("The request's key is not in its permitted form.", _AGENT),

