@@ -142,7 +142,7 @@ def vmap_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
 
 
 def bookkeeping_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
-    """An engine with one backward pass for at most ``size`` patients at once: see ``bookkeeping``.
+    """An engine with one backward pass for at most ``size`` patients at once (agent/dp/gradient_recorder.py).
 
     They have at most ``most_rows`` rows together, or are one patient: all of them must fit in memory.
 
@@ -347,7 +347,8 @@ class _Shapes:
     """The shapes of chunks. That of a patient's hangs on this patient's rows and on constants, never on the others.
 
     For only in a chunk of another shape does another patient move the last bits of this one's gradient, which a kink
-    (a ReLU, a maximum) can make a thousandth; in one shape it was nothing in every case that was tried.
+    (a ReLU, a maximum) can make a thousandth. In one shape it was nothing on the networks of
+    tests/support/real_networks.py; with ``vmap``, attention may round in another way beside one that is not finite.
     """
 
     size: int  # patients of a chunk, at most

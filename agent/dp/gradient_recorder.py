@@ -28,8 +28,8 @@ from agent.dp.per_example_gradients import (
 )
 from protos.common.errors import TrainingError
 
-# Of the bound: covers the rounding of norms and of float64 sums. In chunks of one shape no bit of another patient's
-# gradient changes, and what is added up for a whole chunk is added in float64.
+# Of the bound: covers the rounding of norms and of float64 sums, and of other patients' gradients where any is: in
+# chunks of one shape seldom a bit changes, and what is added up for a whole chunk is added in float64.
 # It would not cover TF32, whose last bits are 1e-3: see ``full_precision``.
 MARGIN: Final = 1e-5
 _BLOCK: Final = 512  # numbers of one block of a norm

@@ -145,13 +145,8 @@ class PagesWorld(ProcessWorld):
 
     def job(self) -> dict[str, Any]:
         """Of a short run."""
-        return {
-            "mechanism": "federated",
-            "parameters": int(self.mechanism.initial().vector.size),
-            "sites": list(SITES),
-            "rounds": self.scale.rounds,
-            "min_sites": 2,
-            "config": json.loads(replace(self.mechanism, noise_multiplier=4.0).to_json()),
+        return ProcessWorld.job(self) | {
+            "config": json.loads(replace(self.mechanism, noise_multiplier=4.0).to_json())
         }
 
     def join(self) -> None:
