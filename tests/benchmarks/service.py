@@ -1,6 +1,7 @@
 """Short commands beside a running service: asked over its socket, or with a ledger that the command opens itself.
 
-And how many lines each side types, the approvers' among them, until the first image is in the vault.
+And how many lines each side types, the approvers' among them, until the first image is in the vault. Then images
+that come in beside a training (:mod:`tests.benchmarks.beside`). Some fifteen minutes.
 Wall-clock times of whole processes, in turn; a ratio is that of the medians.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
+from tests.benchmarks import beside
 from tests.benchmarks.report import Report, Row
 from tests.support.federation_world import Federation
 from tests.support.first_image import first_image
@@ -44,7 +46,8 @@ def main() -> Report:
         Row("questions to the first image, the side with more", questions, ""),
     ]
     ratios = {"socket_vs_start": median(alone) / median(asked), "typed_lines_to_first_image": max(lines.values())}
-    return Report(tuple(rows), ratios)
+    both_at_work = beside.main()
+    return Report((*rows, *both_at_work.rows), ratios | both_at_work.ratios)
 
 
 def _seconds(words: list[str]) -> float:

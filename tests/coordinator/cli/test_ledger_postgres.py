@@ -22,6 +22,7 @@ PERSONS = {"dpo-1": "compliance", "chief-1": "hospital"}
 
 
 def test_a_coordinator_keeps_its_ledger_in_postgresql(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pydicom", reason="agent: a site joins, and its agent reads DICOM")
     home, listen = ["--home", str(tmp_path / "coordinator")], f"127.0.0.1:{free_port()}"
 
     def run(*words: str) -> str:
