@@ -4,7 +4,7 @@ A real ``lazaret-agent serve`` receives. Four senders (pynetdicom, a process eac
 slices of 512 x 512 pixels of 16 bits each, random; the time of each C-STORE from request to answer is the sender's.
 The training is a job of that service: ``release privimage`` with the preset ``small32``, in its steps of
 patient-level DP-SGD. Its pace is that of its own progress, which a confined process tells in twentieths of its
-4,000 steps: five such lines without the senders, and five while they send, again and again. All shares one machine.
+500 steps: five such lines without the senders, and five while they send, again and again. All shares one machine.
 
 ``ingest_p95_beside_training``: the 95th percentile with the training over that without it.
 ``training_steps_beside_ingest``: steps a second with the senders over those without them.
@@ -47,7 +47,8 @@ from tests.support.vault_records import record
 
 SENDERS, EACH, SIZE = 4, 500, 512
 SIDE, PATIENTS = 32, 400
-LINES: Final = 5  # of progress, from which a pace is told: 800 steps lie between the first and the last
+STEPS: Final = 500
+LINES: Final = 5  # of progress, from which a pace is told: 100 steps lie between the first and the last
 _PATIENCE_S: Final = 300.0
 
 
@@ -92,7 +93,7 @@ def _prepared(site: Site, folder: Path) -> int:
         "cohort": {"modality": "OT"},
         "privacy": {
             "noise_multiplier": 20.0,
-            "steps": 4000,
+            "steps": STEPS,
             "sampling_rate": 0.05,
             "public_patients": PATIENTS,
             "clip": 0.01,
