@@ -18,7 +18,7 @@ from agent.console.errors import errors_as_pages
 from agent.console.jobs import PROPOSERS, price_words
 from agent.console.proposal_process import check_proposal, read_all_forms
 from agent.service import job_proposals
-from agent.service.jobs import JobStore
+from agent.service.jobs import PRIORITIES, JobStore
 from agent.service.proposal_form import (
     NETWORKS,
     FilledForm,
@@ -31,7 +31,7 @@ from agent.service.proposal_form import (
 from agent.storage.site_directory import MAIN
 from protos.web.router import PageError, RequestContext, Router
 
-_OWN: Final = frozenset({"csrf", "key", "project", "propose", "form"})  # fields of the page, and of no configuration
+_OWN: Final = frozenset({"csrf", "key", "project", "priority", "propose", "form"})  # fields of the page, and of no configuration
 _WAIT_S: Final = 60.0  # for another proposal that is being checked
 _KEY: Final = re.compile(r"(?:[0-9a-f]{16})?")  # of a form: pressed twice, it proposes once
 _COUNTED: Final = frozenset({"artifact_size", "disk_full"})
@@ -50,18 +50,22 @@ def add(pages: Router, context: SiteConsoleContext) -> None:
     def blank(asked: RequestContext, name: str) -> Response:
         form = _form(context, name)
         typed = {one.name: (one.default,) for one in form.fields() if one.default}
-        return asked.page("proposal.html", **_shown(context, form, typed, MAIN), key=secrets.token_hex(8))
+        shown = _shown(context, form, typed, (MAIN, "normal"))
+        return asked.page("proposal.html", **shown, key=secrets.token_hex(8))
 
     @pages.post("/jobs/propose/{name}", PROPOSERS)
     def propose(asked: RequestContext, name: str) -> Response:
         form, project = _form(context, name), asked.form.get("project", MAIN)
         if project not in context.projects():
             raise PageError(404, "There is no such project.")
+        priority = asked.form.get("priority", "normal")
+        if priority not in PRIORITIES:
+            raise PageError(404, f"There is no such priority: it is one of {', '.join(PRIORITIES)}.")
         typed = {one: asked.form.all(one) for one in asked.form if one not in _OWN}
         key, for_good = asked.form.get("key", ""), asked.form.get("propose", "") == "yes"
         if not _KEY.fullmatch(key):
             raise PageError(400, "That form is of another version of this console: open it again. Nothing was done.")
-        shown = {**_shown(context, form, typed, project), "key": key}
+        shown = {**_shown(context, form, typed, (project, priority)), "key": key}
         filled = fill(form, typed, context.home.root)
         if filled.problems:
             return asked.again("proposal.html", **{**shown, "wrong": filled.problems})
@@ -78,7 +82,7 @@ def add(pages: Router, context: SiteConsoleContext) -> None:
                 price = price_words(context.ledger.read().state, context.site, words, checked.price)
                 return asked.page("proposal.html", **{**shown, "checked": True, "price": price})
             told: dict[str, Any] = {"words": words, "project": project, "by": asked.person.name, "key": key}
-            told |= {"price": dict(checked.price), "cuda": filled.cuda}
+            told |= {"price": dict(checked.price), "cuda": filled.cuda, "priority": priority}
             number = context.act("jobs/propose", job=told, files=files)["number"]
         return asked.go(f"/jobs/{number}", f"Proposed as job {number}.")
 
@@ -103,8 +107,8 @@ def _form(context: SiteConsoleContext, name: str) -> ProposalForm:
     raise PageError(404, "Nothing of that name can be proposed: choose from the list.")
 
 
-def _shown(context: SiteConsoleContext, form: ProposalForm, typed: Typed, project: str) -> dict[str, Any]:
-    """What the page of a form shows, with nothing wrong and nothing checked yet."""
+def _shown(context: SiteConsoleContext, form: ProposalForm, typed: Typed, chosen: tuple[str, str]) -> dict[str, Any]:
+    """What the page of a form shows, with nothing wrong and nothing checked yet; chosen are project and priority."""
     home = context.home.root
     with errors_as_pages():
         approving = sorted(job_proposals.approving(context.acting))
@@ -112,7 +116,9 @@ def _shown(context: SiteConsoleContext, form: ProposalForm, typed: Typed, projec
     return {
         "form": form,
         "typed": typed,
-        "project": project,
+        "project": chosen[0],
+        "priority": chosen[1],
+        "priorities": PRIORITIES,
         "projects": context.projects(),
         "files": files,
         "folders": folders,

@@ -155,7 +155,9 @@ def test_a_proposal_is_a_job_with_files_of_its_own_and_the_same_form_makes_one(t
                 "key": key[1],
                 "propose": "yes",
             }
-            told = rita.told("/jobs/propose/release-ksame", **typed)
+            wrong = rita.post("/jobs/propose/release-ksame", **{**typed, "priority": "at once"})
+            assert (wrong.status_code, "one of high, normal, low" in wrong.text) == (404, True)
+            told = rita.told("/jobs/propose/release-ksame", **{**typed, "priority": "high"})
             assert "Proposed as job 1" in told
             assert "waits for approval by compliance and hospital" in told
             assert "1 of the 1 releases without an epsilon" in told
@@ -164,6 +166,7 @@ def test_a_proposal_is_a_job_with_files_of_its_own_and_the_same_form_makes_one(t
             assert numbers(made) == [1], "the button was pressed twice"
         job = JobStore(made.home.root).read(1)
         assert (job.state, job.history[0].by, job.project) == ("proposed", "rita", "main")
+        assert job.priority == "high"
         assert job.words == (
             "release", "ksame", "--basis=in/1-basis.safetensors", "--k=5", "--l-diversity=2", "--modality=OT",
             "--form=png", "--spacing-um=1000", "--project=main",
