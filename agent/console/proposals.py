@@ -31,7 +31,8 @@ from agent.service.proposal_form import (
 from agent.storage.site_directory import MAIN
 from protos.web.router import PageError, RequestContext, Router
 
-_OWN: Final = frozenset({"csrf", "key", "project", "priority", "propose", "form"})  # fields of the page, and of no configuration
+# fields of the page, and of no configuration
+_OWN: Final = frozenset({"csrf", "key", "project", "priority", "propose", "form"})
 _WAIT_S: Final = 60.0  # for another proposal that is being checked
 _KEY: Final = re.compile(r"(?:[0-9a-f]{16})?")  # of a form: pressed twice, it proposes once
 _COUNTED: Final = frozenset({"artifact_size", "disk_full"})
@@ -55,12 +56,7 @@ def add(pages: Router, context: SiteConsoleContext) -> None:
 
     @pages.post("/jobs/propose/{name}", PROPOSERS)
     def propose(asked: RequestContext, name: str) -> Response:
-        form, project = _form(context, name), asked.form.get("project", MAIN)
-        if project not in context.projects():
-            raise PageError(404, "There is no such project.")
-        priority = asked.form.get("priority", "normal")
-        if priority not in PRIORITIES:
-            raise PageError(404, f"There is no such priority: it is one of {', '.join(PRIORITIES)}.")
+        form, (project, priority) = _form(context, name), _chosen(context, asked)
         typed = {one: asked.form.all(one) for one in asked.form if one not in _OWN}
         key, for_good = asked.form.get("key", ""), asked.form.get("propose", "") == "yes"
         if not _KEY.fullmatch(key):
@@ -85,6 +81,16 @@ def add(pages: Router, context: SiteConsoleContext) -> None:
             told |= {"price": dict(checked.price), "cuda": filled.cuda, "priority": priority}
             number = context.act("jobs/propose", job=told, files=files)["number"]
         return asked.go(f"/jobs/{number}", f"Proposed as job {number}.")
+
+
+def _chosen(context: SiteConsoleContext, asked: RequestContext) -> tuple[str, str]:
+    """Project and priority."""
+    project, priority = asked.form.get("project", MAIN), asked.form.get("priority", "normal")
+    if project not in context.projects():
+        raise PageError(404, "There is no such project.")
+    if priority not in PRIORITIES:
+        raise PageError(404, f"There is no such priority: it is one of {', '.join(PRIORITIES)}.")
+    return project, priority
 
 
 def _findings(found: Findings, counts: bool) -> Findings:
