@@ -24,6 +24,7 @@ from protos.operations.command_line import add, add_backup_commands, add_login_c
 
 MAIN: Final = "main"  # agent.storage.site_directory.MAIN
 NETWORKS: Final = ("generator", "encoder", "features", "recogniser", "semantics")
+KEYS: Final = ("patient-id", "accession", "study", "series", "instance")  # agent.ingest.label_import.KEYS
 PRIORITIES: Final = ("high", "normal", "low")  # agent.service.jobs.PRIORITIES
 SIZES: Final = ("tiny32", "small64", "small128", "auto128", "auto256", "auto512", "auto1024")
 
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_setup(commands)
     _add_ingest(commands)
     _add_quarantine(commands)
+    _add_labels(commands)
     _add_patients(commands)
     _add_deface(commands)
     _add_releases(commands.add_parser("release", help="make a release"))
@@ -222,6 +224,24 @@ def _add_quarantine(commands: Any) -> None:
     given_up.add_argument("names", nargs="+")
     given_up.add_argument("--yes", action="store_true")
     for command in (listed, again, shown, given_up):
+        _project_json(command)
+
+
+def _add_labels(commands: Any) -> None:
+    tables = commands.add_parser("labels", help="tables of labels").add_subparsers(required=True, dest="what")
+    into = add(tables, "import", "import a table, or replace its older version: all rows, or none")
+    into.add_argument("table", type=Path, metavar="FILE.csv")
+    into.add_argument("--key", choices=KEYS, required=True, help="what the key of a row is")
+    text = "the TOML that declares the kind of each column (default: FILE.toml beside it)"
+    into.add_argument("--columns", type=Path, metavar="FILE.toml", help=text)
+    into.add_argument("--name", default="", help="of the table (default: the file's name)")
+    into.add_argument("--dry-run", action="store_true", help="show what would be imported and what is wrong")
+    listed = add(tables, "list", "list the tables, each with its version")
+    shown = add(tables, "show", "show a table's columns, and how many patients have each value")
+    gone = add(tables, "remove", "delete a table")
+    for command in (shown, gone):
+        command.add_argument("name")
+    for command in (into, listed, shown, gone):
         _project_json(command)
 
 
