@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from agent.defacing.config import METHODS, PARTS
 from agent.mechanisms.centroids import options as centroids
-from agent.mechanisms.common.option_types import count, menu, rate, seed
+from agent.mechanisms.common.option_types import count, menu, rate, seed, sizes
 from agent.mechanisms.distillation import options as distillation
 from agent.mechanisms.kanonymous import OPTIONS
 from agent.mechanisms.privimage import options as privimage
@@ -255,6 +255,15 @@ def _add_patients(commands: Any) -> None:
     counted.add_argument("--same", action="store_true", help="list patient ids that count as one patient towards k")
     counted.add_argument("--apart", metavar="NAME", help="a person's decision: these ids are different patients")
     counted.add_argument("--labels", type=Path, help="CSV sop_instance_uid,label: add labels to kept images")
+    text = "show what a task of this label table would find here, and what it would leave out and why"
+    counted.add_argument("--table", default="", metavar="NAME", help=text)
+    counted.add_argument("--column", action="append", default=[], help="with --table: a column; may be repeated")
+    counted.add_argument("--modality", default="", help="with --table: of the images, such as DX")
+    text = "with --table: pixels, such as 64,64; three numbers for volumes (default: 64,64)"
+    counted.add_argument("--size", type=sizes, default=(64, 64), help=text)
+    counted.add_argument("--body-part", default="", help="with --table: of the images, such as CHEST")
+    counted.add_argument("--per-study", action="store_true", help="with --table: one example for each study")
+    counted.set_defaults(usage_check=_of_table(counted))
     for command in (told, counted):
         _project_json(command)
     out = commands.add_parser("opt-out", help="patients who have opted out").add_subparsers(
@@ -279,6 +288,18 @@ def _add_patients(commands: Any) -> None:
     add(commands, "identity", "make a user for ingest.toml's [listener] identities").add_argument("name")
     fresh = add(commands, "token", "make a bearer token for ingest.toml's [stow]")
     fresh.add_argument("--out", type=Path, required=True)
+
+
+def _of_table(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
+    """What a table would give depends on the column and the images."""
+
+    def check(arguments: argparse.Namespace) -> None:
+        if arguments.table and not (arguments.column and arguments.modality):
+            parser.error("--table: say --column and --modality, too")
+        if not arguments.table and (arguments.column or arguments.modality or arguments.per_study):
+            parser.error("--column, --modality and --per-study: only with --table")
+
+    return check
 
 
 def _add_deface(commands: Any) -> None:

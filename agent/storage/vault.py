@@ -22,7 +22,7 @@ from agent.deidentify.manifest import InstanceChange
 from agent.deidentify.ps315.action_trace import AttributeAction
 from agent.deidentify.ps315.options import Pixels
 from agent.deidentify.record import NO_SERIES, Record, keyed_name
-from agent.domain import Cohort, Image, Patient, Selection
+from agent.domain import Cohort, Image, Patient, Selection, Split
 from agent.storage.encrypted_sqlite import EncryptedCheckpointStore, EncryptedDatabase, VaultError, derive
 from agent.storage.equal_patients import EqualPatients, group_equal_patients, left_out
 from agent.storage.instance_index import (
@@ -33,6 +33,7 @@ from agent.storage.instance_index import (
     counts,
     decode,
     head_of,
+    part_of,
 )
 from agent.storage.pixel_codec import packed, selection_view
 from agent.storage.site_database import SiteDatabase
@@ -362,6 +363,10 @@ class Vault(Withheld):
         for person, image in self.images(modality, without):
             patients.setdefault(person, []).append(image)
         return Cohort(tuple(Patient(p, tuple(images)) for p, images in patients.items()))
+
+    def part_of(self, split: Split, person: str) -> str:
+        """The part of a split that a patient is in, for as long as the project lasts."""
+        return part_of(split, self._split_key, person)
 
     def alike(self) -> tuple[EqualPatients, ...]:
         """The patient ids that count as one patient towards k until a person says otherwise, by name."""

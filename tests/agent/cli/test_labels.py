@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent.cli import options
+from agent.cli.main import main
 from agent.ingest.label_import import KEYS
 from tests.support.ingest_site import told, typed
 from tests.support.labelled_site import labelled_site, table
@@ -96,3 +97,53 @@ def test_the_declaration_may_lie_elsewhere_and_its_lack_is_a_sentence(
     assert status == 1
     assert "findings.toml" in err
     assert told(capsys, site, *words, "--columns", str(elsewhere), "--name", "other")["table"] == "other"
+
+
+# -- what a task would find
+
+
+def test_cohort_shows_what_a_task_would_find_and_what_it_would_leave_out_to_the_site_alone(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = table(tmp_path, "P-0,1,low,mass,61.5", "P-1,0,high,none,5", "P-2,,high,none,5")
+    told(capsys, site, "labels", "import", str(path), "--key", "patient-id")
+    log = (site / "agent.log").read_text()
+    words = ("cohort", "--table", "findings", "--modality", "MR", "--size", "8,8")
+    found = told(capsys, site, *words, "--column", "grade")
+    assert (found["patients"], found["examples"]) == (3, 6)
+    assert found["outputs"] == [{"output": "low", "patients": 1}, {"output": "high", "patients": 2}]
+    assert found["left_out"] == [{"reason": "no_row", "images": 4, "patients": 1}]
+    found = told(capsys, site, *words, "--column", "effusion")
+    assert [(one["output"], one["patients"]) for one in found["outputs"]] == [("no", 1), ("yes", 1)]
+    assert {one["reason"]: one["images"] for one in found["left_out"]} == {"no_row": 4, "missing": 3}
+    status, out, _ = typed(capsys, site, *words, "--column", "age")
+    assert status == 0
+    assert "6 examples of 3 patients" in out
+    assert "rare" in out
+    assert (site / "agent.log").read_text() == log, "no count is logged"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--column", "grade", "--column", "age"), "all binary, or all numbers"),
+        (("--column", "colour"), "no column colour"),
+    ],
+)
+def test_columns_that_no_task_learns_together_are_a_sentence(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], why: str
+) -> None:
+    path = table(tmp_path, "P-0,1,low,mass,61.5")
+    told(capsys, site, "labels", "import", str(path), "--key", "patient-id")
+    status, _, err = typed(capsys, site, "cohort", "--table", "findings", "--modality", "MR", *words)
+    assert status == 1
+    assert why in err
+
+
+@pytest.mark.parametrize(
+    "words", [("--table", "t"), ("--column", "c"), ("--per-study",), ("--table", "t", "--size", "x")]
+)
+def test_options_of_a_table_without_it_are_usage(site: Path, words: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--home", str(site), "cohort", *words])
+    assert caught.value.code == 2
