@@ -32,22 +32,28 @@ class NetworkKind:
     options: Mapping[str, Whole]
     trained: tuple[str, ...] = _ANY  # which parts may be; the first if a task names none
     masks: bool = False  # gives a number for each pixel, and not for each picture
-    blocks: Callable[[Options], int] = lambda _: 0  # that "last-blocks" counts
+    blocks: Callable[[Options], int] = lambda _: 0  # of "last-blocks", at most: without the head and the first one
     side: Callable[[Options], int] = lambda _: 1  # of its input at least, in pixels
     multiple: Callable[[Options], int] = lambda _: 1  # of which every side of its input is one
 
 
+_RESNET: Final = NetworkKind(
+    (2,),
+    {"width": Whole(4, 128, 64), "stride": Whole(1, 2, 1), "head": _HEAD},  # stride: of the first convolution
+    blocks=lambda _: 4,
+    side=lambda options: 16 * options["stride"],
+)
 NETWORKS: Final[Mapping[str, NetworkKind]] = {
     "linear": NetworkKind((2, 3), {"pooled": Whole(1, 32, 8)}, ("all",)),
     "frozen-features": NetworkKind((2, 3), {"head": _HEAD}, ("head",)),
     "small-cnn": NetworkKind(
         (2, 3),
         {"width": Whole(4, 128, 16), "convolutions": Whole(2, 6, 4), "pooled": Whole(1, 4, 2), "head": _HEAD},
-        blocks=lambda options: options["convolutions"],
+        blocks=lambda options: options["convolutions"] - 1,
         side=lambda options: options["pooled"] << options["convolutions"],
     ),
-    "resnet18": NetworkKind((2,), {"width": Whole(4, 128, 64), "head": _HEAD}, blocks=lambda _: 4, side=lambda _: 16),
-    "resnet50": NetworkKind((2,), {"width": Whole(4, 128, 64), "head": _HEAD}, blocks=lambda _: 4, side=lambda _: 16),
+    "resnet18": _RESNET,
+    "resnet50": _RESNET,
     "densenet121": NetworkKind(
         (2, 3),
         {"width": Whole(8, 128, 64), "growth": Whole(8, 64, 32), "head": _HEAD},
@@ -71,7 +77,7 @@ NETWORKS: Final[Mapping[str, NetworkKind]] = {
         (2, 3),
         {"width": Whole(4, 64, 16), "levels": Whole(2, 6, 5), "units": Whole(1, 4, 2), "head": _HEAD},
         masks=True,
-        blocks=lambda options: options["levels"] - 1,
+        blocks=lambda options: 2 * options["levels"] - 3,
         side=lambda options: 2 << options["levels"] - 1,
         multiple=lambda options: 1 << options["levels"] - 1,
     ),
@@ -79,7 +85,7 @@ NETWORKS: Final[Mapping[str, NetworkKind]] = {
         (2, 3),
         {"width": Whole(8, 64, 16, multiple=8), "levels": Whole(2, 5, 4), "head": _HEAD},
         masks=True,
-        blocks=lambda options: options["levels"] - 1,
+        blocks=lambda options: 2 * options["levels"] - 2,
         side=lambda options: 1 << options["levels"] - 1,
         multiple=lambda options: 1 << options["levels"] - 1,
     ),

@@ -64,7 +64,6 @@ AUGMENTATION: Final[Mapping[str, Mapping[str, Bound]]] = {
         "scale_range": PerAxis(Number(0.0, 0.9), (2, 3), (0.0, 0.0)),  # of a factor 1, either way
     },
     "RandZoom": {"prob": _PROB, "min_zoom": Number(0.2, 5.0, 0.9), "max_zoom": Number(0.2, 5.0, 1.1)},
-    "RandSpatialCrop": {"roi_size": _SIZE},
     "RandGaussianNoise": {"prob": _PROB, "std": Number(0.0, 1e6, 0.1)},
     "RandGaussianSmooth": {"prob": _PROB, "sigma": PerAxis(Number(0.05, 32.0), (2,), (0.25, 1.5))},
     "RandAdjustContrast": {"prob": _PROB, "gamma": PerAxis(Number(0.05, 20.0), (2,), (0.7, 1.5))},

@@ -16,7 +16,6 @@ GIVEN: dict[str, dict[str, Any]] = {  # what has no default
     "SpatialPad": {"spatial_size": [32, 32]},
     "ResizeWithPadOrCrop": {"spatial_size": [32, 32]},
     "RandFlip": {"spatial_axis": 1},
-    "RandSpatialCrop": {"roi_size": [16, 16]},
 }
 
 
