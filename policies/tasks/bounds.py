@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from protos.common.canonical_json import JsonValue
 from protos.common.errors import ConfigError
 
 MOST_DIMENSIONS: Final = 3
@@ -135,7 +134,7 @@ def _in_one_form(value: Any, bound: Bound) -> Any:
     return float(value) if isinstance(bound, Number) else value
 
 
-def plain(value: object) -> JsonValue:
+def plain(value: object) -> Any:
     """A value in JSON's types."""
     if isinstance(value, Mapping):
         return {key: plain(inner) for key, inner in value.items()}

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final, Self
 
 from policies.tasks.bounds import TaskError, Whole, as_list, as_table, plain, read_values, refuse
-from protos.common.canonical_json import JsonValue, canonical, json_object
+from protos.common.canonical_json import canonical, json_object
 
 MOST_PARTS: Final = 8  # public networks side by side
 MOST_RANK: Final = 64
@@ -225,9 +225,9 @@ class NetworkSpec:
         refuse(problems)
         return made
 
-    def to_table(self) -> dict[str, JsonValue]:
+    def to_table(self) -> dict[str, Any]:
         """Every key, with defaults, in JSON's types."""
-        table: dict[str, JsonValue] = {key: plain(getattr(self, key)) for key in _KEYS if key != "parts"}
+        table: dict[str, Any] = {key: plain(getattr(self, key)) for key in _KEYS if key != "parts"}
         return {**table, "parts": [part.to_table() for part in self.parts]}
 
     def to_json(self) -> str:

@@ -27,13 +27,17 @@ from policies.tasks.bounds import (
     read_values,
     refuse,
 )
-from protos.common.canonical_json import JsonValue, canonical, json_object
+from protos.common.canonical_json import canonical, json_object
 
 MOST_TRANSFORMS: Final = 16  # of one list
 _VALUE: Final = Number(-1e6, 1e6)  # of a pixel
 _SIZE: Final = PerAxis(Whole(1, 2048))  # pixels
 _PROB: Final = Number(0.0, 1.0, 0.5)
-_UNIT: Final = {"b_min": Number(-1e6, 1e6, 0.0), "b_max": Number(-1e6, 1e6, 1.0), "clip": Flag(default=True)}
+_UNIT: Final[Mapping[str, Bound]] = {
+    "b_min": Number(-1e6, 1e6, 0.0),
+    "b_max": Number(-1e6, 1e6, 1.0),
+    "clip": Flag(default=True),
+}
 
 Parameters = Mapping[str, Any]
 
@@ -139,7 +143,7 @@ class TransformSpec:
     def _default(self, key: str) -> object:
         return {**INPUT, **AUGMENTATION}[self.name][key].default
 
-    def to_table(self) -> dict[str, JsonValue]:
+    def to_table(self) -> dict[str, Any]:
         """Every key, with defaults, in JSON's types."""
         return {"name": self.name, **{key: plain(value) for key, value in self.parameters.items()}}
 
