@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from protos.common.errors import ConfigError
-
-MOST_DIMENSIONS: Final = 3
 
 
 class TaskError(ConfigError, ValueError):

@@ -18,8 +18,8 @@ from protos.artifacts.strict_safetensors import pack_weights
 
 _UNET = NetworkSpec("unet", {"width": 4, "levels": 3, "units": 1})
 _SEGRESNET = NetworkSpec("segresnet", {"width": 8, "levels": 2})
-_DENSENET = NetworkSpec("densenet121", {"width": 8, "growth": 8})
-_CNN = NetworkSpec("small-cnn", {"width": 4, "convolutions": 3, "pooled": 1})
+_DENSENET = NetworkSpec("densenet121", {"growth": 8})
+_CNN = NetworkSpec("small-cnn", {"width": 8, "convolutions": 3, "pooled": 1})
 
 NETWORKS: Mapping[str, tuple[NetworkSpec, tuple[int, ...]]] = {  # and the size of its pictures
     "linear": (NetworkSpec("linear", {"pooled": 4}), (16, 16)),
@@ -27,7 +27,7 @@ NETWORKS: Mapping[str, tuple[NetworkSpec, tuple[int, ...]]] = {  # and the size 
     "resnet18": (NetworkSpec("resnet18", {"width": 4}), (16, 16)),
     "resnet50": (NetworkSpec("resnet50", {"width": 4}), (16, 16)),
     "densenet121": (_DENSENET, (32, 32)),
-    "vit-s16": (NetworkSpec("vit-s16", {"width": 24, "layers": 2, "heads": 4, "patch": 4}), (16, 16)),
+    "vit-s16": (NetworkSpec("vit-s16", {"width": 32, "layers": 2, "heads": 4, "patch": 4}), (16, 16)),
     "unet": (_UNET, (16, 16)),
     "segresnet": (_SEGRESNET, (16, 16)),
     "small-cnn of volumes": (_CNN, (8, 8, 8)),

@@ -176,7 +176,7 @@ class DenselyConnected(StagedNetwork):
     def __init__(self, options: Options, shape: Shape) -> None:
         """MONAI's DenseNet-121, of pictures or volumes."""
         super().__init__()
-        sizes = {"init_features": options["width"], "growth_rate": options["growth"]}
+        sizes = {"init_features": 2 * options["growth"], "growth_rate": options["growth"]}
         self.net = DenseNet(shape.dimensions, shape.channels, shape.outputs, **sizes)  # type: ignore[arg-type]
 
     @property
@@ -220,7 +220,7 @@ class VisionTransformer(StagedNetwork):
             qkv_bias=True,
         )
         for block in self.net.blocks:
-            block.norm_cross_attn = nn.Identity()  # it would get noise, and never a gradient
+            block.add_module("norm_cross_attn", nn.Identity())  # it would get noise, and never a gradient
 
     @property
     def stages(self) -> Sequence[Stage]:

@@ -28,8 +28,8 @@ PARTS: dict[str, dict[str, object]] = {
     "head": {"trained": "head"},
     "last block": {"trained": "last-blocks", "blocks": 1},
     "bias and norms": {"trained": "bias-and-norms"},
-    "lora": {"trained": "lora", "rank": 2},
-    "lora in the last block": {"trained": "lora", "rank": 2, "blocks": 1},
+    "lora": {"trained": "lora", "rank": 4},
+    "lora in the last block": {"trained": "lora", "rank": 4, "blocks": 1},
 }
 
 
@@ -45,10 +45,10 @@ def _no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("make", "name"), CASES)
 def test_every_network_has_the_sum_of_one_pass_for_each_patient(make: str, name: str) -> None:
     model, units = _doubled(network(name), units_for(name, (1, 2)))
-    reference = loop_engine(model, row_losses, units, 0.3)
-    ours = ENGINES[make](2)(model, row_losses, units, 0.3)
+    reference = loop_engine(model, row_losses, units, 0.1)
+    ours = ENGINES[make](2)(model, row_losses, units, 0.1)
     assert float((ours - reference).norm()) <= 1e-10 * float(reference.norm())
-    assert float(reference.norm()) > 0.29, "the clip binds"
+    assert float(loop_engine(model, row_losses, units[:1], 0.1).norm()) > 0.0999, "the clip binds"
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -72,7 +72,9 @@ def _of_part(model: nn.Module, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Of a mask, one class for all of it: what goes in is no picture any more."""
     out = model(rows[0])
     wanted = rows[1] if out.ndim == 2 else rows[1].view(-1, *[1] * (out.ndim - 2)).expand(len(out), *out.shape[2:])
-    losses: torch.Tensor = nn.functional.cross_entropy(out, wanted, reduction="none").flatten(1).mean(dim=1)
+    losses: torch.Tensor = (
+        nn.functional.cross_entropy(out, wanted, reduction="none").reshape(len(out), -1).mean(dim=1)
+    )
     return losses
 
 
@@ -124,6 +126,19 @@ def test_chunks_of_a_changing_shape_would_be_seen_red_by_that_test(monkeypatch: 
         monkeypatch.setattr(clipping._Shapes, "chunks", lambda self, some: iter([list(some)]))
         moved.append(_left_out(engine, network(name), alone, alone[:1]))
     assert max(moved) > 0.0
+
+
+def test_rows_that_are_no_multiple_of_16_bytes_would_be_seen_red_by_that_test() -> None:
+    """A product rounds such a row by its place in the batch: no network of the list has one."""
+    draw = torch.Generator().manual_seed(0)
+    moved = {}
+    for features in (64, 255, 256, 6405):
+        units = [PrivacyUnit((torch.randn(1, features, generator=draw), torch.tensor([i % 2]))) for i in range(4)]
+        model = nn.Linear(features, 2)
+        alone = [units[0], *map(_nobody, units[1:])]
+        moved[features] = _left_out(bookkeeping_engine(4), model, alone, [*alone[1:], units[0]])
+    assert moved[64] == moved[256] == 0.0
+    assert moved[255] + moved[6405] > 0.0
 
 
 def test_a_batch_norm_that_is_left_in_is_refused() -> None:

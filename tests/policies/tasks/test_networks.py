@@ -24,14 +24,14 @@ def specs(draw: st.DrawFn) -> NetworkSpec:
         for key, bound in kind.options.items()
     }
     if name == "vit-s16":
-        options["width"] = options["heads"] * draw(st.integers(8, 48))
+        options["heads"] = draw(st.sampled_from([1, 2, 4, 8, 16]))
     weights = "" if name == "linear" else draw(st.sampled_from(["", PUBLIC]))
     if not weights:
         options.pop("head", None)
     trained = draw(st.sampled_from(kind.trained))
     most = kind.blocks({**{key: bound.default for key, bound in kind.options.items()}, **options})
     blocks = {"last-blocks": draw(st.integers(1, max(1, most))), "lora": draw(st.integers(0, most))}.get(trained, 0)
-    rank = draw(st.integers(1, 64)) if trained == "lora" else 0
+    rank = 4 * draw(st.integers(1, 16)) if trained == "lora" else 0
     return NetworkSpec(name, options, trained, blocks, rank, weights)
 
 
@@ -61,18 +61,22 @@ def test_every_network_has_defaults_and_names_them_in_its_canonical_form() -> No
         ),
         ({"name": "resnet18", "options": {"width": True}}, ["network.options.width: must be a whole number"]),
         ({"name": "resnet18", "options": {"width": 8.0}}, ["network.options.width: must be a whole number"]),
+        ({"name": "linear", "options": {"pooled": 5}}, ["network.options.pooled: must be", "a multiple of 4"]),
         ({"name": "segresnet", "options": {"width": 12}}, ["network.options.width: must be", "a multiple of 8"]),
         ({"name": "resnet18", "blocks": 2}, ["network.blocks: must be 0 where all is trained"]),
         ({"name": "resnet18", "trained": "last-blocks"}, ["network.blocks: must be a whole number in [1, 4]"]),
         ({"name": "resnet18", "trained": "last-blocks", "blocks": 5}, ["network.blocks: must be"]),
-        ({"name": "resnet18", "trained": "lora"}, ["network.rank: must be a whole number in [1, 64]"]),
+        (
+            {"name": "resnet18", "trained": "lora"},
+            ["network.rank: must be a whole number in [4, 64], a multiple of 4"],
+        ),
         ({"name": "resnet18", "trained": "half"}, ["network.trained: must be one of"]),
         ({"name": "resnet18", "trained": 1, "blocks": "2"}, ["trained: must be a text", "blocks: must be a whole"]),
         ({"name": "linear", "trained": "head"}, ["network.trained: must be one of all for linear"]),
         ({"name": "linear", "weights": PUBLIC}, ["network.weights: linear has none"]),
         ({"name": "resnet18", "weights": "http://x"}, ["network.weights: must be a SHA-256"]),
         ({"name": "resnet18", "options": {"head": 1}}, ["network.options.head: needs weights"]),
-        ({"name": "vit-s16", "options": {"width": 50}}, ["network.options.width: must be a multiple of"]),
+        ({"name": "vit-s16", "options": {"width": 64}}, ["network.options.width: must be a multiple of"]),
         ({"name": "resnet18", "parts": [{"name": "resnet18"}]}, ["network.parts: only frozen-features"]),
         ({"name": "frozen-features"}, ["network.parts: must be 1 to 8 networks"]),
         ({"name": "frozen-features", "parts": 3}, ["network.parts: must be a list"]),

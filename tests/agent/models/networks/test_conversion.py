@@ -127,8 +127,8 @@ def test_a_name_from_the_file_steers_no_terminal() -> None:
             NetworkSpec("resnet18", {"width": 8}),
         ),
         (
-            lambda: DenseNet(2, 1, 2, init_features=8, growth_rate=8, block_config=(6, 12, 24, 16)),
-            NetworkSpec("densenet121", {"width": 8, "growth": 8}),
+            lambda: DenseNet(2, 1, 2, init_features=16, growth_rate=8, block_config=(6, 12, 24, 16)),
+            NetworkSpec("densenet121", {"growth": 8}),
         ),
     ],
 )

@@ -33,7 +33,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "head": {"trained": "head"},
     "last-blocks": {"trained": "last-blocks", "blocks": 1},
     "bias-and-norms": {"trained": "bias-and-norms"},
-    "lora": {"trained": "lora", "rank": 2},
+    "lora": {"trained": "lora", "rank": 4},
 }
 CASES = [(name, part) for name in QUICK for part in PARTS if name != "linear" or part == "all"]
 
@@ -99,15 +99,15 @@ def test_only_the_part_that_is_named_is_trained() -> None:
 
 def test_a_head_on_frozen_stages_runs_them_once_for_each_picture() -> None:
     net = built("small-cnn", trained="head")
-    assert net.prepare(_pictures("small-cnn")).shape == (3, 16)
+    assert net.prepare(_pictures("small-cnn")).shape == (3, 32)
     last = built("small-cnn", trained="last-blocks", blocks=1)
-    assert last.prepare(_pictures("small-cnn")).shape == (3, 8, 4, 4)
+    assert last.prepare(_pictures("small-cnn")).shape == (3, 16, 4, 4)
     assert torch.equal(built("small-cnn").prepare(_pictures("small-cnn")), _pictures("small-cnn"))
     assert built("unet", trained="head").prepare(_pictures("unet")).shape[2:] == (8, 8)
 
 
 def test_lora_stands_beside_frozen_layers_and_says_nothing_at_first() -> None:
-    plain, narrow = built("vit-s16"), built("vit-s16", trained="lora", rank=3, blocks=1)
+    plain, narrow = built("vit-s16"), built("vit-s16", trained="lora", rank=4, blocks=1)
     pictures = _pictures("vit-s16")
     with torch.no_grad():
         assert torch.equal(plain.module(pictures), narrow.module(pictures))
@@ -174,8 +174,8 @@ def test_one_layer_on_several_frozen_networks() -> None:
     net = build(spec, 1, (16, 16), 2, 0, files.__getitem__)
     pictures = _pictures("small-cnn")
     rows = net.prepare(pictures)
-    assert rows.shape == (3, 16 + 32)
-    assert net.parameters == 48 * 2 + 2
+    assert rows.shape == (3, 32 + 32)
+    assert net.parameters == 64 * 2 + 2
     with torch.no_grad():
         assert not net.module(pictures).any()
         parts = [
