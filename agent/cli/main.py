@@ -68,6 +68,8 @@ def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR
             from agent.cli.train_distillation import run
         case ["train", _]:
             from agent.cli.train import run
+        case ["weights", _]:
+            from agent.cli.weights import run
         case ["draw"]:
             from agent.cli.sample import run
         case ["audit"]:
