@@ -36,7 +36,7 @@ from protos.v1.gateway_pb2_grpc import GatewayStub
 
 CALL_S = 30.0
 _KINDS = {"mechanism": str, "config": dict, "parameters": int, "sites": list, "rounds": int, "min_sites": int}
-_MORE = {"strategy": dict, "all_or_none": bool, "secure": bool}  # may be left out of a job file
+_MORE = {"strategy": dict, "all_or_none": bool, "secure": bool, "evaluate": list}  # may be left out of a job file
 
 
 @contextlib.contextmanager
@@ -167,7 +167,7 @@ def read_job(path: Path) -> dict[str, Any]:
         wanted = ", ".join(f"{k} ({t.__name__})" for k, t in _KINDS.items())
         more = ", ".join(f"{k} ({t.__name__})" for k, t in _MORE.items())
         raise coordinator_errors.CoordinatorConfigError(f"{path.name}: the keys are {wanted}; and if need be {more}")
-    whole = {"strategy": {"name": "fedavg"}, "all_or_none": False, "secure": False, **job}
+    whole = {"strategy": {"name": "fedavg"}, "all_or_none": False, "secure": False, "evaluate": [], **job}
     return {**whole, "config": json.dumps(whole["config"]), "strategy": json.dumps(whole["strategy"])}
 
 
@@ -175,6 +175,11 @@ def _request(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     job = read_job(arguments.job)
     run, config = getattr(arguments, "run", "") or "forecast", job["config"].encode()
     return gateway_pb2.LaunchRequest(**{**job, "run": run, "config": config}), job
+
+
+def _turns(job: dict[str, Any]) -> int:
+    """Rounds and looks together."""
+    return int(job["rounds"]) + len(job["evaluate"])
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -187,7 +192,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         sites = [{n: getattr(c, n) for n in names} for c in reply.sites]
         sys.stdout.write(json.dumps({"go": not reply.refused, "reason": reply.refused, "sites": sites}) + "\n")
         return 1 if reply.refused else 0
-    table = Table("site", "epsilon of the run", "delta", "of what is left", "", title=f"{job['rounds']} round(s)")
+    table = Table("site", "epsilon of the run", "delta", "of what is left", "", title=f"{_turns(job)} round(s)")
     for c in reply.sites:
         share = f"{100 * c.amount / c.left:.0f} %" if c.left > 0 else "no budget left"
         shown = epsilon_text(c.epsilon) if c.epsilon else ""  # "": it cannot be told
@@ -201,7 +206,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     """Start a run, or follow the one of that name; exit 1 when it failed or was stopped."""
     request, job = _request(arguments)
     with _stub(homes.CoordinatorDirectory(arguments.home)) as stub:
-        return _show(stub.Launch(request), arguments.json, job["rounds"])
+        return _show(stub.Launch(request), arguments.json, _turns(job))
 
 
 def _watch(arguments: argparse.Namespace) -> int:
@@ -255,6 +260,8 @@ class _Board:
         names, at = ", ".join(event.sites), {"granted": 0, "sent": 0, "closed": 1}.get(event.state)
         if at is not None:
             cells[at] = names
+        elif event.state == "evaluated":
+            cells[1] = f"{names}: {event.reason}"
         elif event.state in ("declined", "refused", "waiting"):
             cells[2] = "; ".join(filter(None, (cells[2], f"{names} ({event.reason})")))
         if event.state in ("finished", "failed", "stopped"):

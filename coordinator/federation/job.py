@@ -7,6 +7,7 @@ same claim. The forecast runs the real reservation's review on a draft.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from policies.accounting.rdp import NANO, cost, epsilon_nano
 from policies.review.policy import Policy
 from policies.review.rules import TERMS, AccountContext, remaining, review_reservation
 from policies.statements import ID, Reservation
+from policies.tasks.evaluation import EvaluationError, EvaluationPlan, SumLayout, plan_from
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 
@@ -50,7 +52,7 @@ class JobError(ConfigError, ValueError):
 
 
 def _configuration(mechanism: str, text: str) -> dict[str, Any]:
-    """The configuration's values: every key, none unknown or twice, every type exact.
+    """The configuration's values: every key, none unknown or twice, every type exact; looks, if any, as a plan.
 
     Raises:
         JobError: anything else. The keys at fault are named, all at once.
@@ -61,9 +63,13 @@ def _configuration(mechanism: str, text: str) -> dict[str, Any]:
         values = json_object(text)
     except ValueError:
         raise JobError("config: a JSON object of distinct keys and finite numbers") from None
+    plan = {"evaluate": values.pop("evaluate")} if mechanism == PLAIN and "evaluate" in values else {}
     if wrong := _at_fault(values, KEYS[mechanism]):
         raise JobError("config: " + "; ".join(wrong))
-    return values
+    try:
+        return {**values, "evaluate": plan_from(plan["evaluate"]) if plan else None}
+    except EvaluationError as fault:
+        raise JobError(f"config: {fault}") from None
 
 
 def _at_fault(values: Mapping[str, Any], kinds: Mapping[str, type]) -> list[str]:
@@ -86,7 +92,9 @@ def _claim(mechanism: str, values: Mapping[str, Any]) -> Claim:
         steps = values["steps_per_round"] * values["rounds"]
         if not min(values["steps_per_round"], values["rounds"]) >= 1:
             raise UnsupportedClaimError("steps_per_round and rounds must be at least 1")
-        return SubsampledGaussian(values["sampling_rate"], values["noise_multiplier"], steps)
+        training = SubsampledGaussian(values["sampling_rate"], values["noise_multiplier"], steps)
+        plan: EvaluationPlan | None = values["evaluate"]
+        return training if plan is None else plan.claim(training)
     except UnsupportedClaimError as fault:
         raise JobError(f"config: {fault}") from None
 
@@ -114,6 +122,7 @@ class Job:
     strategy: str = FEDAVG  # JSON, see coordinator.federation.aggregation
     all_or_none: bool = False  # False: a site that is refused is dropped, down to min_sites
     secure: bool = False  # the coordinator sees the sum alone
+    evaluate: tuple[int, ...] = ()  # the rounds after which the model is looked at; rising, the last round among them
 
     def __post_init__(self) -> None:
         """All problems at once."""
@@ -124,6 +133,35 @@ class Job:
     def claim(self) -> Claim:
         """What each site's account is charged for, all rounds together."""
         return claim_of(self.mechanism, self.config)
+
+    @property
+    def turns(self) -> int:
+        """Rounds and looks together: each is a round of the ledger, in the order in which they are made."""
+        return self.rounds + len(self.evaluate)
+
+    @property
+    def looks(self) -> dict[int, int]:
+        """The turns in which the model is looked at, from 1, and the round that each comes after."""
+        return {number + before + 1: number for before, number in enumerate(self.evaluate)}
+
+    def layout(self) -> SumLayout:
+        """The sums of a look.
+
+        Raises:
+            JobError: the configuration prices none.
+            EvaluationError: there are none for so many classes.
+        """
+        values = _configuration(self.mechanism, self.config)
+        plan: EvaluationPlan | None = values["evaluate"]
+        if plan is None:
+            raise JobError("config: it prices no look")
+        return SumLayout("classification", len(values["classes"]), plan.bins)
+
+    def look_noise(self, sites: int) -> float:
+        """Standard deviation of the noise on the sum of so many sites' looks, each of which has the whole."""
+        plan: EvaluationPlan | None = _configuration(self.mechanism, self.config)["evaluate"]
+        assert plan is not None, "a look is priced"
+        return plan.noise * math.sqrt(sites)
 
     def aggregator(self) -> Strategy:
         """The strategy, read."""
@@ -160,6 +198,7 @@ class Job:
             yield f"rounds: at most the {values['rounds']} that the configuration prices"
         if not values["public_patients"] >= 1:
             yield "config: public_patients of at least 1"
+        yield from self._wrong_looks(values["evaluate"])
         if self.mechanism != MASKED:
             return
         if values["sites"] != len(self.sites):
@@ -167,6 +206,25 @@ class Job:
         needed = quorum(len(self.sites), values["honest"])
         if not (values["honest"] >= 2 and needed <= self.min_sites):
             yield f"min_sites: at least {max(needed, 3)}, so that the honest sites' noise is in every sum"
+
+    def _wrong_looks(self, plan: EvaluationPlan | None) -> Iterator[str]:
+        """What is wrong with the rounds after which the model is looked at."""
+        rising = self.evaluate == tuple(sorted(set(self.evaluate)))
+        if self.evaluate and self.mechanism == MASKED:
+            yield f"evaluate: none with {MASKED}, where a look would have to be summed in secret, too; use {PLAIN}"
+        elif self.evaluate and plan is None:
+            yield "config: evaluate, which prices the looks that the job asks for"
+        elif plan is not None and not self.evaluate:
+            yield "evaluate: the rounds after which the priced looks are made; or a configuration without evaluate"
+        elif plan is not None and not (rising and self.evaluate[0] >= 1 and self.evaluate[-1] == self.rounds):
+            yield f"evaluate: rising rounds from 1, the last of them {self.rounds}"
+        elif plan is not None and not len(self.evaluate) <= plan.looks:
+            yield f"evaluate: at most the {plan.looks} looks that the configuration prices"
+        elif plan is not None:
+            try:
+                self.layout()
+            except EvaluationError as fault:
+                yield f"config: {fault}"
 
     def _wrong_strategy(self) -> Iterator[str]:
         try:
@@ -198,7 +256,7 @@ def quorum(sites: int, honest: int) -> int:
 
 
 _TYPES: Final[Mapping[str, type]] = MappingProxyType(
-    {"str": str, "int": int, "bool": bool, "tuple[str, ...]": list}  # as JSON has them
+    {"str": str, "int": int, "bool": bool, "tuple[str, ...]": list, "tuple[int, ...]": list}  # as JSON has them
 )
 
 
@@ -209,16 +267,19 @@ def job_from(text: str) -> Job:
         JobError: anything else, or a job that makes no sense.
     """
     try:
-        values = json_object(text)
+        values = {"evaluate": [], **json_object(text)}  # a job of before there were looks has none
     except ValueError:
         raise JobError("the job is not a JSON object of distinct keys and finite numbers") from None
     wrong = _at_fault(values, {f.name: _TYPES[str(f.type)] for f in fields(Job)})
     names = values.get("sites")
     if type(names) is list and not all(type(site) is str for site in names):
         wrong.append("sites: must be names")
+    looks = values["evaluate"]
+    if type(looks) is list and not all(type(number) is int for number in looks):
+        wrong.append("evaluate: must be numbers of rounds")
     if wrong:
         raise JobError("the job has keys at fault: " + "; ".join(wrong))
-    return Job(**{**values, "sites": tuple(values["sites"])})
+    return Job(**{**values, "sites": tuple(values["sites"]), "evaluate": tuple(values["evaluate"])})
 
 
 @dataclass(frozen=True, slots=True)

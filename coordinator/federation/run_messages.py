@@ -46,9 +46,10 @@ def from_run(plan: RoundPlan) -> Bounds:
     """What the process that conducts ``plan`` may send: vectors of the plan's length, envelopes of its sites."""
     size, masked = int(plan.model.vector.size), plan.roster is not None
     vector, moments = 4 * size + _TENSOR_HEADER, 16 * size + _TENSOR_HEADER
+    said = 4 * max(size, plan.sums) + _TENSOR_HEADER
     return {
         "reserve": (len(plan.sites) * messages.MAX_ENVELOPE, 0),
-        "admit": (messages.MAX_ENVELOPE, 8 * size + _TENSOR_HEADER if masked else vector),
+        "admit": (messages.MAX_ENVELOPE, 8 * size + _TENSOR_HEADER if masked else said),
         "done": (vector, moments),
         **dict.fromkeys(("progress", "over", "failed", "fault"), (0, 0)),
     }
@@ -167,6 +168,7 @@ class RunSpec:
             "seconds": [plan.round_timeout_s, plan.node_wait_s],
             "strategy": plan.aggregator.to_json(),
             "roster": roster,
+            "looks": [plan.sums, *sorted(plan.looks)],
         }
         pipe.send("start", text, pack_vector(plan.model.vector), plan.model.moments.to_bytes())
 
@@ -177,8 +179,8 @@ class RunSpec:
         Raises:
             RunFrameError: it is not an order.
         """
-        keys = ("token", "run", "sites", "rounds", "config", "least", "seconds", "strategy", "roster")
-        token, run, sites, rounds, config, least, seconds, strategy, roster = frame.values(*keys)
+        keys = ("token", "run", "sites", "rounds", "config", "least", "seconds", "strategy", "roster", "looks")
+        token, run, sites, rounds, config, least, seconds, strategy, roster, looks = frame.values(*keys)
         try:
             plan = RoundPlan(
                 run=run,
@@ -193,6 +195,8 @@ class RunSpec:
                 node_wait_s=seconds[1],
                 aggregator=strategy_from(strategy),
                 roster=None if roster is None else {site: bytes.fromhex(key) for site, key in roster.items()},
+                looks=frozenset(looks[1:]),
+                sums=looks[0],
             )
             return cls(plan, str(token))
         except (ValueError, TypeError, LookupError, AttributeError, binascii.Error):

@@ -199,7 +199,7 @@ class RunRequestHandler:
             size = read(frame.more).size
         except ArtifactFormatError:
             raise RunFrameError("admit: not a vector") from None
-        if size != self._model.vector.size:
+        if size != self.plan.size_of(self.index):
             raise RunFrameError("admit: not of the run's length")
         self._asked.add(site)
         try:

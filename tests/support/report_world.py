@@ -38,7 +38,7 @@ LAX = policy(
     levels='["A", "A*", "B", "C"]',
     max_releases_per_patient=3,
     mechanisms='["ksame", "distill", "remodel", "federated", "federated-masked"]',
-    artifact_types='["image-set", "volume-set", "model", "update", "masked-update"]',
+    artifact_types='["image-set", "volume-set", "model", "update", "masked-update", "evaluation"]',
 )
 K11 = KAnonymous(k=11, l_diversity=2, releases_per_patient=1)
 K5 = KAnonymous(k=5, l_diversity=2, releases_per_patient=1)

@@ -21,6 +21,7 @@ from agent.mechanisms.federated.mechanism import Federated
 from agent.mechanisms.ksame.mechanism import KSame
 from agent.release.pipeline import release_synthetic
 from agent.release.ports import ApprovalPending, SignedRelease, SiteContext
+from agent.storage.instance_index import part_of
 from coordinator.admission import AdmissionService, RequestRejectedError
 from policies.governance import decisions
 from policies.ledger.backends.sqlite import open_sqlite
@@ -54,6 +55,13 @@ class MemoryCheckpointStore:
         self.blobs.pop(self.name, None)
 
 
+def in_part(selection: str | Selection, person: str) -> bool:
+    """Whether a patient is in the part of a split that is selected, by a key that a vault would have."""
+    if isinstance(selection, str) or selection.split is None:
+        return True
+    return part_of(selection.split, bytes(32), person) == selection.part
+
+
 @dataclass
 class MemoryVault:
     """The vault's port in memory. It counts how often patients are read."""
@@ -80,7 +88,7 @@ class MemoryVault:
         found = []
         for i in range(self.patients - self.unreadable):
             images = tuple(Image(dice.random(shape).astype(np.float32), str(i % 3)) for _ in range(2))
-            if f"{i:04d}" not in excluded:
+            if f"{i:04d}" not in excluded and in_part(modality, f"{i:04d}"):
                 found.append(Patient(f"{i:04d}", images))
         return Cohort(tuple(found))
 

@@ -25,9 +25,11 @@ from torch.nn.functional import cross_entropy
 from agent.domain import Cohort, Patient, Update
 from agent.dp.clipping import PrivacyUnit
 from agent.dp.dpsgd import PrivateSgd, SecureSumGrid, TrainingTask, noisy_part, train_privately
+from agent.dp.evaluation_sums import ScoredExample, private_look
 from agent.dp.noise import TAIL, Entropy, deviation
 from agent.mechanisms.common.workspace import Workspace
-from policies.accounting.claims import DistributedGaussian, SubsampledGaussian
+from policies.accounting.claims import DistributedGaussian, Evaluated, SubsampledGaussian
+from policies.tasks.evaluation import EvaluationPlan, SumLayout, plan_from
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 
@@ -108,6 +110,11 @@ class _Classifier:
     centre: tuple[float, ...]
 
     @property
+    def turns(self) -> int:
+        """Rounds and looks together: as often a site may be asked for something of its patients."""
+        return self.rounds
+
+    @property
     def parameters(self) -> int:
         """Length of the flat model."""
         return len(self.classes) * (FEATURES + 1)
@@ -149,9 +156,25 @@ class _Classifier:
         best = (self.features(images) @ weight.T + bias).argmax(axis=1)
         return tuple(self.classes[i] for i in best)
 
+    def scored(self, vector: NDArray[np.float32], patient: Patient) -> list[ScoredExample]:
+        """What the parameters ``vector`` say of a patient's images of known classes, beside what is true."""
+        images = [image for image in patient.images if image.label in self.classes]
+        if not images:
+            return []
+        weight, bias = self._unpack(vector)
+        logits = self.features(np.stack([image.pixels for image in images])) @ weight.T + bias
+        shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+        shares /= shares.sum(axis=1, keepdims=True)
+        true = [np.array([self.classes.index(image.label)]) for image in images]
+        return [ScoredExample(*one) for one in zip(shares, true, strict=True)]
+
     def to_json(self) -> str:
-        """The configuration as JSON: sorted keys, no spaces, floats that read back exactly."""
-        return canonical(dataclasses.asdict(self)).decode()
+        """The configuration as JSON: sorted keys, no spaces, floats that read back exactly.
+
+        Without looks there is no key ``evaluate``: such a configuration has the bytes that it always had.
+        """
+        values = dataclasses.asdict(self)
+        return canonical({k: v for k, v in values.items() if k != "evaluate" or v is not None}).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -166,13 +189,14 @@ class _Classifier:
             raise FederatedConfigError("not a JSON object of distinct keys and finite numbers") from fault
         hints = get_type_hints(cls)
         kinds = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+        looks = {"evaluate": values.pop("evaluate")} if kinds.pop("evaluate", None) and "evaluate" in values else {}
         if wrong := sorted(kinds.keys() ^ values.keys()):
             raise FederatedConfigError("unknown or missing keys: " + ", ".join(wrong))
         if wrong := sorted(key for key, kind in kinds.items() if not _is(values[key], kind)):
             raise FederatedConfigError("keys of the wrong type: " + ", ".join(wrong))
         arguments: dict[str, Any] = {key: tuple(v) if type(v) is list else v for key, v in values.items()}
         try:
-            return cls(**arguments)
+            return cls(**arguments, **{key: plan_from(value) for key, value in looks.items()})
         except FederatedConfigError:
             raise
         except ValueError as fault:
@@ -237,6 +261,7 @@ class Federated(_Classifier):
     shape: tuple[int, int]  # (h, w) of the images, multiples of 8
     centre: tuple[float, ...]  # (64,) subtracted from the pooled pixels; from public images or constant
     proximal: float = 0.0  # FedProx's mu, 0: plain steps; required in JSON like every other key
+    evaluate: EvaluationPlan | None = None  # None: nobody looks at how good the model is
 
     name: ClassVar[str] = "federated"
 
@@ -251,10 +276,44 @@ class Federated(_Classifier):
             )
         self._job()
         self.claim()
+        if self.evaluate is not None:
+            self.layout()
 
-    def claim(self) -> SubsampledGaussian:
-        """What all rounds together promise. It is settled before an image is read."""
-        return SubsampledGaussian(self.sampling_rate, self.noise_multiplier, self.steps_per_round * self.rounds)
+    @property
+    def turns(self) -> int:
+        """Rounds and looks together."""
+        return self.rounds + (self.evaluate.looks if self.evaluate is not None else 0)
+
+    def claim(self) -> SubsampledGaussian | Evaluated:
+        """What all rounds and looks together promise. It is settled before an image is read."""
+        steps = self.steps_per_round * self.rounds
+        training = SubsampledGaussian(self.sampling_rate, self.noise_multiplier, steps)
+        return training if self.evaluate is None else self.evaluate.claim(training)
+
+    def layout(self) -> SumLayout:
+        """The sums of one look.
+
+        Raises:
+            EvaluationError: there are none for so many classes.
+        """
+        assert self.evaluate is not None, "a look is priced"
+        return SumLayout("classification", len(self.classes), self.evaluate.bins)
+
+    def run_look(self, cohort: Cohort, update: Update, entropy: Entropy) -> Update:
+        """The noisy sums of one look at the global parameters ``update``: how good they are on ``cohort``.
+
+        The patients are those held out. Of an empty cohort there is as much noise: a refusal would reveal whether
+        there is a single patient.
+
+        Returns:
+            (layout.size,) sums, see :mod:`policies.tasks.evaluation`.
+        Raises:
+            ValueError: the update or the images have another shape than the configuration.
+        """
+        plan = self.evaluate
+        assert plan is not None, "a look is priced"
+        patients = (self.scored(update.vector, patient) for patient in cohort.patients)
+        return Update(private_look(self.layout(), patients, plan.noise, entropy))
 
     def run_round(self, cohort: Cohort, update: Update, entropy: Entropy, bench: Workspace = _NO_BENCH) -> Update:
         """Train ``steps_per_round`` private steps from the global parameters ``update``.

@@ -152,7 +152,7 @@ def test_the_terms_of_the_mechanisms_are_these() -> None:
         "ksame": Terms(KAnonymous, images, parts, **whole),
         "ksalsa": Terms(KAnonymous, images, parts | {"style", "content"}, **whole),
         "anonfaces": Terms(KAnonymous, images, parts | {"recogniser"}, **whole),
-        "federated": Terms(SubsampledGaussian, ("update",), ends, rounds=True),
+        "federated": Terms(SubsampledGaussian, ("update", "evaluation"), ends, rounds=True),
         "federated-masked": Terms(DistributedGaussian, ("masked-update",), ends, rounds=True),
         "privimage": Terms(Composed, images, frozenset({"semantics", "pretraining"}), **whole),
         "centroids": Terms(Composed, images, parts | {"codebook"}, **whole),
@@ -163,7 +163,7 @@ def test_the_terms_of_the_mechanisms_are_these() -> None:
     kinds = dict.fromkeys(("ksame", "ksalsa", "anonfaces", "distill", "remodel"), "k")
     kinds |= dict.fromkeys(("federated", "federated-masked", "privimage", "centroids", "distill-dp"), "rdp")
     assert {name: terms.kind for name, terms in TERMS.items()} == kinds
-    assert {"image-set", "volume-set", "update", "masked-update", "model"} == ARTIFACT_TYPES
+    assert {"image-set", "volume-set", "update", "masked-update", "model", "evaluation"} == ARTIFACT_TYPES
     assert [account_name("m", name) for name in ("ksame", "federated-masked", "magic")] == ["m/k", "m/rdp", ""]
     assert Terms(GaussianQuery, ("update",), frozenset(), rounds=False).kind == "rdp"
     assert {name for name, terms in TERMS.items() if not {*terms.artifact_types} <= ARTIFACT_TYPES} == set()
