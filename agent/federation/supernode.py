@@ -70,9 +70,17 @@ from agent.federation.fleet_transport import TurnedAway
 from agent.federation.supernode_process import LinkSetup
 from agent.federation.tasks import MAX_TICKET, Kind, Reply, RoundTask, TaskDeclinedError
 from protos.federation import flower_environment, messages
+from protos.federation.round_times import RoundTerms
 
-_KINDS: Final[dict[str, Kind]] = {messages.PRICE: "price", messages.TRAIN: "train", messages.SECURE: "secure"}
+_KINDS: Final[dict[str, Kind]] = {
+    messages.PLAN: "plan",
+    messages.PRICE: "price",
+    messages.TRAIN: "train",
+    messages.SECURE: "secure",
+}
+_TIMES: Final = {messages.SECONDS, messages.APPROVE_BY}
 _RECORDS: Final[dict[Kind, set[str]]] = {
+    "plan": {messages.ORDER},
     "price": {messages.ORDER},
     "train": {messages.ORDER, messages.PARAMETERS},
     "secure": {messages.ORDER, messages.PAYLOAD},
@@ -96,8 +104,17 @@ def read_task(kind: str, content: RecordDict) -> RoundTask:
 def _task(kind: Kind, content: RecordDict) -> RoundTask:
     order = content[messages.ORDER]
     keys = {messages.RUN, messages.ROUND, messages.CONFIG} | ({messages.STEP} if kind == "secure" else set())
-    if set(content) != _RECORDS[kind] or not isinstance(order, ConfigRecord) or set(order) != keys:
+    if set(content) != _RECORDS[kind] or not isinstance(order, ConfigRecord) or set(order) - _TIMES != keys:
         raise TaskDeclinedError("malformed")
+    if given := set(order) & _TIMES:  # both or, of a version before jobs named their times, none
+        if given != _TIMES:
+            raise TaskDeclinedError("malformed")
+        seconds, approve_by = order[messages.SECONDS], order[messages.APPROVE_BY]
+        if type(seconds) is not int or type(approve_by) is not int:
+            raise TaskDeclinedError("malformed")
+        terms = RoundTerms(seconds, approve_by)
+    else:
+        terms = RoundTerms()
     run, index, config, step = (
         order[messages.RUN],
         order[messages.ROUND],
@@ -110,7 +127,7 @@ def _task(kind: Kind, content: RecordDict) -> RoundTask:
         raise TaskDeclinedError("malformed")
     vector = _array(content, messages.PARAMETERS, messages.FLAT, np.float32) if kind == "train" else None
     payload = _array(content, messages.PAYLOAD, messages.DATA, np.uint8).tobytes() if kind == "secure" else b""
-    return RoundTask(run, kind, index, config, vector, step, payload)
+    return RoundTask(run, kind, index, config, vector, step, payload, terms)
 
 
 def _array(content: RecordDict, name: str, key: str, dtype: type[np.generic]) -> NDArray[Any]:
