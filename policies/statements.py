@@ -160,7 +160,7 @@ class Approval:
     person: str
     origin: str  # the ledger that the proposal is for
     serial: str  # chosen by who proposes; each is decided once
-    action: str  # "amend" | "appoint" | "dismiss" | "enrol" | "limit" | "refuse" | "release" | "waive"
+    action: str  # "amend" | "appoint" | "dismiss" | "enrol" | "limit" | "refuse" | "release" | "run" | "waive"
     subject: str
     value: str
 

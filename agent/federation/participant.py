@@ -5,6 +5,9 @@ only grants in its ledger are trained for. The vault records the participant's p
 killed agent rejoins the run with the rounds it has begun counted as made. An update is kept in the vault before it
 sets out, so that a kill on its way takes no site out of a round: asked again, the site sends the same bytes. They go
 when the next round's are sealed, with the run's end, or when the site leaves it.
+
+Where the policies want persons to approve runs, nothing of a run is priced before they have approved its plan
+(:mod:`agent.federation.run_plan`), whatever the coordinator asks for.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ import numpy as np
 from agent.domain import Selection, Split, Update
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
+from agent.federation import run_plan
+from agent.federation.answer_pace import AnswerPace, RoundWork
 from agent.federation.part_watch import How, PartEnd, PartWatch
+from agent.federation.run_plan import RunPlan
 from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
 from agent.release.budget import (
@@ -39,11 +45,13 @@ from agent.release.unsent import PART, forget, keep_update, kept_update, updates
 from policies.accounting.claims import Claim, Evaluated, looks_of, training_of
 from policies.ledger.entries import Reserved
 from policies.review.rules import Finding, Verdict
-from policies.statements import ID, release_id
+from policies.statements import ID, claim_json, release_id
 from policies.tasks.evaluation import HELD_OUT, SPLIT, TRAINED
 from protos.artifacts.arrays import pack_vector, unpack_vector
 from protos.artifacts.strict_safetensors import pack_ring
 from protos.common.errors import WorkerError
+from protos.federation import round_times
+from protos.federation.round_times import RoundTerms
 
 KEPT_S = 30 * 86_400.0  # the last update, once all is made: who was off when the run ended does not hear of its end
 
@@ -115,6 +123,14 @@ class Participant:
     now: Callable[[], float] = lambda: 0.0  # without a clock nothing grows old
     made_at: float = 0.0  # when all was made, if it is
     last: SealedUpdate | None = None  # that update, sent again if asked again; None: no longer, or not in clear
+    project: str = "main"  # whose patients take part
+    most_round_seconds: int = round_times.MOST_S  # the longest round in which this site takes part
+    terms: RoundTerms = field(default_factory=RoundTerms)  # of the run that was priced
+    clock: Callable[[], float] = lambda: 0.0  # seconds, for what a round takes; without one nothing takes any time
+    effort: Callable[[], float] = lambda: 0.0  # seconds of work in trainings so far
+    pace: AnswerPace = field(default_factory=AnswerPace)  # of rounds
+    look_pace: AnswerPace = field(default_factory=AnswerPace)
+    _nobody: tuple[AnswerPace, Callable[[], Update]] | None = None  # a round or look of nobody, to be measured
 
     def resume(self) -> bool:
         """Take up the part that an earlier process had open; False when there is none.
@@ -136,7 +152,7 @@ class Participant:
             return False
         if note["modality"] != self.modality:
             return False
-        self.run = note["run"]
+        self.run, self.terms = note["run"], RoundTerms(*note.get("terms", ()))
         self.made_at = note.get("made_at", self.now())
         self._take_up(note.get("sealed", {}))
         if not held:  # all is made, and the run goes on without this site's work
@@ -178,6 +194,7 @@ class Participant:
 
     def _note(self) -> None:
         note: dict[str, Any] = {"run": self.run, "grant": self.grant, "modality": self.modality}
+        note["terms"] = [self.terms.seconds, self.terms.approve_by]
         if self.mechanism is not None:
             note |= {"mechanism": self.mechanism.name, "config": self.mechanism.to_json()}
             note |= {"rounds_trained": self.rounds_trained, "looks": self.looks, "begun": self.begun}
@@ -191,23 +208,77 @@ class Participant:
             note["sealed"]["envelope"] = base64.b64encode(signed.envelope).decode()
         self.site.vault.write_note(PART, note if self.grant or self.last is not None else None)
 
-    def join(self, run: str, mechanism: Federated | FederatedMasked) -> bytes:
+    def plan_of(self, run: str, mechanism: Federated | FederatedMasked, terms: RoundTerms) -> RunPlan:
+        """What the run would do here, in the form that persons approve."""
+        claim, config = mechanism.claim(), mechanism.to_json()
+        names = mechanism.name, config, claim_json(claim), mechanism.rounds
+        return RunPlan(run, *names, self.modality, self.project, terms)
+
+    def consider(self, run: str, mechanism: Federated | FederatedMasked, terms: RoundTerms) -> None:
+        """May this run be priced here, as far as persons are asked? If not yet, they can see it from now on.
+
+        Raises:
+            ReviewRejectedError: persons have not approved the plan (``waiting``), or have refused it (``plan``); or a
+                round of it would last longer than this site allows, or it has no proper name.
+        """
+        if not ID.fullmatch(run):
+            raise _no("run", "a run's name is a short lower-case identifier")
+        if not terms.seconds <= self.most_round_seconds:
+            told = f"a round would last up to {terms.seconds} seconds, and most_round_seconds in site.toml allows"
+            raise _no("round_seconds", f"{told} {self.most_round_seconds}")
+        if run == self.run and (mechanism == self.mechanism or self.mechanism is None) and terms == self.terms:
+            return  # it was approved before it was priced
+        wanted = self.site.ledger.policy_of(self.site.name).run_approvals
+        if not wanted:
+            return
+        plan, state = self.plan_of(run, mechanism, terms), self.site.ledger.store.state
+        self._show_plan(plan)
+        match run_plan.standing(state, plan, wanted):
+            case "refused":
+                raise _no("plan", "a person at this site has refused the plan of this run")
+            case "waiting":
+                roles = " and ".join(sorted(run_plan.missing_roles(state, plan, wanted)))
+                raise _no("waiting", f"{roles} must approve the plan first: `lazaret-agent run show {run}`")
+
+    def _show_plan(self, plan: RunPlan) -> None:
+        """Keep it where persons find it; the plan of before under that name is another one, and goes."""
+        vault = self.site.vault
+        if (vault.note(run_plan.NOTE) or {}).get(plan.run) != plan.to_note():
+            vault.change_note(run_plan.NOTE, lambda note: run_plan.with_plan(note, plan))
+            self.site.say("plan", f"{plan.run}: see `lazaret-agent run show {plan.run}`")
+
+    def forget_plan(self, run: str) -> None:
+        """The run is over: nobody has to decide about it any more."""
+        if run in (self.site.vault.note(run_plan.NOTE) or {}):
+            self.site.vault.change_note(run_plan.NOTE, lambda note: run_plan.without(note, run))
+
+    def same_terms(self, run: str, terms: RoundTerms) -> None:
+        """Is a round asked for under the times that were priced, and approved where persons approve runs?
+
+        Raises:
+            ReviewRejectedError: it is not.
+        """
+        if run == self.run and terms != self.terms:
+            raise _no("round", "the times of this round are not those of the run that was priced")
+
+    def join(self, run: str, mechanism: Federated | FederatedMasked, terms: RoundTerms | None = None) -> bytes:
         """Price the whole run here. Asked again for the run it is in, it reserves nothing more.
 
         Returns:
             The site's sealed reservation: the coordinator reserves with it.
         Raises:
             ReviewRejectedError: by the site's ledger, or because the run was priced before and is spent, has no
-            proper name, is for more patients than delta allows (P1), or has larger updates than the policies admit.
+            proper name, is for more patients than delta allows (P1), or has larger updates than the policies admit;
+            or as :meth:`consider`.
         """
-        if run == self.run and mechanism == self.mechanism and self.grant:
+        terms = terms or RoundTerms()
+        self.consider(run, mechanism, terms)
+        if run == self.run and mechanism == self.mechanism and self.grant and terms == self.terms:
             return self._reservation(self.grant)
         if run == self.run and self.mechanism is None and self.last is not None:  # all is made, and the run goes on
             return self._reservation(self.last.signed.release.grant)
         delta = float(self.site.ledger.account(self.site.name, mechanism.claim()).opened.delta)
         findings = []
-        if not ID.fullmatch(run):
-            findings.append(Finding("run", "a run's name is a short lower-case identifier"))
         if run in self.site.ledger.runs():
             findings.append(Finding("run_spent", "this run was priced before, and its grant is spent"))
         if not delta * mechanism.public_patients < 1:
@@ -223,7 +294,7 @@ class Participant:
         self.site.say("price", f"{mechanism.name}: reserve in the site's ledger, then at the coordinator")
         envelope = reserve_locally(self.site, reservation)
         self.run, self.grant, self.granted, self.resumed = run, reservation.grant, False, False
-        self.mechanism = mechanism
+        self.mechanism, self.terms = mechanism, terms
         self._note()
         return envelope
 
@@ -288,6 +359,7 @@ class Participant:
         self.rounds_trained = self.looks = self.begun = 0
         self.round_in_progress = False
         if how != "made":
+            self.forget_plan(self.run)
             self.run = ""
             self._replace_last(0, None)
         else:
@@ -453,18 +525,39 @@ class Participant:
     def _make(self, call: Callable[..., Update], part: str, *given: Any) -> tuple[Update, frozenset[str]]:
         """What a confined process makes of the patients in a part; and of whom it is."""
         assert self.mechanism is not None
-        self.training = True
+        self.training, began, before = True, self.clock(), self.effort()
         self.watch.changed(self)
         try:
             cohort = self.site.vault.cohort(patients_of(self.modality, self.mechanism, part))
+            read = self.clock()
             self._check_leaving()
             made: Update = self.site.run(call, cohort, *given)
             self._check_leaving()
+            taken = read - began, self.clock() - read, self.effort() - before
+            pace = self.pace if part == TRAINED else self.look_pace
+            pace.trained(self.run, RoundWork(*taken, len(cohort.patients), self.mechanism.public_patients))
+            self._nobody = pace, partial(self.site.run, call, replace(cohort, patients=()), *given)
         finally:
             self.training = False
         persons = frozenset(patient.pseudonym for patient in cohort.patients)
         check_opt_outs(self.site, persons)
         return made, persons
+
+    def settle_pace(self) -> None:
+        """Choose when the answers of this run leave, if that is open; an update is sealed by now.
+
+        What a round or a look of nobody makes is dropped: it is noise that depends on no patient.
+        """
+        nobody, self._nobody = self._nobody, None
+        if nobody is None or not nobody[0].is_open(self.terms.seconds):
+            return
+        pace, of_nobody = nobody
+        empty, began, before = 0.0, self.clock(), self.effort()
+        try:
+            of_nobody()
+            empty = self.effort() - before
+        finally:
+            pace.choose(empty, self.clock() - began, self.terms.seconds)
 
     def _check_leaving(self) -> None:
         if self.watch.wants_to_leave(self):

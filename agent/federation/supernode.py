@@ -70,14 +70,18 @@ from agent.federation.fleet_transport import TurnedAway
 from agent.federation.supernode_process import LinkSetup
 from agent.federation.tasks import MAX_TICKET, Kind, Reply, RoundTask, TaskDeclinedError
 from protos.federation import flower_environment, messages
+from protos.federation.round_times import RoundTerms
 
 _KINDS: Final[dict[str, Kind]] = {
+    messages.PLAN: "plan",
     messages.PRICE: "price",
     messages.TRAIN: "train",
     messages.EVALUATE: "evaluate",
     messages.SECURE: "secure",
 }
+_TIMES: Final = {messages.SECONDS, messages.APPROVE_BY}
 _RECORDS: Final[dict[Kind, set[str]]] = {
+    "plan": {messages.ORDER},
     "price": {messages.ORDER},
     "train": {messages.ORDER, messages.PARAMETERS},
     "evaluate": {messages.ORDER, messages.PARAMETERS},
@@ -102,8 +106,17 @@ def read_task(kind: str, content: RecordDict) -> RoundTask:
 def _task(kind: Kind, content: RecordDict) -> RoundTask:
     order = content[messages.ORDER]
     keys = {messages.RUN, messages.ROUND, messages.CONFIG} | ({messages.STEP} if kind == "secure" else set())
-    if set(content) != _RECORDS[kind] or not isinstance(order, ConfigRecord) or set(order) != keys:
+    if set(content) != _RECORDS[kind] or not isinstance(order, ConfigRecord) or set(order) - _TIMES != keys:
         raise TaskDeclinedError("malformed")
+    if given := set(order) & _TIMES:  # both or, of a version before jobs named their times, none
+        if given != _TIMES:
+            raise TaskDeclinedError("malformed")
+        seconds, approve_by = order[messages.SECONDS], order[messages.APPROVE_BY]
+        if type(seconds) is not int or type(approve_by) is not int:
+            raise TaskDeclinedError("malformed")
+        terms = RoundTerms(seconds, approve_by)
+    else:
+        terms = RoundTerms()
     run, index, config, step = (
         order[messages.RUN],
         order[messages.ROUND],
@@ -117,7 +130,7 @@ def _task(kind: Kind, content: RecordDict) -> RoundTask:
     sent = messages.PARAMETERS in _RECORDS[kind]
     vector = _array(content, messages.PARAMETERS, messages.FLAT, np.float32) if sent else None
     payload = _array(content, messages.PAYLOAD, messages.DATA, np.uint8).tobytes() if kind == "secure" else b""
-    return RoundTask(run, kind, index, config, vector, step, payload)
+    return RoundTask(run, kind, index, config, vector, step, payload, terms)
 
 
 def _array(content: RecordDict, name: str, key: str, dtype: type[np.generic]) -> NDArray[Any]:

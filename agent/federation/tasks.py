@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from protos.common.errors import PeerError
 from protos.federation import messages
+from protos.federation.round_times import RoundTerms
 
 CODES: Final = frozenset(messages.CODES)
-Kind = Literal["price", "train", "evaluate", "secure"]
-_KINDS: Final = ("price", "train", "evaluate", "secure")
+Kind = Literal["plan", "price", "train", "evaluate", "secure"]
+_KINDS: Final = ("plan", "price", "train", "evaluate", "secure")
 
 MAX_TICKET: Final = 1 << 16
+_OF_BEFORE: Final = RoundTerms()
 _WORD: Final = 64
 _VECTOR: Final = 4 * messages.MAX_PARAMETERS
 # word -> the greatest length of each of its fields
@@ -40,6 +42,8 @@ _FRAMES: Final[Mapping[str, tuple[int, ...]]] = {
         messages.MAX_STEP,
         messages.MAX_PAYLOAD,
         _VECTOR,
+        8,
+        8,
     ),
     # to the link
     "answer": (MAX_TICKET, _WORD, messages.MAX_ENVELOPE, messages.MAX_PAYLOAD, _VECTOR),
@@ -80,6 +84,7 @@ class RoundTask:
     vector: NDArray[np.float32] | None = None  # (p,) finite global parameters, read-only; not to a price or a step
     step: str = ""  # of secure aggregation
     payload: bytes = b""  # what that step is given
+    terms: RoundTerms = _OF_BEFORE  # how long a round may take, and what else is said of times
 
     def __post_init__(self) -> None:
         """Refuse what no honest coordinator sends.
@@ -177,7 +182,8 @@ def task_frame(ticket: bytes, task: RoundTask) -> bytes:
     """A task with the link's ``ticket`` for it."""
     vector = b"" if task.vector is None else _bytes(task.vector)
     head = (ticket, task.kind.encode(), task.run.encode(), task.round_index.to_bytes(8, "big"))
-    return frame("task", *head, task.config, task.step.encode(), task.payload, vector)
+    terms = (task.terms.seconds.to_bytes(8, "big"), task.terms.approve_by.to_bytes(8, "big"))
+    return frame("task", *head, task.config, task.step.encode(), task.payload, vector, *terms)
 
 
 def read_task_frame(fields: list[memoryview]) -> tuple[bytes, RoundTask]:
@@ -186,7 +192,7 @@ def read_task_frame(fields: list[memoryview]) -> tuple[bytes, RoundTask]:
     Raises:
         FrameError: it is not a task.
     """
-    ticket, kind, run, index, config, step, payload, vector = fields
+    ticket, kind, run, index, config, step, payload, vector, seconds, approve_by = fields
     try:
         return bytes(ticket), RoundTask(
             bytes(run).decode(),
@@ -196,6 +202,7 @@ def read_task_frame(fields: list[memoryview]) -> tuple[bytes, RoundTask]:
             np.frombuffer(vector, "<f4") if len(vector) else None,
             bytes(step).decode("ascii"),
             bytes(payload),
+            RoundTerms(int.from_bytes(seconds, "big"), int.from_bytes(approve_by, "big")),
         )
     except ValueError:  # a decoding error is one
         raise FrameError("not a task") from None

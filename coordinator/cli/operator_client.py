@@ -23,12 +23,14 @@ from coordinator import errors as coordinator_errors
 from coordinator.admission import AdmissionService
 from coordinator.cli.output import ERR, OUT, say
 from coordinator.enrolment.authority import Authority, Invitation
+from coordinator.federation.job import APPROVAL_DAYS
 from coordinator.operations.pending import request_named, waiting
 from coordinator.storage import directory as homes
 from policies.accounting.rounding import epsilon_text
 from policies.governance.decisions import said_by
 from protos.common import durable_files
 from protos.common.text import MINUTE, utc
+from protos.federation import round_times
 from protos.operations.next_steps import SetupReport
 from protos.protocol_version import USER_AGENT
 from protos.v1 import gateway_pb2
@@ -36,7 +38,10 @@ from protos.v1.gateway_pb2_grpc import GatewayStub
 
 CALL_S = 30.0
 _KINDS = {"mechanism": str, "config": dict, "parameters": int, "sites": list, "rounds": int, "min_sites": int}
-_MORE = {"strategy": dict, "all_or_none": bool, "secure": bool, "evaluate": list}  # may be left out of a job file
+# may be left out of a job file
+_MORE = {"strategy": dict, "all_or_none": bool, "secure": bool, "evaluate": list}
+_MORE |= {"round_seconds": int, "approval_days": int}
+_UNSAID = {"strategy": {"name": "fedavg"}, "round_seconds": round_times.DEFAULT_S, "approval_days": APPROVAL_DAYS}
 
 
 @contextlib.contextmanager
@@ -167,7 +172,7 @@ def read_job(path: Path) -> dict[str, Any]:
         wanted = ", ".join(f"{k} ({t.__name__})" for k, t in _KINDS.items())
         more = ", ".join(f"{k} ({t.__name__})" for k, t in _MORE.items())
         raise coordinator_errors.CoordinatorConfigError(f"{path.name}: the keys are {wanted}; and if need be {more}")
-    whole = {"strategy": {"name": "fedavg"}, "all_or_none": False, "secure": False, "evaluate": [], **job}
+    whole = {**_UNSAID, "all_or_none": False, "secure": False, "evaluate": [], **job}
     return {**whole, "config": json.dumps(whole["config"]), "strategy": json.dumps(whole["strategy"])}
 
 

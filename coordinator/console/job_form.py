@@ -15,14 +15,28 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from coordinator.explanations import epsilon_at_least, epsilon_text, format_rounded_up, rounded_up
-from coordinator.federation.job import FEDAVG, KEYS, MASKED, PLAIN, Job, JobError, LaunchDecision, SiteCost
+from coordinator.federation.job import (
+    APPROVAL_DAYS,
+    FEDAVG,
+    KEYS,
+    MASKED,
+    PLAIN,
+    Job,
+    JobError,
+    LaunchDecision,
+    SiteCost,
+)
 from policies.accounting.claims import RELATION, UNIT
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
+from protos.federation import round_times
 
 MOST_JOB: Final = 1 << 20  # bytes of a job file
 _NEEDED: Final = frozenset({"mechanism", "config", "parameters", "sites", "rounds", "min_sites"})
-_MORE: Final = frozenset({"strategy", "all_or_none", "secure"})  # may be left out of a job file
+_TIMES: Final[Mapping[str, int]] = MappingProxyType(
+    {"round_seconds": round_times.DEFAULT_S, "approval_days": APPROVAL_DAYS}
+)
+_MORE: Final = frozenset({"strategy", "all_or_none", "secure", *_TIMES})  # may be left out of a job file
 
 
 class JobFormError(ConfigError, ValueError):
@@ -70,7 +84,13 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     }
 )
 _NUMBERS: Final[Mapping[str, str]] = MappingProxyType(
-    {"parameters": "Length of the model", "rounds": "Rounds", "min_sites": "Fewest hospitals"}
+    {
+        "parameters": "Length of the model",
+        "rounds": "Rounds",
+        "min_sites": "Fewest hospitals",
+        "round_seconds": "Seconds of a round",
+        "approval_days": "Days to approve the run",
+    }
 )
 NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -79,7 +99,10 @@ NAMES: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 _DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
-    {"rounds": "", "min_sites": "", "parameters": "", "run": "", "strategy": FEDAVG}
+    {
+        **{"rounds": "", "min_sites": "", "parameters": "", "run": "", "strategy": FEDAVG},
+        **{name: str(unsaid) for name, unsaid in _TIMES.items()},
+    }
 )
 
 
@@ -107,6 +130,7 @@ def from_job(job: Job) -> dict[str, str]:
         "rounds": str(job.rounds),
         "min_sites": str(job.min_sites),
         "strategy": job.strategy,
+        **{name: str(getattr(job, name)) for name in _TIMES},
         **({"all_or_none": "on"} if job.all_or_none else {}),
         **filled,
         **{f"site.{site}": "on" for site in job.sites},
@@ -135,6 +159,7 @@ def from_file(raw: bytes, run: str = "") -> dict[str, str]:
     out = {name: _typed(values[name]) for name in ("parameters", "rounds", "min_sites")}
     out |= {"run": run, "mechanism": mechanism, "strategy": json.dumps(values.get("strategy", json.loads(FEDAVG)))}
     out |= {"all_or_none": "on"} if values.get("all_or_none") is True else {}
+    out |= {name: _typed(values.get(name, unsaid)) for name, unsaid in _TIMES.items()}
     out |= {f"config.{key}": _typed(value) for key, value in config.items() if key in KEYS[mechanism]}
     return out | {f"site.{site}": "on" for site in sites if isinstance(site, str)}
 
@@ -151,7 +176,7 @@ def job_of(form: Mapping[str, str]) -> Job:
 
     def read(name: str, label: str, kind: type) -> Any:
         try:
-            return _READ[kind](form.get(name, "").strip())
+            return _READ[kind](form.get(name, _DEFAULTS.get(name, "")).strip())
         except ValueError as fault:
             wrong.append(f"{label}: {fault}")
             return None

@@ -58,6 +58,14 @@ _CODES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "run_process_lost": ("The process of the run ended; another one continues.", "Nothing."),
         "storage": ("The coordinator could not write to its disk.", "Free some space, then resume the run."),
         "by an operator": ("It was stopped by a person.", "Resume it when you are ready."),
+        "waiting": (
+            "Persons at the hospital have not approved the run.",
+            "Ask them. They have the days that the job gives.",
+        ),
+        "not_approved_yet": (
+            "Persons at a hospital have not approved the run yet.",
+            "Wait, or ask them. After the job's days the run begins without that hospital.",
+        ),
         "not_granted": (
             "The coordinator's ledger holds no budget of this hospital for the run.",
             "If it was refused, see the rule under Refusals.",

@@ -22,10 +22,13 @@ from policies.statements import ID, Reservation
 from policies.tasks.evaluation import EvaluationError, EvaluationPlan, SumLayout, plan_from
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
+from protos.federation import round_times
 
 FEDAVG: Final = '{"name":"fedavg"}'
 PLAIN: Final = "federated"
 MASKED: Final = "federated-masked"
+APPROVAL_DAYS: Final = 14  # where a job names none
+MOST_APPROVAL_DAYS: Final = 180
 _SHARED: Final[Mapping[str, type]] = {
     "sampling_rate": float,
     "noise_multiplier": float,
@@ -123,6 +126,8 @@ class Job:
     all_or_none: bool = False  # False: a site that is refused is dropped, down to min_sites
     secure: bool = False  # the coordinator sees the sum alone
     evaluate: tuple[int, ...] = ()  # the rounds after which the model is looked at; rising, the last round among them
+    round_seconds: int = round_times.DEFAULT_S  # how long a site may work on a round
+    approval_days: int = APPROVAL_DAYS  # how long persons at the sites may take to approve the run
 
     def __post_init__(self) -> None:
         """All problems at once."""
@@ -182,6 +187,10 @@ class Job:
             "rounds: 1 to 10,000": 0 < self.rounds <= 10_000,
             "min_sites: 1 to the number of sites": 0 < self.min_sites <= len(self.sites),
             f"secure: true for {MASKED}, and for nothing else": self.secure is (self.mechanism == MASKED),
+            f"round_seconds: {round_times.LEAST_S} to {round_times.MOST_S:,}, a minute to a day": round_times.LEAST_S
+            <= self.round_seconds
+            <= round_times.MOST_S,
+            f"approval_days: 1 to {MOST_APPROVAL_DAYS}": 1 <= self.approval_days <= MOST_APPROVAL_DAYS,
         }
         return (name for name, right in rules.items() if not right)
 
@@ -255,6 +264,7 @@ def quorum(sites: int, honest: int) -> int:
     return max((sites + 1) // 2 + 1, honest + 1)
 
 
+_OF_EARLIER: Final = {"round_seconds": round_times.EARLIER_S, "approval_days": APPROVAL_DAYS}
 _TYPES: Final[Mapping[str, type]] = MappingProxyType(
     {"str": str, "int": int, "bool": bool, "tuple[str, ...]": list, "tuple[int, ...]": list}  # as JSON has them
 )
@@ -263,11 +273,15 @@ _TYPES: Final[Mapping[str, type]] = MappingProxyType(
 def job_from(text: str) -> Job:
     """Read what :meth:`Job.to_json` wrote, strictly: every key, none unknown or twice, every type exact.
 
+    A job of a version before jobs named their times has the times of then.
+
     Raises:
         JobError: anything else, or a job that makes no sense.
     """
     try:
         values = {"evaluate": [], **json_object(text)}  # a job of before there were looks has none
+        if not values.keys() & _OF_EARLIER.keys():
+            values = {**_OF_EARLIER, **values}
     except ValueError:
         raise JobError("the job is not a JSON object of distinct keys and finite numbers") from None
     wrong = _at_fault(values, {f.name: _TYPES[str(f.type)] for f in fields(Job)})

@@ -25,7 +25,14 @@ from coordinator.federation.evaluation import Estimate, LookSums, best, estimate
 from coordinator.federation.events import EventStream, RunEvent, RunQueue
 from coordinator.federation.job import Job
 from coordinator.federation.run_process import RunLostError
-from coordinator.federation.strategy import AWAY, RoundFailedError, RoundModel, RoundPlan, RoundProgress
+from coordinator.federation.strategy import (
+    AWAY,
+    NOT_APPROVED_YET,
+    RoundFailedError,
+    RoundModel,
+    RoundPlan,
+    RoundProgress,
+)
 from coordinator.federation.superlink import FlowerHost, conduct
 from coordinator.storage.release_store import WORDING, ReleaseStore, certificate
 from policies.ledger.entries import Admitted
@@ -34,11 +41,13 @@ from protos.artifacts.arrays import ArtifactFormatError, pack_vector, unpack_vec
 from protos.artifacts.strict_safetensors import unpack_ring
 from protos.common.durable_files import replace_file
 from protos.common.errors import Signal
+from protos.federation import round_times
+from protos.federation.round_times import RoundTerms
 
-ROUND_TIMEOUT_S: Final = 150.0  # above the last of the agents' answering times below it, 128 s
 NODE_WAIT_S: Final = 20.0
 PATIENCE_S: Final = 7200.0  # for sites that sleep, before a run is stopped
 _PAUSES_S: Final = (5.0, 60.0)  # before the first further try, and at most
+APPROVE_BY: Final = "approve-by"  # of a run's folder: until when persons may approve it, seconds since 1970
 _LOST: Final = 3  # processes of a run, without a round closed in between, before it has failed
 _ABSENT: Final = frozenset({"too_few_sites_online", "too_few_updates", "too_few_grants"})
 _ABSENT_SECRET: Final = frozenset({"too_few_sites_online", "too_few_grants"})  # a round begun is not begun again
@@ -61,6 +70,37 @@ class RunContext:
     turn: RunQueue = field(default_factory=RunQueue)  # a site takes part in one run at a time; other runs of it wait
 
 
+@dataclass(slots=True)
+class _Patience:
+    """How long a run waits for sites, and how often it tries again."""
+
+    until: float = 0.0
+    closed: int = -1  # rounds, when it began
+    pause: float = 0.0
+    said: RunEvent | None = None
+
+    def goes_on(self, end: RunEvent, closed: int, seconds: float) -> bool:
+        """A try has failed; patience begins anew where a round was closed since, or where persons have their own day.
+
+        ``seconds``: that it took. A round that was asked for does not count: it may have lasted a day.
+
+        Returns:
+            Whether it is to be told: days of waiting for the same persons are told once.
+        """
+        people = end.reason == NOT_APPROVED_YET
+        self.until += seconds if end.reason == "too_few_updates" else 0.0
+        if closed > self.closed or people:
+            self.until, self.closed = time.monotonic() + PATIENCE_S, closed
+            self.pause = self.pause if people and end == self.said else 0.0
+        told, self.said = not people or end != self.said, end
+        return told
+
+    def next_pause(self) -> float:
+        """Seconds: twice as many each time, up to a bound."""
+        self.pause = min(2 * self.pause, _PAUSES_S[1]) if self.pause else _PAUSES_S[0]
+        return self.pause
+
+
 class RunController:
     """One run from its first or its next round to its end: the gate that Flower's strategy asks."""
 
@@ -73,26 +113,26 @@ class RunController:
     def run(self) -> None:
         """Round after round to an end; sites that are away are waited for; an end is durable before it is told."""
         job, host = self.job, self.context.host
-        until, pause, closed = time.monotonic() + PATIENCE_S, _PAUSES_S[0], -1
+        patience = _Patience()
         while True:
             try:
                 with self.context.turn.take(self.feed.waiting, job.sites):
+                    began = time.monotonic()
                     end = self._attempt()
                 break
             except RoundFailedError as failure:
                 end = self._end_of(failure)
-                if self._closed() > closed:  # it went on since: patience begins anew
-                    until, pause, closed = time.monotonic() + PATIENCE_S, _PAUSES_S[0], self._closed()
+                told = patience.goes_on(end, self._closed(), time.monotonic() - began)
                 if end.state != "waiting" or host.stopping.is_set():
                     break
-                if not time.monotonic() < until:
+                if not time.monotonic() < patience.until:
                     end = RunEvent(job.run, end.round, "stopped", end.sites, end.reason)
                     break
-                self.feed.put(end)
-                if self._sleep(pause):
+                if told:
+                    self.feed.put(end)
+                if self._sleep(patience.next_pause()):
                     end = RunEvent(job.run, end.round, "stopped", (), "by an operator")
                     break
-                pause = min(2 * pause, _PAUSES_S[1])
             except (
                 RunStopped,
                 OSError,
@@ -147,7 +187,8 @@ class RunController:
             len(self.job.sites) if self.job.all_or_none else self.job.min_sites
         )
         absent = _ABSENT_SECRET if self.job.secure else _ABSENT
-        state = "waiting" if failure.reason in absent and away and enough else "failed"
+        waits = failure.reason == NOT_APPROVED_YET or (failure.reason in absent and away and enough)
+        state = "waiting" if waits else "failed"
         refused = tuple(sorted(failure.refused))
         return RunEvent(self.job.run, failure.round_index + 1, state, refused, failure.reason)
 
@@ -174,7 +215,9 @@ class RunController:
                 config=job.config.encode(),
                 min_sites=job.min_sites,
                 least_grants=len(job.sites) if job.all_or_none and not done else job.min_sites,
-                round_timeout_s=ROUND_TIMEOUT_S,
+                round_timeout_s=round_times.round_timeout(job.round_seconds, job.parameters),
+                longest_step_s=round_times.step_timeout(job.parameters),
+                terms=RoundTerms(job.round_seconds, self._approve_by()),
                 node_wait_s=NODE_WAIT_S,
                 aggregator=strategy_from(job.strategy),
                 roster=self._roster() if job.secure else None,
@@ -192,6 +235,15 @@ class RunController:
             return self.job.sites
         granted = self._held()
         return tuple(site for site in self.job.sites if site in granted)
+
+    def _approve_by(self) -> int:
+        """Until when persons may approve the run; 0: no site that is asked wants that, by its policy of today."""
+        if not any(self.register.policy_of(site).run_approvals for site in self.job.sites):
+            return 0
+        try:
+            return int((self.folder / APPROVE_BY).read_text())
+        except (FileNotFoundError, ValueError):
+            return 0
 
     def _roster(self) -> dict[str, bytes]:
         """Site to its enrolled signing key, from the ledger."""

@@ -33,7 +33,7 @@ from coordinator.federation.secure_strategy import SecureStrategy
 from coordinator.federation.strategy import GatedStrategy, RoundFailedError, RoundModel, RoundProgress
 from protos.artifacts.arrays import pack_vector
 from protos.common.errors import WorkerError
-from protos.federation import flower_environment
+from protos.federation import flower_environment, round_times
 from protos.federation.messages import FLEET_BODY
 from protos.operations.confinement import CONVERSING, Allowed, ConfinementError, confine, interpreter
 from protos.operations.http_relay import RelayedTransport
@@ -109,7 +109,8 @@ def conduct(order: RunSpec, gate: RemoteGate, transport: httpx.BaseTransport) ->
     plan = order.plan
     kind = GatedStrategy if plan.roster is None else SecureStrategy
     strategy = kind(plan, gate, gate.stopping)
-    grid = BoundedGrid(LoopbackEndpoint("coordinator", "", transport), order.token, gate.stopping)
+    silence = round_times.silence(plan.terms.seconds)
+    grid = BoundedGrid(LoopbackEndpoint("coordinator", "", transport), order.token, gate.stopping, silence)
     outcome = "failed"
     try:
         grid.begin()

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from coordinator.admission import AdmissionService
 from coordinator.federation.events import EventStream, RunEvent
 from coordinator.federation.job import Job, JobError, LaunchDecision, SiteCost, claim_of, decide, forecast, job_from
-from coordinator.federation.run_controller import RunContext, RunController
+from coordinator.federation.run_controller import APPROVE_BY, RunContext, RunController
 from coordinator.federation.superlink import FlowerHost
 from coordinator.storage.release_store import ReleaseStore
 from policies.review.rules import AccountContext, account_name
 from policies.statements import ID
 from protos.common.durable_files import replace_file
+
+_DAY_S: Final = 86_400
 
 
 class RunManager:
@@ -37,6 +40,7 @@ class RunManager:
     ) -> None:
         """``root`` holds a directory for each run; ``tell`` says (kind, run, sites) to the sites' sessions."""
         self.root, self.host, self.intake, self.log = root, host, intake, log
+        self.now: Callable[[], float] = time.time  # for the day by which persons have to approve a run
         self._context = RunContext(root, host, intake, shelf, log, tell)
         self.root.mkdir(exist_ok=True)
         self._feeds: dict[str, EventStream] = {}
@@ -77,6 +81,8 @@ class RunManager:
                 raise JobError(f"the forecast refuses it: {decision.reason} (see `round plan`); {why}")
             with self._mutex:
                 path.parent.mkdir(exist_ok=True)
+                until = int(self.now()) + job.approval_days * _DAY_S
+                replace_file(path.parent / APPROVE_BY, str(until).encode())
                 replace_file(path, job.to_json().encode())
         return self._follow(job)
 

@@ -26,6 +26,7 @@ from protos.artifacts.arrays import pack_vector, unpack_vector
 from protos.common.canonical_json import json_object
 from protos.common.errors import PeerError
 from protos.federation import messages
+from protos.federation.round_times import RoundTerms
 
 _HEAD: Final = struct.Struct(">8sQQQ")  # word, padded with zeros; lengths of text, body and more
 _MAX_TEXT: Final = 4 << 20  # bytes
@@ -165,7 +166,8 @@ class RunSpec:
             "rounds": [plan.first_round, plan.rounds],
             "config": base64.b64encode(plan.config).decode(),
             "least": [plan.min_sites, plan.least_grants],
-            "seconds": [plan.round_timeout_s, plan.node_wait_s],
+            "seconds": [plan.round_timeout_s, plan.node_wait_s, plan.longest_step_s],
+            "terms": [plan.terms.seconds, plan.terms.approve_by],
             "strategy": plan.aggregator.to_json(),
             "roster": roster,
             "looks": [plan.sums, *sorted(plan.looks)],
@@ -179,8 +181,20 @@ class RunSpec:
         Raises:
             RunFrameError: it is not an order.
         """
-        keys = ("token", "run", "sites", "rounds", "config", "least", "seconds", "strategy", "roster", "looks")
-        token, run, sites, rounds, config, least, seconds, strategy, roster, looks = frame.values(*keys)
+        keys = (
+            "token",
+            "run",
+            "sites",
+            "rounds",
+            "config",
+            "least",
+            "seconds",
+            "terms",
+            "strategy",
+            "roster",
+            "looks",
+        )
+        token, run, sites, rounds, config, least, seconds, terms, strategy, roster, looks = frame.values(*keys)
         try:
             plan = RoundPlan(
                 run=run,
@@ -193,6 +207,8 @@ class RunSpec:
                 least_grants=least[1],
                 round_timeout_s=seconds[0],
                 node_wait_s=seconds[1],
+                longest_step_s=seconds[2],
+                terms=RoundTerms(*terms),
                 aggregator=strategy_from(strategy),
                 roster=None if roster is None else {site: bytes.fromhex(key) for site, key in roster.items()},
                 looks=frozenset(looks[1:]),

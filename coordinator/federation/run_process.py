@@ -129,8 +129,8 @@ class RunRequestHandler:
     def __init__(self, plan: RoundPlan, gate: RunGate) -> None:
         """At the price of ``plan``."""
         self.plan, self._gate = plan, gate
-        steps = 1 if plan.roster is None else len(SumStep)
-        self.patience = plan.node_wait_s + steps * plan.round_timeout_s + _SLACK_S
+        others = 0 if plan.roster is None else len(SumStep) - 1  # in which nobody trains
+        self.patience = plan.node_wait_s + plan.round_timeout_s + others * plan.step_timeout_s + _SLACK_S
         self.index = plan.first_round  # of the round that is open
         self._model = plan.model
         self._granted: dict[str, bytes] | None = None  # None: nothing was reserved yet

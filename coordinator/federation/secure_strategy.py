@@ -124,12 +124,15 @@ class SecureStrategy(GatedStrategy):
         """One message to each site, and what came back in time; who is silent is noted."""
         nodes = {node.name: node.node_id for node in grid.get_nodes()}
         name = step.name.lower()
+        # sites train for their masked vectors alone
+        seconds = self.plan.round_timeout_s if step is SumStep.MASK else self.plan.step_timeout_s
         order = ConfigRecord(
             {
                 messages.RUN: self.plan.run,
                 messages.ROUND: index,
                 messages.CONFIG: self.plan.config,
                 messages.STEP: name,
+                **self.plan.terms.order(),
             }
         )
         self._sent = {
@@ -137,14 +140,14 @@ class SecureStrategy(GatedStrategy):
                 RecordDict({messages.ORDER: order, messages.PAYLOAD: _bytes(payload)}),
                 nodes[site],
                 messages.SECURE,
-                ttl=self.plan.round_timeout_s,
+                ttl=seconds,
                 group_id=f"{index}-{name}",
             )
             for site, payload in requests.items()
             if site in nodes
         }
         lost, self._lost = self._lost, {}
-        replies = grid.send_and_receive(list(self._sent.values()), timeout=self.plan.round_timeout_s)
+        replies = grid.send_and_receive(list(self._sent.values()), timeout=seconds)
         found = {}
         for site, content in self._match(replies):
             payload = _payload(content)

@@ -17,7 +17,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NoReturn, Protocol
 
@@ -32,10 +32,14 @@ from coordinator.federation.replies import InvalidReplyError, error_name, pack, 
 from protos.artifacts.arrays import pack_vector
 from protos.common.errors import TrainingError
 from protos.federation import messages as wire
+from protos.federation import round_times
+from protos.federation.round_times import RoundTerms
 
 _POLL_S: Final = 0.2
 SLUG: Final = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")  # a code
 AWAY: Final = frozenset({"offline", "no_reply"})  # codes of sites that may come back
+WAITING: Final = "waiting"  # the code of a site whose persons have not approved the run yet
+NOT_APPROVED_YET: Final = "not_approved_yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +97,20 @@ class RoundPlan:
     config: bytes  # the mechanism's public configuration
     min_sites: int  # in each round
     least_grants: int  # at the price
-    round_timeout_s: float  # from sending to the last usable reply; also for pricing
+    round_timeout_s: float  # from sending to the last usable reply of a site that trains
     node_wait_s: float  # how long to wait for expected sites that are offline
     aggregator: Aggregator = field(default_factory=FedAvg)
     roster: Mapping[str, bytes] | None = None  # secure aggregation: site -> enrolled Ed25519 key
     looks: frozenset[int] = frozenset()  # those of the rounds that are looks at the model
     sums: int = 0  # length of what a site says in one
+
+    terms: RoundTerms = field(default_factory=RoundTerms)
+    longest_step_s: float = round_times.STEP_S  # the same for a price, a plan, and a step in which nobody trains
+
+    @property
+    def step_timeout_s(self) -> float:
+        """From sending to the last usable reply of a site that does not train."""
+        return min(self.longest_step_s, self.round_timeout_s)
 
     def size_of(self, index: int) -> int:
         """The length of what a site says in a round."""
@@ -121,6 +133,7 @@ class RoundPlan:
                 "looks": self.looks <= set(range(1, self.rounds)),
                 "sums": (0 if not self.looks else 1) <= self.sums <= wire.MAX_SUMS,
                 "node_wait_s": math.isfinite(self.node_wait_s) and self.node_wait_s >= 0,
+                "longest_step_s": math.isfinite(self.longest_step_s) and self.longest_step_s > 0,
             }.items()
             if not right
         ]
@@ -146,6 +159,7 @@ class GatedStrategy(Strategy):
     plan: RoundPlan
     gate: RunGate
     stopping: threading.Event = field(default_factory=threading.Event)
+    now: Callable[[], float] = time.time  # for the day by which persons have to approve a run
     model: RoundModel = field(init=False)
     granted: dict[str, bytes] = field(init=False, default_factory=dict)
     declined: dict[str, str] = field(init=False, default_factory=dict)
@@ -163,16 +177,20 @@ class GatedStrategy(Strategy):
     def price(self, grid: Grid) -> None:
         """Ask every listed site for its sealed reservation; those whose budgets are then held take part.
 
+        Where persons approve runs, no site is asked for a price before all have decided, or their time is over: a
+        price is held from the moment when it is asked for. Whoever has not approved by then is not asked.
+
         Raises:
-            RoundFailedError: fewer than ``min_sites`` grant it.
+            RoundFailedError: fewer than ``min_sites`` grant it, or persons at a site may still approve it.
         """
-        messages = self._address(grid, self.plan.sites, wire.PRICE, 0, None)
-        replies = grid.send_and_receive(messages, timeout=self.plan.round_timeout_s)
-        for site, content in self._match(replies):
+        undecided = self._undecided(grid)
+        sites = [site for site in self.plan.sites if site not in undecided]
+        for site, content in self._ask(grid, sites, wire.PRICE):
             try:
                 self.granted[site], _ = read(content, None)
             except InvalidReplyError as refusal:
                 self._lost[site] = str(refusal)
+        self._lost |= undecided
         least, away = self.plan.least_grants, {s for s, code in self._lost.items() if code in AWAY}
         if len(self.granted) >= least or not len(self.granted) + len(away) >= least:  # else: once they are back
             self._lost |= self._reserve(least)
@@ -182,6 +200,28 @@ class GatedStrategy(Strategy):
         self.gate.progress(RoundProgress("priced", self.plan.first_round, tuple(self.granted), self.declined))
         if not len(self.granted) >= least:
             self._fail(-1, "too_few_grants", self.declined)
+
+    def _undecided(self, grid: Grid) -> dict[str, str]:
+        """The sites whose persons have not approved the run in time, or have refused it, and the code of each.
+
+        An agent of a version before runs were approved does not know the question, and has no policy that wants it.
+
+        Raises:
+            RoundFailedError: there is still time to.
+        """
+        if not self.plan.terms.approve_by or self.plan.first_round:
+            return {}
+        self._ask(grid, self.plan.sites, wire.PLAN)
+        found = {site: code for site, code in self._lost.items() if code not in AWAY and code != "message_type"}
+        waiting = {site: code for site, code in found.items() if code == WAITING}
+        if waiting and self.now() < self.plan.terms.approve_by:
+            self._fail(-1, NOT_APPROVED_YET, waiting)
+        return found
+
+    def _ask(self, grid: Grid, sites: Sequence[str], kind: str) -> list[tuple[str, RecordDict]]:
+        """The contents of what ``sites`` answer to a question for which nobody trains; all else is noted."""
+        messages = self._address(grid, sites, kind, 0, None)
+        return self._match(grid.send_and_receive(messages, timeout=self.plan.step_timeout_s))
 
     def _reserve(self, least: int) -> dict[str, str]:
         """Site to code, for those whose budget the coordinator's ledger does not hold; all if it cannot tell."""
@@ -273,6 +313,7 @@ class GatedStrategy(Strategy):
         """One message for each of ``sites`` that is online; the others are noted as offline."""
         nodes = self._online(grid, sites)
         order = ConfigRecord({wire.RUN: self.plan.run, wire.ROUND: index, wire.CONFIG: self.plan.config})
+        order.update(self.plan.terms.order())
         records: dict[str, ArrayRecord | MetricRecord | ConfigRecord] = {wire.ORDER: order}
         if arrays is not None:
             records[wire.PARAMETERS] = arrays
@@ -282,7 +323,7 @@ class GatedStrategy(Strategy):
                 nodes[site],
                 kind,
                 # Expired when the round is over: a site that comes back late must not start on it.
-                ttl=self.plan.round_timeout_s,
+                ttl=self.plan.round_timeout_s if kind == wire.TRAIN else self.plan.step_timeout_s,
                 group_id=str(index),
             )
             for site in sites

@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from coordinator.federation.events import RunEvent
-from coordinator.federation.job import FEDAVG, Job, JobError
+from coordinator.federation.job import APPROVAL_DAYS, FEDAVG, Job, JobError
 from coordinator.federation.run_manager import RunManager
+from protos.federation import round_times
 from protos.v1 import gateway_pb2
 
+_DEFAULTS: Final = {"round_seconds": round_times.DEFAULT_S, "approval_days": APPROVAL_DAYS}  # for 0, that is unsaid
 _TOLD: Final = ("site", "fits", "epsilon", "delta", "amount", "left", "reason")  # of a site's cost
 
 
@@ -59,6 +61,7 @@ def _job(request: Any) -> Job:
     given = {f.name: getattr(request, f.name) for f in fields(Job)}
     more = {"config": config, "sites": tuple(request.sites), "evaluate": tuple(request.evaluate)}
     more |= {"strategy": request.strategy or FEDAVG}
+    more |= {name: given[name] or most for name, most in _DEFAULTS.items()}
     return Job(**{**given, **more})
 
 

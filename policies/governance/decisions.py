@@ -59,6 +59,7 @@ _VALUES: Final[Mapping[str, re.Pattern[str]]] = MappingProxyType(
         "limit": re.compile(r"[0-9][0-9.e-]{0,23}"),
         "refuse": re.compile(f"{HEX.pattern} {ID.pattern}"),
         "release": HEX,
+        "run": HEX,
         "waive": re.compile(r"[1-9][0-9]{0,8}-[A-Za-z0-9_-]{1,64}"),  # the epoch and its nonce
     }
 )

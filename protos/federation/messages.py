@@ -5,6 +5,8 @@ Agent and coordinator never import each other; both import this. A run has four 
 
 ``query.price``, coordinator to site: one ConfigRecord ``order`` {run: str, round: int, config: bytes}
     reply: one ConfigRecord ``answer`` {envelope: bytes}, or an Error; at the price, the site's sealed reservation
+``query.plan``, coordinator to site, before the price where persons approve runs: the same ``order``
+    reply: ``answer`` with an empty envelope: nothing here waits; or an Error, ``waiting`` while persons decide
 ``query.secure``, coordinator to site: ``order`` {run, round, config, step: str} and one ArrayRecord
 ``payload`` {data: (n,) uint8}
     reply: one ArrayRecord ``payload`` {data: (m,) uint8}, or an Error. What the bytes mean is
@@ -15,9 +17,13 @@ Agent and coordinator never import each other; both import this. A run has four 
     reply: as to ``train``, with the noisy sums of one look (policies/tasks/evaluation.py) in place of parameters
 
 ``run`` is Lazaret's run id (not Flower's), ``round`` counts from 0 (always 0 in ``query.price``),
-``config`` is the mechanism's public configuration, opaque here. Parameters travel as one flat tensor,
-because Flower's cost is per tensor; bytes as an array, because Flower cuts only arrays into pieces that fit
-a call. An Error carries a code of `CODES` and that code's name as its reason, never other text.
+``config`` is the mechanism's public configuration, opaque here. Since a job names its times, every ``order`` also has
+{seconds: int, approve_by: int}: how long a round may take, and until when persons may approve the run (seconds since
+1970; 0: no site that is asked wants that). Without the two, a round takes at most 150 seconds.
+
+Parameters travel as one flat tensor, because Flower's cost is per tensor; bytes as an array, because Flower cuts only
+arrays into pieces that fit a call. An Error carries a code of `CODES` and that code's name as its reason, never other
+text.
 
 Flower starts a run from an app bundle. Lazaret runs no received code, so the bundle is a stub: it is
 built here, byte for byte the same everywhere, both sides know its SHA-256, and nobody unpacks it.
@@ -35,16 +41,19 @@ from collections.abc import Mapping
 from typing import Final
 
 PRICE: Final = "query.price"
+PLAN: Final = "query.plan"
 TRAIN: Final = "train"
 EVALUATE: Final = "evaluate"
 SECURE: Final = "query.secure"
-KINDS: Final = frozenset({PRICE, TRAIN, EVALUATE, SECURE})
+KINDS: Final = frozenset({PLAN, PRICE, TRAIN, EVALUATE, SECURE})
 
 ORDER: Final = "order"
 RUN: Final = "run"
 ROUND: Final = "round"
 CONFIG: Final = "config"
 STEP: Final = "step"
+SECONDS: Final = "seconds"
+APPROVE_BY: Final = "approve_by"
 
 ANSWER: Final = "answer"
 ENVELOPE: Final = "envelope"
@@ -105,6 +114,7 @@ CODES: Final[Mapping[str, int]] = {
     "mechanism": 1006,  # unknown mechanism or configuration
     "not_granted": 1007,  # training was asked for without a grant
     "unavailable": 1008,
+    "waiting": 1009,  # persons at the site have not approved the run yet
 }
 
 _WORDS: Final = '"""A stub. It does nothing: Lazaret runs only code that is installed locally."""\n'

@@ -50,7 +50,7 @@ MOST_CLASSES: Final = 1 << 20  # the linear model has a million parameters only 
 def governed(home: Path, paced: bool) -> int:
     """``lazaret-agent serve``."""
     if not paced:
-        service.response_delay = lambda _seconds: 0.0
+        service.response_delay = lambda *_: 0.0
     return serve.serve(argparse.Namespace(home=home, modality=MODALITY))
 
 

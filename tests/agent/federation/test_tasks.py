@@ -26,6 +26,7 @@ from agent.federation.tasks import (
 from protos.federation import messages
 
 ORDER: dict[str, Any] = {"run": "r1", "round": 3, "config": b"{}"}
+SECONDS = (3_600).to_bytes(8, "big")
 VECTOR = np.arange(3, dtype=np.float32)
 
 
@@ -206,10 +207,13 @@ def test_garbage_in_the_pipe_is_no_frame(garbage: bytes) -> None:
         (7, b""),
         (7, b"123"),
         (7, np.array([np.nan], np.float32).tobytes()),
+        (8, bytes(8)),
+        (8, (86_401).to_bytes(8, "big")),
+        (9, b"\xff" * 8),
     ],
 )
 def test_a_frame_of_a_link_gone_bad_is_no_task(place: int, value: bytes) -> None:
-    fields = [b"t", b"train", b"r1", bytes(8), b"{}", b"", b"", VECTOR.tobytes()]
+    fields = [b"t", b"train", b"r1", bytes(8), b"{}", b"", b"", VECTOR.tobytes(), SECONDS, bytes(8)]
     read_task_frame([memoryview(field) for field in fields])
     fields[place] = value
     with pytest.raises(FrameError):

@@ -371,3 +371,24 @@ def test_a_site_without_exactly_one_forecast_does_not_fit():
 def test_forecasts_of_other_sites_count_for_nothing():
     others = [SiteCost(f"other-{i}", True, "1", "1", 1, 1, "1", "") for i in range(9)]
     assert not decide(_job(), others).go
+
+
+# --- times
+
+
+@pytest.mark.parametrize(("key", "values"), [("round_seconds", (59, 86_401)), ("approval_days", (0, 181))])
+def test_a_job_names_its_times_within_bounds(key, values):
+    for value in values:
+        with pytest.raises(JobError, match=f"{key}: "):
+            _job(**{key: value})
+    assert _job().round_seconds == 3_600
+    assert job_from(_job(round_seconds=86_400).to_json()).round_seconds == 86_400
+
+
+def test_a_job_of_before_jobs_named_their_times_has_those_of_then():
+    values = json.loads(_job().to_json())
+    for key in ("round_seconds", "approval_days"):
+        del values[key]
+    assert job_from(json.dumps(values)).round_seconds == 150
+    with pytest.raises(JobError, match="approval_days: unknown or missing"):
+        job_from(json.dumps({**values, "round_seconds": 60}))

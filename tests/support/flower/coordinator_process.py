@@ -44,6 +44,7 @@ from coordinator.federation.superlink_listeners import HostConfig
 from protos.artifacts.arrays import unpack_vector
 from protos.federation import messages
 from protos.federation.messages import STUB_FILES, bundle
+from protos.federation.round_times import EARLIER_S, RoundTerms
 from tests.support.flower.port import Port, serve
 
 
@@ -113,6 +114,7 @@ def run(host: FlowerHost, command: dict[str, Any]) -> dict[str, Any]:
         least_grants=command["min_sites"],
         round_timeout_s=command.get("round_timeout_s", 120.0),
         node_wait_s=command.get("node_wait_s", 100.0),
+        terms=RoundTerms(command.get("seconds", EARLIER_S)),
     )
     gate = Gate(plan.run, config)
     report: dict[str, Any] = {}
