@@ -22,7 +22,7 @@ from protos.common.errors import ConfigError
 
 MOST_JOB: Final = 1 << 20  # bytes of a job file
 _NEEDED: Final = frozenset({"mechanism", "config", "parameters", "sites", "rounds", "min_sites"})
-_MORE: Final = frozenset({"strategy", "all_or_none", "secure"})  # may be left out of a job file
+_MORE: Final = frozenset({"strategy", "all_or_none", "secure", "evaluate"})  # may be left out of a job file
 
 
 class JobFormError(ConfigError, ValueError):
@@ -69,6 +69,13 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "centre": ("Centre", "a JSON list: the public mean that is taken off, one number for each pixel"),
     }
 )
+# The looks at a model, which a run need not have: label, help.
+_LOOKS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "evaluate": ("Look after rounds", "a JSON list of rounds, the last one among them; nothing: no looks"),
+        "config.evaluate": ("Price of the looks", "a JSON object with looks, noise, held_out and bins; or nothing"),
+    }
+)
 _NUMBERS: Final[Mapping[str, str]] = MappingProxyType(
     {"parameters": "Length of the model", "rounds": "Rounds", "min_sites": "Fewest hospitals"}
 )
@@ -93,7 +100,8 @@ def inputs(values: Mapping[str, str]) -> list[FormField]:
     """The fields of the mechanism's public configuration, filled."""
     known = KEYS[values["mechanism"]]
     named = [(key, *_HELP[key]) for key in _HELP if key in known]
-    return [FormField(f"config.{key}", label, text, values.get(f"config.{key}", "")) for key, label, text in named]
+    own = [FormField(f"config.{key}", label, text, values.get(f"config.{key}", "")) for key, label, text in named]
+    return own + [FormField(name, *told, values.get(name, "")) for name, told in _LOOKS.items()]
 
 
 def from_job(job: Job) -> dict[str, str]:
@@ -108,6 +116,7 @@ def from_job(job: Job) -> dict[str, str]:
         "min_sites": str(job.min_sites),
         "strategy": job.strategy,
         **({"all_or_none": "on"} if job.all_or_none else {}),
+        **({"evaluate": _typed(list(job.evaluate))} if job.evaluate else {}),
         **filled,
         **{f"site.{site}": "on" for site in job.sites},
     }
@@ -135,7 +144,9 @@ def from_file(raw: bytes, run: str = "") -> dict[str, str]:
     out = {name: _typed(values[name]) for name in ("parameters", "rounds", "min_sites")}
     out |= {"run": run, "mechanism": mechanism, "strategy": json.dumps(values.get("strategy", json.loads(FEDAVG)))}
     out |= {"all_or_none": "on"} if values.get("all_or_none") is True else {}
-    out |= {f"config.{key}": _typed(value) for key, value in config.items() if key in KEYS[mechanism]}
+    out |= {"evaluate": _typed(values["evaluate"])} if values.get("evaluate") else {}
+    known = KEYS[mechanism].keys() | {"evaluate"}
+    out |= {f"config.{key}": _typed(value) for key, value in config.items() if key in known}
     return out | {f"site.{site}": "on" for site in sites if isinstance(site, str)}
 
 
@@ -158,6 +169,9 @@ def job_of(form: Mapping[str, str]) -> Job:
 
     config = {key: read(f"config.{key}", _HELP[key][0], kind) for key, kind in KEYS[mechanism].items()}
     numbers = {name: read(name, label, int) for name, label in _NUMBERS.items()}
+    looks = read("evaluate", _LOOKS["evaluate"][0], list) if form.get("evaluate", "").strip() else []
+    if form.get("config.evaluate", "").strip():
+        config["evaluate"] = read("config.evaluate", _LOOKS["config.evaluate"][0], dict)
     try:
         strategy = canonical(json_object(form.get("strategy", ""))).decode()
     except ValueError:
@@ -174,6 +188,7 @@ def job_of(form: Mapping[str, str]) -> Job:
             strategy=strategy,
             all_or_none="all_or_none" in form,
             secure=mechanism == MASKED,
+            evaluate=tuple(looks),
             **numbers,
         )
     except JobError as fault:
@@ -207,7 +222,16 @@ def _list(text: str) -> list[Any]:
     return found
 
 
-_READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType({int: _whole, float: _real, list: _list})
+def _object(text: str) -> dict[str, Any]:
+    try:
+        return json_object(text)
+    except ValueError:
+        raise ValueError("a JSON object") from None
+
+
+_READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType(
+    {int: _whole, float: _real, list: _list, dict: _object}
+)
 
 
 def _typed(value: object) -> str:

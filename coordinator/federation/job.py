@@ -231,7 +231,8 @@ class Job:
 
     def _wrong_looks(self, plan: EvaluationPlan | None) -> Iterator[str]:
         """What is wrong with the rounds after which the model is looked at."""
-        rising = self.evaluate == tuple(sorted(set(self.evaluate)))
+        whole = all(type(number) is int for number in self.evaluate)
+        rising = whole and self.evaluate == tuple(sorted(set(self.evaluate)))
         if self.evaluate and plan is None:
             yield "config: evaluate, which prices the looks that the job asks for"
         elif plan is not None and not self.evaluate:
