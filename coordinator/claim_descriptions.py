@@ -112,6 +112,14 @@ def _shared(claim: Mapping[str, Any]) -> str:
     return given or "every site adds the whole noise to its own part"
 
 
+def looks_in(claim: object) -> int:
+    """How many looks a claim's JSON counts; 0 for what is no claim."""
+    try:
+        return looks_of(claim_from(dict(claim))) if isinstance(claim, Mapping) else 0
+    except UnsupportedClaimError:
+        return 0
+
+
 def _evaluated(claim: Mapping[str, Any]) -> str:
     """A training and the looks at it; when it is not known, nothing is promised."""
     try:

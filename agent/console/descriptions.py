@@ -95,6 +95,7 @@ _KINDS: Final = {
     "update": "an update of a model",
     "masked-update": "a masked update of a model",
     "evaluation": "how good a model is on held-out patients, in sums with noise",
+    "masked-evaluation": "a masked part of how good a model is on held-out patients",
 }
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.dp.noise import Entropy, noisy_sum
+from agent.dp.noise import Entropy, deviation, noisy_sum, snap_to_lattice
 from policies.tasks.evaluation import SumBlock, SumLayout, bin_of
 
 Point = NDArray[np.float64] | None  # (size of the block,), of the unit simplex; None: the image has no target here
@@ -60,6 +60,29 @@ def private_look(
     Whoever there is, it is of the same size and there is always noise: nobody can see whether there is a patient.
     """
     return noisy_sum(look_sums(layout, patients), 1.0, noise, entropy).astype(np.float32)
+
+
+def masked_look(
+    layout: SumLayout,
+    patients: Iterable[Sequence[ScoredExample]],
+    noise: float,
+    lattice: tuple[float, int],
+    entropy: Entropy,
+) -> NDArray[np.float32]:
+    """One site's part of the sums of a look, which must leave masked only: (layout.size,) float32, exact.
+
+    Args:
+        layout: of the sums.
+        patients: as for :func:`private_look`.
+        noise: this site's share, a standard deviation.
+        lattice: what each sum is cut to, and the scale: the part is in steps of 2^-scale.
+        entropy: of the noise.
+    """
+    most, scale = lattice
+    grid = 2.0**-scale
+    spread = deviation(1.0, noise, layout.size, grid)
+    whole = snap_to_lattice(np.clip(look_sums(layout, patients), 0.0, most), spread, grid, entropy)
+    return whole.astype(np.float32)
 
 
 def patient_part(layout: SumLayout, examples: Sequence[ScoredExample]) -> NDArray[np.float64]:

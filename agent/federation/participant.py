@@ -44,6 +44,7 @@ from agent.release.ports import SignedRelease, SiteContext
 from agent.release.unsent import PART, forget, keep_update, kept_update, updates_of_part
 from policies.accounting.claims import Claim, Evaluated, looks_of, training_of
 from policies.ledger.entries import Reserved
+from policies.review.mechanism_terms import EVALUATIONS
 from policies.review.rules import Finding, Verdict
 from policies.statements import ID, claim_json, release_id
 from policies.tasks.evaluation import HELD_OUT, SPLIT, TRAINED
@@ -81,7 +82,7 @@ def patients_of(modality: str, mechanism: Federated | FederatedMasked, part: str
     The division has one name, so that every run with the same share holds out the same patients. Without looks all
     are trained on.
     """
-    plan = mechanism.evaluate if isinstance(mechanism, Federated) else None
+    plan = mechanism.evaluate
     if plan is None:
         return Selection(modality, mechanism.shape)
     return Selection(modality, mechanism.shape, split=Split(SPLIT, plan.shares), part=part)
@@ -383,18 +384,17 @@ class Participant:
         training = replace(whole.training, steps=steps)
         return replace(whole, training=training, looks=self.looks) if self.looks else training
 
-    def begin_look(self, run: str, round_index: int) -> Federated:
+    def begin_look(self, run: str, round_index: int, once: bool = False) -> Federated | FederatedMasked:
         """The same for a look: there is a model to look at, and no more looks than were priced.
 
         Raises:
             ReviewRejectedError: see :meth:`begin_round`; or nothing was trained yet, or every look was made.
             CoordinatorUnreachableError: whether it was granted is not known now.
         """
-        mechanism = self._in_turn(run, round_index)
-        plan = mechanism.evaluate if isinstance(mechanism, Federated) else None
+        mechanism = self._in_turn(run, round_index, once)
+        plan = mechanism.evaluate
         if plan is None or not self.rounds_trained or not self.looks < plan.looks:
             raise _no("round", "this look is not covered by a grant")
-        assert isinstance(mechanism, Federated)
         self._granted_for_certain()
         self.looks += 1
         self._begun(round_index)
@@ -457,6 +457,8 @@ class Participant:
         """
         if (kept := self.kept(run, round_index)) is not None:
             return kept, Update(unpack_vector(kept.artifact))
+        if not isinstance(self.mechanism, Federated):
+            raise _no("round", "this run sends no unencrypted sums")
         self.begin_look(run, round_index)
         return self._seal(round_index, partial(self.run_look, model), "evaluation")
 
@@ -516,7 +518,7 @@ class Participant:
             run.
             WorkerError: they are of another size than was priced; nothing of them leaves.
         """
-        assert isinstance(self.mechanism, Federated)
+        assert self.mechanism is not None
         sums, persons = self._make(self.mechanism.run_look, HELD_OUT, model, self.entropy)
         if sums.vector.shape != (self.mechanism.layout().size,):
             raise WorkerError("what looks at a model answered with other sums than were priced: nothing left")
@@ -587,7 +589,7 @@ class Participant:
         assert self.mechanism is not None
         record_submission(self.site, signed)
         self.round_in_progress = False
-        looked = signed.release.artifact_type == "evaluation"
+        looked = signed.release.artifact_type in EVALUATIONS
         made = f"look {self.looks}" if looked else f"update {self.rounds_trained} of {self.mechanism.rounds}"
         self.site.say("round", f"{signed.release.round}: {made} sealed")
 

@@ -36,7 +36,7 @@ _NEEDED: Final = frozenset({"mechanism", "config", "parameters", "sites", "round
 _TIMES: Final[Mapping[str, int]] = MappingProxyType(
     {"round_seconds": round_times.DEFAULT_S, "approval_days": APPROVAL_DAYS}
 )
-_MORE: Final = frozenset({"strategy", "all_or_none", "secure", *_TIMES})  # may be left out of a job file
+_MORE: Final = frozenset({"strategy", "all_or_none", "secure", "evaluate", *_TIMES})  # may be left out of a job file
 
 
 class JobFormError(ConfigError, ValueError):
@@ -83,6 +83,13 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "centre": ("Centre", "a JSON list: the public mean that is taken off, one number for each pixel"),
     }
 )
+# The looks at a model, which a run need not have: label, help.
+_LOOKS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "evaluate": ("Look after rounds", "a JSON list of rounds, the last one among them; nothing: no looks"),
+        "config.evaluate": ("Price of the looks", "a JSON object with looks, noise, held_out and bins; or nothing"),
+    }
+)
 _NUMBERS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "parameters": "Length of the model",
@@ -116,7 +123,8 @@ def inputs(values: Mapping[str, str]) -> list[FormField]:
     """The fields of the mechanism's public configuration, filled."""
     known = KEYS[values["mechanism"]]
     named = [(key, *_HELP[key]) for key in _HELP if key in known]
-    return [FormField(f"config.{key}", label, text, values.get(f"config.{key}", "")) for key, label, text in named]
+    own = [FormField(f"config.{key}", label, text, values.get(f"config.{key}", "")) for key, label, text in named]
+    return own + [FormField(name, *told, values.get(name, "")) for name, told in _LOOKS.items()]
 
 
 def from_job(job: Job) -> dict[str, str]:
@@ -132,6 +140,7 @@ def from_job(job: Job) -> dict[str, str]:
         "strategy": job.strategy,
         **{name: str(getattr(job, name)) for name in _TIMES},
         **({"all_or_none": "on"} if job.all_or_none else {}),
+        **({"evaluate": _typed(list(job.evaluate))} if job.evaluate else {}),
         **filled,
         **{f"site.{site}": "on" for site in job.sites},
     }
@@ -160,7 +169,9 @@ def from_file(raw: bytes, run: str = "") -> dict[str, str]:
     out |= {"run": run, "mechanism": mechanism, "strategy": json.dumps(values.get("strategy", json.loads(FEDAVG)))}
     out |= {"all_or_none": "on"} if values.get("all_or_none") is True else {}
     out |= {name: _typed(values.get(name, unsaid)) for name, unsaid in _TIMES.items()}
-    out |= {f"config.{key}": _typed(value) for key, value in config.items() if key in KEYS[mechanism]}
+    out |= {"evaluate": _typed(values["evaluate"])} if values.get("evaluate") else {}
+    known = KEYS[mechanism].keys() | {"evaluate"}
+    out |= {f"config.{key}": _typed(value) for key, value in config.items() if key in known}
     return out | {f"site.{site}": "on" for site in sites if isinstance(site, str)}
 
 
@@ -183,6 +194,9 @@ def job_of(form: Mapping[str, str]) -> Job:
 
     config = {key: read(f"config.{key}", _HELP[key][0], kind) for key, kind in KEYS[mechanism].items()}
     numbers = {name: read(name, label, int) for name, label in _NUMBERS.items()}
+    looks = read("evaluate", _LOOKS["evaluate"][0], list) if form.get("evaluate", "").strip() else []
+    if form.get("config.evaluate", "").strip():
+        config["evaluate"] = read("config.evaluate", _LOOKS["config.evaluate"][0], dict)
     try:
         strategy = canonical(json_object(form.get("strategy", ""))).decode()
     except ValueError:
@@ -199,6 +213,7 @@ def job_of(form: Mapping[str, str]) -> Job:
             strategy=strategy,
             all_or_none="all_or_none" in form,
             secure=mechanism == MASKED,
+            evaluate=tuple(looks),
             **numbers,
         )
     except JobError as fault:
@@ -232,7 +247,16 @@ def _list(text: str) -> list[Any]:
     return found
 
 
-_READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType({int: _whole, float: _real, list: _list})
+def _object(text: str) -> dict[str, Any]:
+    try:
+        return json_object(text)
+    except ValueError:
+        raise ValueError("a JSON object") from None
+
+
+_READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType(
+    {int: _whole, float: _real, list: _list, dict: _object}
+)
 
 
 def _typed(value: object) -> str:

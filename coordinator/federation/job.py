@@ -14,12 +14,19 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from coordinator.federation.aggregation import Advancing, FedAvg, FedProx, Strategy, StrategyError, strategy_from
-from policies.accounting.claims import Claim, DistributedGaussian, SubsampledGaussian, UnsupportedClaimError
+from policies.accounting.claims import (
+    Claim,
+    DistributedGaussian,
+    Evaluated,
+    Stepwise,
+    SubsampledGaussian,
+    UnsupportedClaimError,
+)
 from policies.accounting.rdp import NANO, cost, epsilon_nano
 from policies.review.policy import Policy
 from policies.review.rules import TERMS, AccountContext, remaining, review_reservation
 from policies.statements import ID, Reservation
-from policies.tasks.evaluation import EvaluationError, EvaluationPlan, SumLayout, plan_from
+from policies.tasks.evaluation import EvaluationError, EvaluationPlan, SumLattice, SumLayout, plan_from
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 from protos.federation import round_times
@@ -66,7 +73,7 @@ def _configuration(mechanism: str, text: str) -> dict[str, Any]:
         values = json_object(text)
     except ValueError:
         raise JobError("config: a JSON object of distinct keys and finite numbers") from None
-    plan = {"evaluate": values.pop("evaluate")} if mechanism == PLAIN and "evaluate" in values else {}
+    plan = {"evaluate": values.pop("evaluate")} if "evaluate" in values else {}
     if wrong := _at_fault(values, KEYS[mechanism]):
         raise JobError("config: " + "; ".join(wrong))
     try:
@@ -83,6 +90,11 @@ def _at_fault(values: Mapping[str, Any], kinds: Mapping[str, type]) -> list[str]
 
 
 def _claim(mechanism: str, values: Mapping[str, Any]) -> Claim:
+    training, plan = _training(mechanism, values), values["evaluate"]
+    return plan.claim(training) if isinstance(plan, EvaluationPlan) else training
+
+
+def _training(mechanism: str, values: Mapping[str, Any]) -> Stepwise:
     try:
         if mechanism == MASKED:  # every round is one step
             return DistributedGaussian(
@@ -95,9 +107,7 @@ def _claim(mechanism: str, values: Mapping[str, Any]) -> Claim:
         steps = values["steps_per_round"] * values["rounds"]
         if not min(values["steps_per_round"], values["rounds"]) >= 1:
             raise UnsupportedClaimError("steps_per_round and rounds must be at least 1")
-        training = SubsampledGaussian(values["sampling_rate"], values["noise_multiplier"], steps)
-        plan: EvaluationPlan | None = values["evaluate"]
-        return training if plan is None else plan.claim(training)
+        return SubsampledGaussian(values["sampling_rate"], values["noise_multiplier"], steps)
     except UnsupportedClaimError as fault:
         raise JobError(f"config: {fault}") from None
 
@@ -163,10 +173,22 @@ class Job:
         return SumLayout("classification", len(values["classes"]), plan.bins)
 
     def look_noise(self, sites: int) -> float:
-        """Standard deviation of the noise on the sum of so many sites' looks, each of which has the whole."""
-        plan: EvaluationPlan | None = _configuration(self.mechanism, self.config)["evaluate"]
-        assert plan is not None, "a look is priced"
-        return plan.noise * math.sqrt(sites)
+        """Standard deviation of the noise on the sum of so many sites' looks, each of which has its share."""
+        claim = self.claim()
+        assert isinstance(claim, Evaluated), "a look is priced"
+        return claim.share * math.sqrt(sites)
+
+    def look_lattice(self) -> SumLattice | None:
+        """What the sums of a look are on where they are summed in secret; None: they are not.
+
+        Raises:
+            EvaluationError: there is none for such noise.
+        """
+        claim = self.claim()
+        if not self.secure or not isinstance(claim, Evaluated):
+            return None
+        patients = _configuration(self.mechanism, self.config)["public_patients"]
+        return SumLattice.of(claim, patients, self.layout().size)
 
     def aggregator(self) -> Strategy:
         """The strategy, read."""
@@ -218,10 +240,9 @@ class Job:
 
     def _wrong_looks(self, plan: EvaluationPlan | None) -> Iterator[str]:
         """What is wrong with the rounds after which the model is looked at."""
-        rising = self.evaluate == tuple(sorted(set(self.evaluate)))
-        if self.evaluate and self.mechanism == MASKED:
-            yield f"evaluate: none with {MASKED}, where a look would have to be summed in secret, too; use {PLAIN}"
-        elif self.evaluate and plan is None:
+        whole = all(type(number) is int for number in self.evaluate)
+        rising = whole and self.evaluate == tuple(sorted(set(self.evaluate)))
+        if self.evaluate and plan is None:
             yield "config: evaluate, which prices the looks that the job asks for"
         elif plan is not None and not self.evaluate:
             yield "evaluate: the rounds after which the priced looks are made; or a configuration without evaluate"
@@ -232,6 +253,7 @@ class Job:
         elif plan is not None:
             try:
                 self.layout()
+                self.look_lattice()
             except EvaluationError as fault:
                 yield f"config: {fault}"
 

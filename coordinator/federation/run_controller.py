@@ -36,6 +36,7 @@ from coordinator.federation.strategy import (
 from coordinator.federation.superlink import FlowerHost, conduct
 from coordinator.storage.release_store import WORDING, ReleaseStore, certificate
 from policies.ledger.entries import Admitted
+from policies.review.mechanism_terms import EVALUATIONS
 from policies.review.rules import Finding
 from protos.artifacts.arrays import ArtifactFormatError, pack_vector, unpack_vector
 from protos.artifacts.strict_safetensors import unpack_ring
@@ -108,7 +109,7 @@ class RunController:
         self.context, self.job, self.feed = context, job, feed
         self.folder = context.root / job.run
         self.register = context.intake.register
-        self._sums: dict[int, dict[str, NDArray[np.float32]]] = {}  # look -> site -> what it said, once admitted
+        self._sums: dict[int, NDArray[np.float64]] = {}  # look -> the sum of what the admitted sites said
 
     def run(self) -> None:
         """Round after round to an end; sites that are away are waited for; an end is durable before it is told."""
@@ -223,6 +224,7 @@ class RunController:
                 roster=self._roster() if job.secure else None,
                 looks=frozenset(turn - 1 for turn in job.looks),
                 sums=job.layout().size if job.evaluate else 0,
+                lattice=None if (on := job.look_lattice()) is None else (on.bound, on.scale),
             )
             conduct(self.context.host, plan, self)
         with self.register.store.exclusive() as state:
@@ -280,16 +282,18 @@ class RunController:
             looked = number in self.job.looks
             if (release.run, release.round) != (self.job.run, number):
                 return "another_round"
-            if looked is not (release.artifact_type == "evaluation"):
+            if looked is not (release.artifact_type in EVALUATIONS):
                 return "artifact_type"
             size = self.job.layout().size if looked else self.job.parameters
             signed = UpdateArtifact(artifact, size, self.job.secure)
             verdict = intake.admit(site, key, envelope, release, signed)
         except RequestRejectedError as refusal:
             return refusal.finding.rule
-        if verdict.admitted and looked:
-            self._sums.setdefault(number, {})[site] = unpack_vector(artifact)
         return None if verdict.admitted else verdict.findings[0].rule
+
+    def looked(self, round_index: int, sums: NDArray[np.float64]) -> None:
+        """The gate: what the sites said in a look; it is durable before the look is closed."""
+        self._sums[round_index + 1] = sums
 
     def round_done(
         self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
@@ -311,9 +315,8 @@ class RunController:
             raise RunStopped
 
     def _looked(self, number: int, used: tuple[str, ...]) -> str:
-        """Add up what the sites said in a look, durable; its first figure, for people."""
-        vector = np.sum([self._sums[number][site].astype(np.float64) for site in used], axis=0)
-        told = {"sites": list(used), "sums": vector.tolist()}
+        """Keep what the sites said in a look, durable; its first figure, for people."""
+        told = {"sites": list(used), "sums": self._sums[number].tolist()}
         replace_file(self.folder / f"round-{number}.look", json.dumps(told).encode())
         return str(estimates(self._look(number))[0])
 

@@ -5,7 +5,8 @@ length beyond the word's limit is refused before a byte of it is read. The run's
 the coordinator checks every field of its frames again: see coordinator/federation/run_process.py.
 
 From the coordinator: ``start`` (once), ``answer`` or ``broken`` to each question, ``stop``. From the run: questions
-(``reserve``, ``admit``, ``done``, ``progress``), each answered before the next; then ``over``, ``failed``, ``fault``.
+(``reserve``, ``admit``, ``looked``, ``done``, ``progress``), each answered before the next; then ``over``,
+``failed``, ``fault``.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ def from_run(plan: RoundPlan) -> Bounds:
     """What the process that conducts ``plan`` may send: vectors of the plan's length, envelopes of its sites."""
     size, masked = int(plan.model.vector.size), plan.roster is not None
     vector, moments = 4 * size + _TENSOR_HEADER, 16 * size + _TENSOR_HEADER
-    said = 4 * max(size, plan.sums) + _TENSOR_HEADER
+    said = (8 if masked else 4) * max(size, plan.sums) + _TENSOR_HEADER
     return {
         "reserve": (len(plan.sites) * messages.MAX_ENVELOPE, 0),
-        "admit": (messages.MAX_ENVELOPE, 8 * size + _TENSOR_HEADER if masked else said),
+        "admit": (messages.MAX_ENVELOPE, said),
+        "looked": (8 * plan.sums, 0),
         "done": (vector, moments),
         **dict.fromkeys(("progress", "over", "failed", "fault"), (0, 0)),
     }
@@ -171,6 +173,7 @@ class RunSpec:
             "strategy": plan.aggregator.to_json(),
             "roster": roster,
             "looks": [plan.sums, *sorted(plan.looks)],
+            "lattice": plan.lattice,
         }
         pipe.send("start", text, pack_vector(plan.model.vector), plan.model.moments.to_bytes())
 
@@ -181,20 +184,11 @@ class RunSpec:
         Raises:
             RunFrameError: it is not an order.
         """
-        keys = (
-            "token",
-            "run",
-            "sites",
-            "rounds",
-            "config",
-            "least",
-            "seconds",
-            "terms",
-            "strategy",
-            "roster",
-            "looks",
+        keys = ("token", "run", "sites", "rounds", "config", "least", "seconds", "terms", "strategy", "roster")
+        more = ("looks", "lattice")
+        token, run, sites, rounds, config, least, seconds, terms, strategy, roster, looks, lattice = frame.values(
+            *keys, *more
         )
-        token, run, sites, rounds, config, least, seconds, terms, strategy, roster, looks = frame.values(*keys)
         try:
             plan = RoundPlan(
                 run=run,
@@ -213,6 +207,7 @@ class RunSpec:
                 roster=None if roster is None else {site: bytes.fromhex(key) for site, key in roster.items()},
                 looks=frozenset(looks[1:]),
                 sums=looks[0],
+                lattice=None if lattice is None else (float(lattice[0]), int(lattice[1])),
             )
             return cls(plan, str(token))
         except (ValueError, TypeError, LookupError, AttributeError, binascii.Error):

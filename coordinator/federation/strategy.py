@@ -68,6 +68,9 @@ class RunGate(Protocol):
     def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
         """None admits the update; anything else is the code of its refusal."""
 
+    def looked(self, round_index: int, sums: NDArray[np.float64]) -> None:
+        """Take the sum of what the admitted sites said in a look; it is said before the look is done."""
+
     def round_done(
         self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
     ) -> None:
@@ -103,6 +106,7 @@ class RoundPlan:
     roster: Mapping[str, bytes] | None = None  # secure aggregation: site -> enrolled Ed25519 key
     looks: frozenset[int] = frozenset()  # those of the rounds that are looks at the model
     sums: int = 0  # length of what a site says in one
+    lattice: tuple[float, int] | None = None  # secure aggregation: bound and scale of such a sum
 
     terms: RoundTerms = field(default_factory=RoundTerms)
     longest_step_s: float = round_times.STEP_S  # the same for a price, a plan, and a step in which nobody trains
@@ -131,6 +135,7 @@ class RoundPlan:
                 "least_grants": self.min_sites <= self.least_grants <= len(self.sites),
                 "round_timeout_s": math.isfinite(self.round_timeout_s) and self.round_timeout_s > 0,
                 "looks": self.looks <= set(range(1, self.rounds)),
+                "lattice": (self.lattice is not None) is bool(self.roster is not None and self.looks),
                 "sums": (0 if not self.looks else 1) <= self.sums <= wire.MAX_SUMS,
                 "node_wait_s": math.isfinite(self.node_wait_s) and self.node_wait_s >= 0,
                 "longest_step_s": math.isfinite(self.longest_step_s) and self.longest_step_s > 0,
@@ -273,6 +278,7 @@ class GatedStrategy(Strategy):
         if not len(admitted) >= self.plan.min_sites:
             self._fail(index, "too_few_updates", refused)
         if index in self.plan.looks:
+            self.gate.looked(index, np.sum([v.astype(np.float64) for v in admitted.values()], axis=0))
             self.close(index, self.model, tuple(s for s in self.plan.sites if s in admitted), refused)
             return pack(self.model.vector), None
         try:

@@ -18,7 +18,10 @@ from policies.accounting.claims import (
     training_of,
 )
 
-ARTIFACT_TYPES: Final = frozenset({"image-set", "volume-set", "update", "masked-update", "model", "evaluation"})
+EVALUATIONS: Final = frozenset({"evaluation", "masked-evaluation"})  # what a look releases
+ARTIFACT_TYPES: Final = frozenset(
+    {"image-set", "volume-set", "update", "masked-update", "model", "evaluation", "masked-evaluation"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ TERMS: Final[Mapping[str, Terms]] = MappingProxyType(
         "ksalsa": Terms(KAnonymous, _IMAGES, frozenset({"encoder", "generator", "style", "content"}), rounds=False),
         "anonfaces": Terms(KAnonymous, _IMAGES, frozenset({"encoder", "generator", "recogniser"}), rounds=False),
         "federated": Terms(SubsampledGaussian, ("update", "evaluation"), _ROUND, rounds=True),
-        "federated-masked": Terms(DistributedGaussian, ("masked-update",), _ROUND, rounds=True),
+        "federated-masked": Terms(DistributedGaussian, ("masked-update", "masked-evaluation"), _ROUND, rounds=True),
         # a noisy histogram chooses what is pre-trained on, and training with noise follows; or noisy counts and sums
         "privimage": Terms(Composed, _IMAGES, frozenset({"semantics", "pretraining"}), rounds=False),
         "centroids": Terms(Composed, _IMAGES, frozenset({"encoder", "generator", "codebook"}), rounds=False),

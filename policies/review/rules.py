@@ -29,7 +29,7 @@ from policies.accounting.claims import (
 from policies.accounting.rdp import allowance, cost, epsilon_nano
 from policies.accounting.rounding import epsilon_text
 from policies.ledger.state import Account, Grant
-from policies.review.mechanism_terms import ARTIFACT_TYPES, TERMS, Terms
+from policies.review.mechanism_terms import ARTIFACT_TYPES, EVALUATIONS, TERMS, Terms
 from policies.review.policy import Policy
 from policies.statements import (
     Release,
@@ -179,8 +179,11 @@ def _attainable(claim: Claim, policy: Policy) -> Iterator[Finding]:
     level = "C" if isinstance(claim, NoClaim) else "A*" if assumption(claim) else ""
     if level and level not in policy.levels:
         yield _too_weak(level, policy)
-    if isinstance(claim, Evaluated) and "evaluation" not in policy.artifact_types:
-        yield Finding("artifact_type_not_allowed", f"the policy {policy.name} does not admit evaluation")
+    if isinstance(claim, Evaluated):
+        masked = isinstance(claim.training, DistributedGaussian)
+        kind = "masked-evaluation" if masked else "evaluation"
+        if kind not in policy.artifact_types:
+            yield Finding("artifact_type_not_allowed", f"the policy {policy.name} does not admit {kind}")
 
 
 def _too_weak(level: str, policy: Policy) -> Finding:
@@ -348,7 +351,7 @@ def _contents(release: Release, policy: Policy) -> Iterator[Finding]:
     terms = TERMS.get(release.mechanism)
     if terms is not None and release.artifact_type not in terms.artifact_types:
         yield Finding("artifact_type", f"{release.mechanism} releases {' or '.join(terms.artifact_types)}")
-    if release.artifact_type == "evaluation" and not looks_of(release.claim):
+    if release.artifact_type in EVALUATIONS and not looks_of(release.claim):
         yield Finding("artifact_type", "an evaluation is released under a claim that counts looks")
     if release.artifact_type not in policy.artifact_types & ARTIFACT_TYPES:
         yield Finding("artifact_type_not_allowed", f"the policy does not admit {release.artifact_type}")

@@ -43,6 +43,9 @@ MOST_HELD_OUT: Final = 50  # per cent
 SPLIT: Final = "evaluation"  # the name of the division, the same for every run
 HELD_OUT: Final = "held-out"  # its part that is looked at
 TRAINED: Final = "trained"  # its part that is trained on
+LONGEST_TAIL: Final = 12.18  # no noise is larger, in its own standard deviations (agent/dp/noise.py)
+_MOST_WIDENING: Final = 0.05  # of a share of the noise, to cover the rounding
+EXACT_BITS: Final = 24  # whole numbers of so many are exact in float32
 
 
 class EvaluationError(ConfigError, ValueError):
@@ -111,6 +114,36 @@ def plan_from(value: object) -> EvaluationPlan:
         raise EvaluationError(f"evaluate: unknown or missing keys: {', '.join(wrong)}")
     given: Any = value
     return EvaluationPlan(**given)
+
+
+@dataclass(frozen=True, slots=True)
+class SumLattice:
+    """How the sums of a look travel where only their total over the sites may be seen: whole steps of 2^-scale.
+
+    Every sum of a site is cut to [0, public_patients], which moves no two neighbours further apart, and then gets the
+    site's share of the noise, whose generator has an end. So nothing is cut afterwards, and the noise of the total is
+    the sum of the noises.
+    """
+
+    bound: float  # of each number of a site, a whole number
+    scale: int
+
+    @classmethod
+    def of(cls, claim: Evaluated, public_patients: int, size: int) -> SumLattice:
+        """The finest on which every number of a site is exact in float32, for ``size`` sums.
+
+        Raises:
+            EvaluationError: its steps are not small beside the noise and what one patient moves: rounding moves two
+            neighbours apart by a step in each of the sums, which the noise covers by being so much wider.
+        """
+        bound = math.ceil(public_patients + LONGEST_TAIL * claim.share * (1.0 + _MOST_WIDENING) + 1.0)
+        step = 2.0 ** -(scale := EXACT_BITS - bound.bit_length())
+        if not (claim.share >= 16.0 * step and step * math.sqrt(size) <= _MOST_WIDENING):
+            raise EvaluationError(
+                "evaluate: public_patients is too large for so many secret sums, or noise too small: the steps of a "
+                "number would show; take fewer bins, or more noise"
+            )
+        return cls(float(bound), scale)
 
 
 @dataclass(frozen=True, slots=True)

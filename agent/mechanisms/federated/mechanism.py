@@ -25,11 +25,11 @@ from torch.nn.functional import cross_entropy
 from agent.domain import Cohort, Patient, Update
 from agent.dp.clipping import PrivacyUnit
 from agent.dp.dpsgd import PrivateSgd, SecureSumGrid, TrainingTask, noisy_part, train_privately
-from agent.dp.evaluation_sums import ScoredExample, private_look
+from agent.dp.evaluation_sums import ScoredExample, masked_look, private_look
 from agent.dp.noise import TAIL, Entropy, deviation
 from agent.mechanisms.common.workspace import Workspace
 from policies.accounting.claims import DistributedGaussian, Evaluated, SubsampledGaussian
-from policies.tasks.evaluation import EvaluationPlan, SumLayout, plan_from
+from policies.tasks.evaluation import EvaluationPlan, SumLattice, SumLayout, plan_from
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 
@@ -108,11 +108,21 @@ class _Classifier:
     classes: tuple[str, ...]
     shape: tuple[int, int]
     centre: tuple[float, ...]
+    evaluate: EvaluationPlan | None
 
     @property
     def turns(self) -> int:
         """Rounds and looks together: as often a site may be asked for something of its patients."""
-        return self.rounds
+        return self.rounds + (self.evaluate.looks if self.evaluate is not None else 0)
+
+    def layout(self) -> SumLayout:
+        """The sums of one look.
+
+        Raises:
+            EvaluationError: there are none for so many classes.
+        """
+        assert self.evaluate is not None, "a look is priced"
+        return SumLayout("classification", len(self.classes), self.evaluate.bins)
 
     @property
     def parameters(self) -> int:
@@ -279,25 +289,11 @@ class Federated(_Classifier):
         if self.evaluate is not None:
             self.layout()
 
-    @property
-    def turns(self) -> int:
-        """Rounds and looks together."""
-        return self.rounds + (self.evaluate.looks if self.evaluate is not None else 0)
-
     def claim(self) -> SubsampledGaussian | Evaluated:
         """What all rounds and looks together promise. It is settled before an image is read."""
         steps = self.steps_per_round * self.rounds
         training = SubsampledGaussian(self.sampling_rate, self.noise_multiplier, steps)
         return training if self.evaluate is None else self.evaluate.claim(training)
-
-    def layout(self) -> SumLayout:
-        """The sums of one look.
-
-        Raises:
-            EvaluationError: there are none for so many classes.
-        """
-        assert self.evaluate is not None, "a look is priced"
-        return SumLayout("classification", len(self.classes), self.evaluate.bins)
 
     def run_look(self, cohort: Cohort, update: Update, entropy: Entropy) -> Update:
         """The noisy sums of one look at the global parameters ``update``: how good they are on ``cohort``.
@@ -362,6 +358,7 @@ class FederatedMasked(_Classifier):
     value_bound: float  # of each coordinate of a part; a multiple of 2^-scale
     scale: int  # a part is in steps of 2^-scale
     ring_bits: int  # sums are modulo 2^ring_bits
+    evaluate: EvaluationPlan | None = None  # None: nobody looks at how good the model is
 
     name: ClassVar[str] = "federated-masked"
     steps_per_round: ClassVar[int] = 1
@@ -384,10 +381,38 @@ class FederatedMasked(_Classifier):
             raise FederatedConfigError("scale: too small, the steps of 2^-scale are not small beside noise and clip")
         if not self._room() >= self.clip + grid:
             raise FederatedConfigError("value_bound: too small for the noise and one patient's gradient")
+        if self.evaluate is not None:
+            self.look_ring()
 
-    def claim(self) -> DistributedGaussian:
-        """What all rounds together promise of the sums. It is settled before an image is read."""
+    def claim(self) -> DistributedGaussian | Evaluated:
+        """What all rounds and looks together promise of the sums. It is settled before an image is read."""
+        training = self._training()
+        return training if self.evaluate is None else self.evaluate.claim(training)
+
+    def _training(self) -> DistributedGaussian:
         return DistributedGaussian(self.sampling_rate, self.noise_multiplier, self.rounds, self.sites, self.honest)
+
+    def look_ring(self) -> tuple[int, SumLattice]:
+        """How many sums a look has, and the lattice that they are on.
+
+        Raises:
+            EvaluationError: there are none for so many classes, or the noise is too small.
+        """
+        assert self.evaluate is not None, "a look is priced"
+        size = self.layout().size
+        return size, SumLattice.of(self.evaluate.claim(self._training()), self.public_patients, size)
+
+    def run_look(self, cohort: Cohort, update: Update, entropy: Entropy) -> Update:
+        """As ``Federated.run_look``, of a secret sum: *this site's part*, with its share of the noise.
+
+        Each number is in steps of 2^-scale, and exact.
+        """
+        _, lattice = self.look_ring()
+        assert self.evaluate is not None
+        share = self.evaluate.claim(self._training()).share
+        patients = (self.scored(update.vector, patient) for patient in cohort.patients)
+        box = float(self.public_patients), lattice.scale
+        return Update(masked_look(self.layout(), patients, share, box, entropy))
 
     def run_round(self, cohort: Cohort, update: Update, entropy: Entropy, bench: Workspace = _NO_BENCH) -> Update:
         """One private step from the global parameters ``update``: the change, *this site's part of a sum*.
@@ -410,7 +435,7 @@ class FederatedMasked(_Classifier):
         return Update((-whole * 2.0**-self.scale).astype(np.float32))
 
     def _job(self) -> PrivateSgd:
-        return self._sgd(self.claim().share, 1)
+        return self._sgd(self._training().share, 1)
 
     def _grid(self) -> float:
         """A step of 2^-scale of the change, in units of the clipped sum."""

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from agent.dp import evaluation_sums
 from agent.dp.evaluation_sums import ScoredExample, look_sums, patient_part, private_look
-from agent.dp.noise import SystemEntropy
-from policies.tasks.evaluation import KINDS, SumLayout, bin_of
+from agent.dp.noise import TAIL, SystemEntropy
+from policies.tasks.evaluation import KINDS, LONGEST_TAIL, SumLayout, bin_of
 from tests.support.entropy import UnsafeSeededEntropy
 
 SIZE = (3, 4)  # of masks
@@ -203,3 +203,7 @@ def test_the_noise_is_the_noise_that_is_claimed() -> None:
     drawn = np.concatenate([private_look(layout, [], 25.0, SystemEntropy()) for _ in range(6)])
     assert float(drawn.std()) == pytest.approx(25.0, rel=0.04)
     assert abs(float(drawn.mean())) < 5 * 25.0 / math.sqrt(len(drawn))
+
+
+def test_the_longest_tail_that_secret_sums_allow_for_is_that_of_the_generator() -> None:
+    assert LONGEST_TAIL == TAIL

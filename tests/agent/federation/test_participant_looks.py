@@ -190,6 +190,28 @@ def test_sums_of_another_size_do_not_leave_and_the_look_is_paid(tmp_path: Path) 
     assert (part(w).looks, len(part(w).site.ledger.store.state.sent)) == (1, 1)
 
 
+def test_a_look_during_which_a_patient_opts_out_does_not_leave_and_is_paid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = site(tmp_path)
+    granted(w, evaluated(2))
+    part(w).train("run-1", 1, START)
+    honest = Federated.run_look
+
+    def meanwhile(self: Federated, cohort: Cohort, *rest: Any) -> Update:
+        w.vault.out = frozenset({cohort.patients[0].pseudonym})
+        return honest(self, cohort, *rest)
+
+    monkeypatch.setattr(Federated, "run_look", meanwhile)
+    with pytest.raises(ReviewRejectedError, match="opted_out"):
+        part(w).look("run-1", 2, START)
+    assert (part(w).looks, len(part(w).site.ledger.store.state.sent)) == (1, 1)
+    monkeypatch.undo()
+    part(w).look("run-1", 3, START)
+    with pytest.raises(ReviewRejectedError, match="not covered"):
+        part(w).look("run-1", 4, START)
+
+
 # --- kills
 
 

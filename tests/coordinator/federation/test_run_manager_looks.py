@@ -12,13 +12,19 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Message
 
+from agent.domain import Cohort
+from agent.dp.noise import SystemEntropy
+from agent.errors import ReviewRejectedError
+from agent.mechanisms.federated.mechanism import FederatedMasked
 from coordinator.federation import run_controller
 from coordinator.federation.job import JobError, job_from
 from policies.accounting.claims import Evaluated
 from policies.audit.verify import verify
 from policies.ledger.backends.sqlite import export_file
 from policies.ledger.entries import RoundClosed
+from protos.artifacts.arrays import pack_vector
 from protos.federation import messages as wire
+from protos.secagg import round
 from tests.support.coordinator_runs import (
     LOOKS,
     SITES,
@@ -29,6 +35,7 @@ from tests.support.coordinator_runs import (
     configuration,
     evaluated_job,
     job,
+    secret_configuration,
     secret_job,
     written,
 )
@@ -83,9 +90,11 @@ def test_a_job_whose_looks_make_no_sense_is_refused_with_the_key(changes: dict[s
         evaluated_job(**changes)
 
 
-def test_looks_in_secret_sums_are_refused_with_a_sentence() -> None:
-    with pytest.raises(JobError, match="evaluate: none with federated-masked, where a look would have to be summed"):
-        secret_job(evaluate=(2,))
+def test_secret_sums_whose_steps_would_show_are_refused_with_the_key() -> None:
+    config = {**secret_configuration(2, 3), "evaluate": LOOKS}
+    assert secret_job(config=written(config), evaluate=(1, 2)).look_lattice() is not None
+    with pytest.raises(JobError, match="public_patients is too large"):
+        secret_job(config=written({**config, "public_patients": 9_000_000}), evaluate=(1, 2))
 
 
 def test_a_job_is_written_and_read_and_one_of_before_has_no_looks() -> None:
@@ -241,3 +250,85 @@ def test_a_site_whose_policy_names_no_evaluations_does_not_fit(tmp_path: Path) -
     assert "does not admit evaluation" in decision.dropped["west"]
     assert all(c.fits for c in fed.runs.plan(job(rounds=2))[0])
     fed.store.close()
+
+
+# --- in secret sums
+
+
+def secret(**changes: Any) -> Any:
+    config = {**secret_configuration(2, 3), "evaluate": {**LOOKS, **changes}}
+    return secret_job(config=written(config), evaluate=(1, 2))
+
+
+@agents
+def test_a_masked_run_sums_its_looks_under_the_masks(fed: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum that comes out is that of the parts that the sites made, and no part of it was ever on the way."""
+    parts: list[np.ndarray] = []
+    honest = FederatedMasked.run_look
+
+    def watched(self: Any, *rest: Any) -> Any:
+        part = honest(self, *rest)
+        parts.append(part.vector.astype(np.float64))
+        return part
+
+    monkeypatch.setattr(FederatedMasked, "run_look", watched)
+    events = list(fed.runs.launch(secret()))
+    assert [(e.round, e.state) for e in events if e.state in ("closed", "evaluated", "finished")] == [
+        (1, "closed"), (2, "closed"), (2, "evaluated"), (3, "closed"), (4, "closed"), (4, "evaluated"),
+        (4, "finished"),
+    ]  # fmt: skip
+    np.testing.assert_array_equal(sums(fed, 2)["sums"], sum(parts[:3]))
+    np.testing.assert_array_equal(sums(fed, 4)["sums"], sum(parts[3:]))
+    traffic = b"".join(fed.grid.traffic)
+    lattice = secret().look_lattice()
+    for part in parts:
+        whole = np.rint(np.ldexp(part, lattice.scale)).astype("<i8")
+        assert part.astype("<f4").tobytes() not in traffic
+        assert whole.tobytes() not in traffic
+    shown = certificate(fed)
+    assert shown["claim"]["training"]["kind"] == "distributed-gaussian"
+    assert (shown["level"], "at least 2 of the 3 sites" in shown["assumption"]) == ("A*", True)
+    assert [look["after_round"] for look in shown["evaluation"]["looks"]] == [1, 2]
+    fed.store.close()
+    verify(export_file(fed.folder / "hub.db", "lazaret/coordinator", fed.key))
+    fed.open()
+
+
+@agents
+def test_a_masked_part_has_its_share_of_the_noise_and_stays_within_the_ring() -> None:
+    mechanism = FederatedMasked.from_json(secret(noise=40.0).config)
+    size, lattice = mechanism.look_ring()
+    drawn = np.stack(
+        [mechanism.run_look(Cohort(()), mechanism.initial(), SystemEntropy()).vector for _ in range(150)]
+    ).astype(np.float64)
+    assert drawn.shape == (150, size)
+    assert float(drawn.std()) == pytest.approx(40.0 / np.sqrt(2), rel=0.04)
+    assert float(np.abs(drawn).max()) <= lattice.bound
+    steps = np.ldexp(drawn, lattice.scale)
+    np.testing.assert_array_equal(steps, np.rint(steps))
+    assert mechanism.claim().share == pytest.approx(40.0 / np.sqrt(2))  # type: ignore[union-attr]
+
+
+@agents
+def test_a_site_takes_no_look_for_a_round_and_no_round_for_a_look(fed: Federation) -> None:
+    """What a sum is for is in the session: a site that is told something else shares no mask with the others."""
+    north = fed.wards["north"].part
+    job = secret()
+    part = north.participant
+    envelope = part.join("run-1", FederatedMasked.from_json(job.config))
+    assert fed.intake.reserve_run("run-1", {"north": envelope}, 1)["north"].admitted
+    roster = {site: hospital.public for site, hospital in fed.hospitals.items()}
+    start = pack_vector(np.zeros(195, np.float32))
+
+    def begin(purpose: str, number: int) -> None:
+        setup = round.RoundSetup(roster, purpose, start).encode()
+        north.step("run-1", number, "advertise", setup, job.config.encode())
+
+    with pytest.raises(ReviewRejectedError, match="not covered"):
+        begin(round.LOOK, 1)
+    begin(job.strategy, 1)
+    begin(round.LOOK, 2)
+    assert (part.rounds_trained, part.looks) == (1, 1)
+    begin(round.LOOK, 3)
+    with pytest.raises(ReviewRejectedError, match="not covered"):
+        begin(round.LOOK, 4)

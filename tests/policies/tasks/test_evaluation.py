@@ -15,8 +15,10 @@ from policies.accounting.claims import DistributedGaussian, Evaluated, GaussianQ
 from policies.accounting.rdp import cost
 from policies.tasks.evaluation import (
     KINDS,
+    LONGEST_TAIL,
     EvaluationError,
     EvaluationPlan,
+    SumLattice,
     SumLayout,
     bin_of,
     edges,
@@ -113,3 +115,25 @@ def test_every_score_has_a_bin(score: float, bins: int) -> None:
         assert cut[at] <= score < cut[at + 1]
     if not math.isfinite(score):
         assert at == 0
+
+
+# --- where only the total over the sites may be seen
+
+
+@given(st.integers(1, 5000), st.floats(5.0, 500.0), st.integers(1, 9))
+def test_a_number_of_a_secret_sum_fits_its_bound_and_is_exact_in_float32(
+    patients: int, noise: float, honest: int
+) -> None:
+    claim = replace(PLAN, noise=noise).claim(DistributedGaussian(1.0, 8.0, 60, 9, honest))
+    lattice = SumLattice.of(claim, patients, 100)
+    assert patients + LONGEST_TAIL * claim.share < lattice.bound
+    assert lattice.bound * 2.0**lattice.scale <= 2.0**24
+    assert 2.0**-lattice.scale * 16 <= claim.share
+
+
+def test_steps_that_would_show_beside_the_noise_are_refused() -> None:
+    claim = PLAN.claim(DistributedGaussian(1.0, 8.0, 60, 3, 2))
+    SumLattice.of(claim, 1000, 100)
+    for patients, noise, size in ((4_000_000, 20.0, 100), (1000, 0.0012, 100), (1000, 20.0, 1 << 24)):
+        with pytest.raises(EvaluationError, match="public_patients is too large"):
+            SumLattice.of(replace(PLAN, noise=noise).claim(claim.training), patients, size)
