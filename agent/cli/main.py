@@ -56,6 +56,8 @@ def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR
             from agent.cli.release_heads import run
         case ["release", "send" | "inspect" | "withdraw"] | ["ledger", "amend"]:
             from agent.cli.made_release import run
+        case ["run", _]:
+            from agent.cli.run_plans import run
         case ["jobs", _]:
             from agent.cli.jobs import run
         case ["tune"]:

@@ -57,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve = add(commands, "serve", "receive images, and take part in federated rounds")
     serve.add_argument("--modality", help="DICOM modality of the cohort; without it, serve only receives")
     _project(serve)
+    _add_runs(commands)
     _add_jobs(commands)
     _add_backup(commands)
     add(commands, "console", "run only the site console (console.toml); `serve` runs it too")
@@ -375,6 +376,30 @@ def _add_search(commands: Any) -> None:
         _page(command)
         _detach(command)
         _project_json(command)
+
+
+# -- plans of federated runs
+
+
+def _add_runs(commands: Any) -> None:
+    text = "plans of federated runs that persons at this site approve"
+    group = commands.add_parser("run", help=text).add_subparsers(required=True, metavar="WHAT")
+    _json(add(group, "list", "list the plans that were asked for, and how each stands"))
+    for name, text in (
+        ("show", "show everything that a run may do here, and the digest that a person signs"),
+        ("approve", "as a person: approve the plan of a run with your own key"),
+        ("refuse", "as a person: refuse the plan of a run; that is final"),
+    ):
+        command = add(group, name, text)
+        command.add_argument("run", help="the run's name, as `run list` shows it")
+        if name == "show":
+            _json(command)
+            continue
+        if name == "refuse":
+            command.add_argument("reason", help="one short word, such as purpose; it is in the ledger for good")
+        command.add_argument("--person", required=True, help="who signs")
+        command.add_argument("--key", type=Path, required=True, help="the person's private key")
+        command.add_argument("--yes", action="store_true", help="sign without being asked")
 
 
 # -- jobs

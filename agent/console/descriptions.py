@@ -62,6 +62,15 @@ REFUSALS: Final[Mapping[str, str]] = MappingProxyType(
         "other": "Another reason, which I keep in my own records.",
     }
 )
+PLAN_REFUSALS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "purpose": "The purpose does not justify this run.",
+        "patients": "The run would use patients or images that it should not.",
+        "price": "It costs more of the patients' budget than it is worth.",
+        "task": "I do not understand, or do not agree with, what is trained.",
+        "other": "Another reason, which I keep in my own records.",
+    }
+)
 # What the two figures of a statement are, and what they mean.
 _MEASURED: Final = {
     "pictures": (
