@@ -15,7 +15,17 @@ from agent.dp.clipping import (
     loop_engine,
     vmap_engine,
 )
-from tests.support.real_networks import NETWORKS, QUICK, built, network, row_losses, stirred, units_for
+from agent.models.networks import build
+from tests.support.real_networks import (
+    NETWORKS,
+    QUICK,
+    built,
+    frozen_features,
+    network,
+    row_losses,
+    stirred,
+    units_for,
+)
 
 ENGINES = {"bookkept": bookkeeping_engine, "chunked": vmap_engine}
 # each network with the engine that `best_engine` takes on a processor; of the larger ones, the other in the long form
@@ -66,6 +76,20 @@ def test_a_part_of_every_network_has_the_sum_of_one_pass_for_each_patient(name: 
         assert float((ours - reference).norm()) <= 1e-10 * float(reference.norm())
     assert len(reference) == net.parameters
     assert float(reference.norm()) > 0.0
+
+
+def test_one_layer_on_frozen_networks_has_the_sum_of_one_pass_for_each_patient() -> None:
+    spec, files = frozen_features()
+    net = stirred(build(spec, 1, (16, 16), 2, 0, files.__getitem__))
+    units = [PrivacyUnit((net.prepare(unit.rows[0]), *unit.rows[1:])) for unit in units_for("small-cnn", (1, 2, 1))]
+    alone = [units[0], *map(_nobody, units[1:])]
+    for make in ENGINES.values():
+        assert _left_out(make(4), net.trained, alone, [*alone[1:], units[0]]) == 0.0
+    model, doubled = _doubled(net.trained, units)
+    reference = loop_engine(model, _of_part, doubled, 0.3)
+    for make in ENGINES.values():
+        ours = make(2)(model, _of_part, doubled, 0.3)
+        assert float((ours - reference).norm()) <= 1e-10 * float(reference.norm())
 
 
 def _of_part(model: nn.Module, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +112,18 @@ def test_a_site_hears_of_every_public_file_once() -> None:
     assert NetworkSpec("frozen-features", parts=parts).public_files == (PUBLIC, "b" * 64)
     assert NetworkSpec("small-cnn", weights=PUBLIC).public_files == (PUBLIC,)
     assert NetworkSpec("small-cnn").public_files == ()
+
+
+def test_the_page_tells_every_network_with_its_options_and_input() -> None:
+    page = (Path(__file__).parents[3] / "deploy" / "docs" / "networks.md").read_text()
+    rows = [row.split("|")[1:-1] for row in page.splitlines() if row.startswith("| `")]
+    told = {name.strip().strip("`"): (dims, options) for name, _, dims, options in rows}
+    assert told.keys() == NETWORKS.keys()
+    for name, kind in NETWORKS.items():
+        dims, options = told[name]
+        assert options.strip() == ", ".join(f"`{key}` {bound.default}" for key, bound in kind.options.items())
+        if name != "frozen-features":
+            assert dims.strip() == ", ".join(f"{n}-D" for n in kind.dimensions)
 
 
 def test_a_network_that_does_not_fit_the_input_is_told_before_it_is_built() -> None:
