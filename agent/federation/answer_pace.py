@@ -11,6 +11,7 @@ Pure: all seconds come from outside.
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -76,6 +77,23 @@ class AnswerPace:
             self.first = 0.0
             return False
         return True
+
+    def settle(
+        self,
+        of_nobody: Callable[[], object],
+        clock: Callable[[], float],
+        effort: Callable[[], float],
+        round_seconds: int,
+    ) -> None:
+        """Choose the run's time if it is open, by what ``of_nobody``, a round of no patient, takes here."""
+        if not self.is_open(round_seconds):
+            return
+        empty, began, before = 0.0, clock(), effort()
+        try:
+            of_nobody()
+            empty = effort() - before
+        finally:
+            self.choose(empty, clock() - began, round_seconds)
 
     def choose(self, empty: float, seconds: float, round_seconds: int) -> None:
         """Choose the run's time.

@@ -233,7 +233,7 @@ class Participant:
         if not wanted:
             return
         plan, state = self.plan_of(run, mechanism, terms), self.site.ledger.store.state
-        self._show_plan(plan)
+        self._show(plan)
         match run_plan.standing(state, plan, wanted):
             case "refused":
                 raise _no("plan", "a person at this site has refused the plan of this run")
@@ -241,17 +241,9 @@ class Participant:
                 roles = " and ".join(sorted(run_plan.missing_roles(state, plan, wanted)))
                 raise _no("waiting", f"{roles} must approve the plan first: `lazaret-agent run show {run}`")
 
-    def _show_plan(self, plan: RunPlan) -> None:
-        """Keep it where persons find it; the plan of before under that name is another one, and goes."""
-        vault = self.site.vault
-        if (vault.note(run_plan.NOTE) or {}).get(plan.run) != plan.to_note():
-            vault.change_note(run_plan.NOTE, lambda note: run_plan.with_plan(note, plan))
+    def _show(self, plan: RunPlan) -> None:
+        if run_plan.keep(self.site.vault, plan):
             self.site.say("plan", f"{plan.run}: see `lazaret-agent run show {plan.run}`")
-
-    def forget_plan(self, run: str) -> None:
-        """The run is over: nobody has to decide about it any more."""
-        if run in (self.site.vault.note(run_plan.NOTE) or {}):
-            self.site.vault.change_note(run_plan.NOTE, lambda note: run_plan.without(note, run))
 
     def same_terms(self, run: str, terms: RoundTerms) -> None:
         """Is a round asked for under the times that were priced, and approved where persons approve runs?
@@ -360,7 +352,7 @@ class Participant:
         self.rounds_trained = self.looks = self.begun = 0
         self.round_in_progress = False
         if how != "made":
-            self.forget_plan(self.run)
+            run_plan.forget(self.site.vault, self.run)
             self.run = ""
             self._replace_last(0, None)
         else:
@@ -551,15 +543,8 @@ class Participant:
         What a round or a look of nobody makes is dropped: it is noise that depends on no patient.
         """
         nobody, self._nobody = self._nobody, None
-        if nobody is None or not nobody[0].is_open(self.terms.seconds):
-            return
-        pace, of_nobody = nobody
-        empty, began, before = 0.0, self.clock(), self.effort()
-        try:
-            of_nobody()
-            empty = self.effort() - before
-        finally:
-            pace.choose(empty, self.clock() - began, self.terms.seconds)
+        if nobody is not None:
+            nobody[0].settle(nobody[1], self.clock, self.effort, self.terms.seconds)
 
     def _check_leaving(self) -> None:
         if self.watch.wants_to_leave(self):

@@ -8,9 +8,9 @@ asked for lie in the vault until their run is over. No torch here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Protocol, Self
 
 from policies.ledger.approvals import refusal
 from policies.ledger.state import State
@@ -134,3 +134,27 @@ def with_plan(note: Any, plan: RunPlan) -> dict[str, Any]:
 def without(note: Any, run: str) -> dict[str, Any] | None:
     """The vault's note without the plan of a run that is over."""
     return {name: one for name, one in (note or {}).items() if name != run} or None
+
+
+class Notes(Protocol):
+    """The vault, as far as plans are noted in it."""
+
+    def note(self, name: str) -> Any:
+        """What is noted under a name; None, nothing is."""
+
+    def change_note(self, name: str, change: Callable[[Any], Any]) -> None:
+        """Note what ``change`` makes of what was noted."""
+
+
+def keep(vault: Notes, plan: RunPlan) -> bool:
+    """Keep it where persons find it, and tell whether it is new; another plan under that name goes."""
+    if (vault.note(NOTE) or {}).get(plan.run) == plan.to_note():
+        return False
+    vault.change_note(NOTE, lambda note: with_plan(note, plan))
+    return True
+
+
+def forget(vault: Notes, run: str) -> None:
+    """The run is over: nobody has to decide about it any more."""
+    if run in (vault.note(NOTE) or {}):
+        vault.change_note(NOTE, lambda note: without(note, run))

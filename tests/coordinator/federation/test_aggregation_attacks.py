@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,23 +58,19 @@ def site(federation: Federation) -> Site:
     return federation.join("site-a")
 
 
-CONFIG = json.dumps(
-    asdict(
-        Federated(
-            sampling_rate=DP.sampling_rate,
-            noise_multiplier=DP.noise_multiplier,
-            rounds=4,
-            steps_per_round=15,
-            clip=1.0,
-            images_per_patient=1,
-            public_patients=40,
-            learning_rate=0.1,
-            classes=("0", "1"),
-            shape=(8, 8),
-            centre=(0.0,) * 64,
-        )
-    )
-)
+CONFIG = Federated(
+    sampling_rate=DP.sampling_rate,
+    noise_multiplier=DP.noise_multiplier,
+    rounds=4,
+    steps_per_round=15,
+    clip=1.0,
+    images_per_patient=1,
+    public_patients=40,
+    learning_rate=0.1,
+    classes=("0", "1"),
+    shape=(8, 8),
+    centre=(0.0,) * 64,
+).to_json()
 
 
 def conductor(federation: Federation, *sites: str) -> RunController:
