@@ -459,6 +459,8 @@ def _add_training(commands: Any) -> None:
     convert.add_argument("file", type=Path, help="of tensors; code in it is never run")
     convert.add_argument("--out", type=Path, required=True, help="the file, safetensors")
     convert.add_argument("--prefix", default="", help="of the names that are wanted, such as model.; it is taken off")
+    text = "keep batch norms as fixed scales and shifts, for a network with fixed_norms = 1"
+    convert.add_argument("--statistics", action="store_true", help=text)
     convert.set_defaults(homeless=True)
     _json(convert)
     draw = add(commands, "draw", distillation.DRAW_HELP)

@@ -16,6 +16,7 @@ from agent.dp.clipping import (
     vmap_engine,
 )
 from agent.models.networks import build
+from policies.tasks.networks import NetworkSpec
 from tests.support.real_networks import (
     NETWORKS,
     QUICK,
@@ -25,6 +26,7 @@ from tests.support.real_networks import (
     row_losses,
     stirred,
     units_for,
+    weights_file,
 )
 
 ENGINES = {"bookkept": bookkeeping_engine, "chunked": vmap_engine}
@@ -90,6 +92,21 @@ def test_one_layer_on_frozen_networks_has_the_sum_of_one_pass_for_each_patient()
     for make in ENGINES.values():
         ours = make(2)(model, _of_part, doubled, 0.3)
         assert float((ours - reference).norm()) <= 1e-10 * float(reference.norm())
+
+
+@pytest.mark.parametrize("part", [{}, PARTS["last block"], PARTS["lora"]])
+def test_fixed_norms_of_a_public_file_have_the_sum_of_one_pass_for_each_patient(part: dict[str, object]) -> None:
+    spec, size = NETWORKS["resnet18"]
+    digest, raw = weights_file(spec, size)
+    fixed = NetworkSpec(spec.name, {**spec.options, "fixed_norms": 1}, weights=digest, **part)  # type: ignore[arg-type]
+    net = stirred(build(fixed, 1, size, 2, 0, lambda _: raw))
+    model, units = _doubled(net.module, units_for("resnet18", (1, 2)))
+    before = [buffer.clone() for buffer in model.buffers()]
+    reference = loop_engine(model, row_losses, units, 0.3)
+    ours = bookkeeping_engine(2)(model, row_losses, units, 0.3)
+    assert float((ours - reference).norm()) <= 1e-10 * float(reference.norm())
+    assert before
+    assert all(torch.equal(old, new) for old, new in zip(before, model.buffers(), strict=True))
 
 
 def _of_part(model: nn.Module, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -28,7 +28,7 @@ def specs(draw: st.DrawFn) -> NetworkSpec:
         options["heads"] = draw(st.sampled_from([1, 2, 4, 8, 16]))
     weights = "" if name == "linear" else draw(st.sampled_from(["", PUBLIC]))
     if not weights:
-        options.pop("head", None)
+        options = {key: value for key, value in options.items() if key not in ("head", "fixed_norms")}
     trained = draw(st.sampled_from(kind.trained))
     most = kind.blocks({**{key: bound.default for key, bound in kind.options.items()}, **options})
     blocks = {"last-blocks": draw(st.integers(1, max(1, most))), "lora": draw(st.integers(0, most))}.get(trained, 0)
@@ -77,6 +77,7 @@ def test_every_network_has_defaults_and_names_them_in_its_canonical_form() -> No
         ({"name": "linear", "weights": PUBLIC}, ["network.weights: linear has none"]),
         ({"name": "resnet18", "weights": "http://x"}, ["network.weights: must be a SHA-256"]),
         ({"name": "resnet18", "options": {"head": 1}}, ["network.options.head: needs weights"]),
+        ({"name": "resnet18", "options": {"fixed_norms": 1}}, ["network.options.fixed_norms: needs weights"]),
         ({"name": "vit-s16", "options": {"width": 64}}, ["network.options.width: must be a multiple of"]),
         ({"name": "resnet18", "parts": [{"name": "resnet18"}]}, ["network.parts: only frozen-features"]),
         ({"name": "frozen-features"}, ["network.parts: must be 1 to 8 networks"]),
