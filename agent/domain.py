@@ -154,6 +154,61 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """What a network sees at once, and what it should say of it."""
+
+    pixels: NDArray[np.float32]  # (channels, *size): (c, h, w) or (c, k, h, w)
+    # classification: (1,) int64, which class. Multi-label and regression: (n,) float32 in [0, 1], NaN where it is
+    # missing, which costs nothing. Segmentation: (*size) int64, which segment, 0 for none
+    target: NDArray[np.int64] | NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        """Refuse what is not finite, and a target that is neither whole numbers nor numbers in [0, 1]."""
+        if self.pixels.ndim not in (3, 4) or self.pixels.dtype != np.float32 or not self.pixels.size:
+            raise ValueError("pixels must be a non-empty (c, h, w) or (c, k, h, w) float32 array")
+        if not bool(np.isfinite(self.pixels).all()):
+            raise ValueError("pixels must be finite")
+        target = self.target
+        if target.dtype not in (np.int64, np.float32) or not target.size:
+            raise ValueError("a target is a non-empty array of int64 or float32")
+        if target.dtype == np.int64 and target.shape not in ((1,), self.pixels.shape[1:]):
+            raise ValueError("a class is (1,), a mask as large as the pixels")
+        if target.dtype == np.float32 and target.ndim != 1:
+            raise ValueError("findings and numbers are (n,)")
+        known = target[~np.isnan(target)]
+        if not bool((known >= 0).all() and (target.dtype == np.int64 or (known <= 1).all())):
+            raise ValueError("a class is not negative, and findings and numbers lie in [0, 1] or are missing")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskPatient:
+    """The unit of privacy of a task: all examples of one person."""
+
+    pseudonym: str
+    examples: tuple[Example, ...]
+
+    def __post_init__(self) -> None:
+        """A patient has a pseudonym and at least one example."""
+        if not self.pseudonym or not self.examples:
+            raise ValueError("a patient needs a pseudonym and an example")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskCohort:
+    """The patients that a task trains on, each once, in pseudonym order, all examples of one form."""
+
+    patients: tuple[TaskPatient, ...]
+
+    def __post_init__(self) -> None:
+        """Order and uniqueness make a run deterministic and patients countable."""
+        if not all(a.pseudonym < b.pseudonym for a, b in pairwise(self.patients)):
+            raise ValueError("patients must be distinct and sorted by pseudonym")
+        every = [example for patient in self.patients for example in patient.examples]
+        if len({(one.pixels.shape, one.target.shape, one.target.dtype) for one in every}) > 1:
+            raise ValueError("all examples of a cohort must have one form")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Latents:
     """One latent code per patient: the mean over the patient's images."""
 
@@ -210,6 +265,18 @@ class Update:
             raise ValueError("vector must be a non-empty (p,) float32 array")
         if not bool(np.isfinite(self.vector).all()):
             raise ValueError("vector must be finite")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatticePart:
+    """One site's part of a secret sum: whole steps of the lattice that the run's configuration names."""
+
+    steps: NDArray[np.int64]  # (p,)
+
+    def __post_init__(self) -> None:
+        """A flat vector of whole numbers."""
+        if self.steps.ndim != 1 or self.steps.dtype != np.int64 or not self.steps.size:
+            raise ValueError("steps must be a non-empty (p,) int64 array")
 
 
 class CheckpointStore(Protocol):

@@ -78,6 +78,7 @@ from policies.accounting.claims import Gaussian, KAnonymous, NoClaim
 from tests.support import small_distillation as small
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.small_privimage import tiny
+from tests.support.small_tasks import classification
 
 KEY, OTHER = bytes(range(32)), bytes(range(32, 64))
 WHO = Deidentifier(KEY, "HOSPITAL", people=OTHER)
@@ -417,30 +418,21 @@ def test_a_conflict_is_shown_to_a_person_with_a_reason(hospital: Hospital) -> No
 # -- every mechanism of level A
 
 SHAPE = (8, 8)
-FEDERATED = Federated(
+TASK = classification(
+    ("0", "1"),
+    SHAPE,
     sampling_rate=0.5,
-    noise_multiplier=1.0,
-    steps_per_round=1,
     rounds=1,
+    steps_per_round=1,
     clip=1.0,
     images_per_patient=8,
     public_patients=8,
-    learning_rate=1.0,
-    classes=("0", "1"),
-    shape=SHAPE,
-    centre=(0.0,) * 64,
 )
+FEDERATED = Federated(TASK, 130, noise_multiplier=1.0)
 MASKED = FederatedMasked(
-    sampling_rate=0.25,
+    classification(("0", "1"), SHAPE, rounds=30, steps_per_round=1, images_per_patient=8, public_patients=225),
+    130,
     noise_multiplier=1.8,
-    rounds=30,
-    clip=0.1,
-    images_per_patient=8,
-    public_patients=225,
-    learning_rate=40.0,
-    classes=("0", "1"),
-    shape=SHAPE,
-    centre=(0.0,) * 64,
     sites=3,
     honest=2,
     value_bound=4.0,
