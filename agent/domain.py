@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -206,6 +206,48 @@ class TaskCohort:
         every = [example for patient in self.patients for example in patient.examples]
         if len({(one.pixels.shape, one.target.shape, one.target.dtype) for one in every}) > 1:
             raise ValueError("all examples of a cohort must have one form")
+
+
+TaskKind = Literal["classification", "multi-label", "regression", "segmentation"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleRule:
+    """Which images become examples, how they are seen, and what is learned. Public; what it finds is not."""
+
+    kind: TaskKind
+    modality: str  # DICOM Modality (0008,0060)
+    size: tuple[int, ...]  # (h, w) pixels of images, or (k, h, w) voxels of volumes
+    body_part: str = ""  # DICOM Body Part Examined (0018,0015); "": any
+    channels: int = 1  # 1: grey; 3: colour. Of a study: so many grey images, one in each channel
+    spacing: tuple[float, ...] = ()  # mm along each axis of size; (): fitted to the size as they are
+    window: tuple[
+        float, ...
+    ] = ()  # stored values that become 0 and 1; (): images as ingested, volumes by their range
+    per_study: bool = False  # one example for each study; else one for each image
+    table: str = ""  # of labels; "": the label that each image came with
+    columns: tuple[str, ...] = ()  # of the table, in the order of the outputs
+    classes: tuple[str, ...] = ()  # the values, or the segments, in the order of the outputs
+    low: tuple[float, ...] = ()  # of a regression: the public bounds of each column
+    high: tuple[float, ...] = ()
+    split: Split | None = None
+    part: str = ""  # of the split: the patients of this part only
+    min_instances: int = 1  # a series with fewer is not complete yet, and waits
+
+    def __post_init__(self) -> None:
+        """Refuse what could select nothing, or everything by mistake. What a task may say is checked by the task."""
+        if len(self.size) not in (2, 3) or not all(type(side) is int and side > 0 for side in self.size):
+            raise ValueError("a size is (h, w) or (k, h, w)")
+        if not self.modality or self.channels not in (1, 3):
+            raise ValueError("examples have a modality, and 1 or 3 channels")
+        if len(self.spacing) not in (0, len(self.size)) or not all(mm > 0 for mm in self.spacing):
+            raise ValueError("a spacing has one positive length for each axis of the size")
+        if self.window and not (len(self.window) == 2 and self.window[0] < self.window[1]):
+            raise ValueError("a window is two numbers, the smaller one first")
+        if (self.split is None) is not (self.part == "") or (self.split and self.part not in self.split.parts):
+            raise ValueError("a split is selected by one of its parts")
+        if len(self.size) == 3 and (self.channels != 1 or self.per_study):
+            raise ValueError("a volume has one channel, and is an example by itself")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

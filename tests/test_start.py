@@ -107,7 +107,7 @@ print(json.dumps(found))
 LIGHT: Final = frozenset(
     {
         *("administration", "backup", "cohort", "console", "doctor", "ingest", "ledger", "quarantine"),
-        *("jobs", "ledger_decisions", "made_release", "release_kanonymous", "serve", "setup"),
+        *("jobs", "labels", "ledger_decisions", "made_release", "release_kanonymous", "serve", "setup"),
     }
 )
 WITH_TORCH: Final = frozenset(  # every other command does without, but for vetting, rounds and heads that come in

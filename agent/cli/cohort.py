@@ -6,17 +6,21 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Final
 
 from rich.table import Table
 
 from agent.cli.output import ERR, OUT, answered_ingest, print_stderr
 from agent.deidentify.manifest import manifest
+from agent.domain import ExampleRule
 from agent.errors import SiteConfigError
 from agent.event_log import open_log
 from agent.ingest.context import IngestContext, open_ingest
 from agent.ingest.patient_lists import read_pairs
 from agent.storage.equal_patients import EqualPatients
+from agent.storage.examples import REASONS, TaskSurvey, rule_for, survey
+from agent.storage.label_tables import RARE, read_table
 from agent.storage.site_directory import SiteDirectory
 
 _SAME: Final = {  # what two patient ids have in common
@@ -57,6 +61,8 @@ def cohort(arguments: argparse.Namespace) -> int:
     """How many patients there are to work with, by modality, body part and state: for this console alone."""
     with open_ingest(SiteDirectory(arguments.home), arguments.project) as way:
         _decide(way, arguments)
+        if arguments.table:
+            return _print_survey(_survey(way, arguments), as_json=arguments.json)
         if arguments.held:
             held = sorted(way.vault.held() | way.vault.barred())
             sys.stdout.write(json.dumps(held) + "\n" if arguments.json else "".join(f"{one}\n" for one in held))
@@ -77,6 +83,39 @@ def cohort(arguments: argparse.Namespace) -> int:
         print_stderr(
             f"{len(same)} groups of patient ids count as one patient each towards k: `cohort --same` shows why"
         )
+    return 0
+
+
+def _survey(way: IngestContext, arguments: argparse.Namespace) -> TaskSurvey:
+    """What a task of these columns would find. Nothing of it is logged."""
+    images = ExampleRule(
+        "classification",
+        arguments.modality,
+        arguments.size,
+        body_part=arguments.body_part,
+        per_study=arguments.per_study,
+        min_instances=way.ingestion.rules.min_instances_per_series,
+    )
+    table = read_table(way.vault, arguments.table)
+    return survey(way.vault, rule_for(table, tuple(arguments.column), images))
+
+
+def _print_survey(found: TaskSurvey, *, as_json: bool) -> int:
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n")
+        return 0
+    outputs = Table(
+        "what is learned", "patients", "", title=f"{found.examples} examples of {found.patients} patients"
+    )
+    for one in found.outputs:
+        outputs.add_row(one.output, str(one.patients), "rare" if one.patients < RARE else "")
+    OUT.print(outputs)
+    if found.left_out:
+        left = Table("left out", "images", "patients", title="what would be left out, and why")
+        for what in found.left_out:
+            left.add_row(REASONS[what.reason], str(what.images), str(what.patients))
+        OUT.print(left)
+    OUT.print("This is for your site alone: no count of patients leaves.")
     return 0
 
 

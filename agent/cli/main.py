@@ -42,6 +42,8 @@ def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR
             from agent.cli.quarantine import run
         case ["manifest" | "cohort"]:
             from agent.cli.cohort import run
+        case ["labels", _]:
+            from agent.cli.labels import run
         case ["opt-out" | "project", _] | ["identity" | "token"]:
             from agent.cli.administration import run
         case ["deface"]:

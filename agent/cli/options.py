@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from agent.defacing.config import METHODS, PARTS
 from agent.mechanisms.centroids import options as centroids
-from agent.mechanisms.common.option_types import count, menu, rate, seed
+from agent.mechanisms.common.option_types import count, menu, rate, seed, sizes
 from agent.mechanisms.distillation import options as distillation
 from agent.mechanisms.kanonymous import OPTIONS
 from agent.mechanisms.privimage import options as privimage
@@ -24,6 +24,7 @@ from protos.operations.command_line import add, add_backup_commands, add_login_c
 
 MAIN: Final = "main"  # agent.storage.site_directory.MAIN
 NETWORKS: Final = ("generator", "encoder", "features", "recogniser", "semantics")
+KEYS: Final = ("patient-id", "accession", "study", "series", "instance")  # agent.ingest.label_import.KEYS
 PRIORITIES: Final = ("high", "normal", "low")  # agent.service.jobs.PRIORITIES
 SIZES: Final = ("tiny32", "small64", "small128", "auto128", "auto256", "auto512", "auto1024")
 
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_setup(commands)
     _add_ingest(commands)
     _add_quarantine(commands)
+    _add_labels(commands)
     _add_patients(commands)
     _add_deface(commands)
     _add_releases(commands.add_parser("release", help="make a release"))
@@ -226,6 +228,24 @@ def _add_quarantine(commands: Any) -> None:
         _project_json(command)
 
 
+def _add_labels(commands: Any) -> None:
+    tables = commands.add_parser("labels", help="tables of labels").add_subparsers(required=True, dest="what")
+    into = add(tables, "import", "import a table, or replace its older version: all rows, or none")
+    into.add_argument("table", type=Path, metavar="FILE.csv")
+    into.add_argument("--key", choices=KEYS, required=True, help="what the key of a row is")
+    text = "the TOML that declares the kind of each column (default: FILE.toml beside it)"
+    into.add_argument("--columns", type=Path, metavar="FILE.toml", help=text)
+    into.add_argument("--name", default="", help="of the table (default: the file's name)")
+    into.add_argument("--dry-run", action="store_true", help="show what would be imported and what is wrong")
+    listed = add(tables, "list", "list the tables, each with its version")
+    shown = add(tables, "show", "show a table's columns, and how many patients have each value")
+    gone = add(tables, "remove", "delete a table")
+    for command in (shown, gone):
+        command.add_argument("name")
+    for command in (into, listed, shown, gone):
+        _project_json(command)
+
+
 def _add_patients(commands: Any) -> None:
     told = add(commands, "manifest", "show what was removed, replaced and kept, and why")
     told.add_argument("--study", help="one study's pseudonym")
@@ -236,6 +256,15 @@ def _add_patients(commands: Any) -> None:
     counted.add_argument("--same", action="store_true", help="list patient ids that count as one patient towards k")
     counted.add_argument("--apart", metavar="NAME", help="a person's decision: these ids are different patients")
     counted.add_argument("--labels", type=Path, help="CSV sop_instance_uid,label: add labels to kept images")
+    text = "show what a task of this label table would find here, and what it would leave out and why"
+    counted.add_argument("--table", default="", metavar="NAME", help=text)
+    counted.add_argument("--column", action="append", default=[], help="with --table: a column; may be repeated")
+    counted.add_argument("--modality", default="", help="with --table: of the images, such as DX")
+    text = "with --table: pixels, such as 64,64; three numbers for volumes (default: 64,64)"
+    counted.add_argument("--size", type=sizes, default=(64, 64), help=text)
+    counted.add_argument("--body-part", default="", help="with --table: of the images, such as CHEST")
+    counted.add_argument("--per-study", action="store_true", help="with --table: one example for each study")
+    counted.set_defaults(usage_check=_of_table(counted))
     for command in (told, counted):
         _project_json(command)
     out = commands.add_parser("opt-out", help="patients who have opted out").add_subparsers(
@@ -260,6 +289,18 @@ def _add_patients(commands: Any) -> None:
     add(commands, "identity", "make a user for ingest.toml's [listener] identities").add_argument("name")
     fresh = add(commands, "token", "make a bearer token for ingest.toml's [stow]")
     fresh.add_argument("--out", type=Path, required=True)
+
+
+def _of_table(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
+    """What a table would give depends on the column and the images."""
+
+    def check(arguments: argparse.Namespace) -> None:
+        if arguments.table and not (arguments.column and arguments.modality):
+            parser.error("--table: say --column and --modality, too")
+        if not arguments.table and (arguments.column or arguments.modality or arguments.per_study):
+            parser.error("--column, --modality and --per-study: only with --table")
+
+    return check
 
 
 def _add_deface(commands: Any) -> None:

@@ -30,6 +30,7 @@ from agent.deidentify.errors import REASONS
 from agent.deidentify.pixel_redaction import Blank
 from agent.deidentify.ps315.options import Profile
 from agent.ingest import config as ingest
+from agent.ingest import label_sheet
 from agent.ingest.ocr import OcrSettings
 from agent.mechanisms.anonfaces.identity_mixing import Mixing
 from agent.operations import metrics as agent_metrics
@@ -69,6 +70,11 @@ FILES: Final[Mapping[str, tuple[str, Sequence[Table]]]] = {
             ("[pacs.NAME]", ArchiveConfig), ("[dicomweb.NAME]", DicomWebArchive), ("[[folder]]", ingest._FolderTable),
             ("[faces]", FacesSettings),
         ],
+    ),
+    "labels.toml": (
+        "beside a table of labels, with its name: `lazaret-agent labels import findings.csv` reads `findings.toml`. "
+        "Example: `deploy/docs/labels.example.toml`",
+        [("[table]", label_sheet._TableTable), ("[columns.NAME]", label_sheet._ColumnTable)],
     ),
     "policy.toml": ("in the directory of either side; `init --policy NAME` copies a preset", [("", Policy)]),
     "coordinator.toml": (
@@ -116,6 +122,7 @@ RELEASES: Final[Mapping[str, tuple[str, Sequence[Table]]]] = {
 _NOT_KEYS: Final = {
     *((AdmissionRules, key) for key in ("modalities", "secondary_capture_modalities", "blanks")),
     *((ArchiveConfig, "name"), (DicomWebArchive, "name"), (Mixing, "k")),
+    (label_sheet._ColumnTable, "name"),
 }
 
 

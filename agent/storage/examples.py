@@ -1,0 +1,431 @@
+"""A task's examples from the vault: which images count, what they are labelled, and how the network sees them.
+
+Whether an image becomes an example depends on its own patient alone (P1): nobody's image decides over another's. What
+is left out is counted by reason, for the site's own console and nowhere else (P8, P14).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import pydicom
+from numpy.typing import NDArray
+from pydicom import Dataset
+
+from agent.deidentify.attributes import numbers, text
+from agent.deidentify.record import NO_SERIES, grey
+from agent.domain import Example, ExampleRule, TaskCohort, TaskKind, TaskPatient, Volume
+from agent.field_of_view import fit_to
+from agent.storage.instance_index import FaceInstance, InstanceRecord
+from agent.storage.label_tables import LabelColumn, LabelTable, LabelTableError, Value, read_table, words_of
+from agent.storage.vault import Vault
+from agent.storage.withheld_series import volumes_of
+from agent.volumes.errors import NotDefacedError
+from agent.volumes.grid import averaged, oriented, spacing
+
+REASONS: Final[Mapping[str, str]] = {
+    "held": "the study or series is held back: `cohort --held`",
+    "face": "a face may be rebuilt from it: `deface --vault` first",
+    "waiting": "the series is not complete yet",
+    "other_form": "a volume where the task takes images, or an image where it takes volumes",
+    "not_a_volume": "the slices of the series are no volume",
+    "colour": "grey, and the task takes colour",
+    "no_row": "the label table has no row for it",
+    "missing": "the label is missing",
+    "other_value": "the label is none of the task's classes",
+    "contradiction": "the images of the study have different labels",
+    "no_spacing": "the file does not say how large a pixel is",
+    "too_small": "smaller than the task's size: images are not enlarged",
+    "blank": "it shows one value everywhere",
+    "gone": "it was deleted meanwhile",
+}
+_LOWEST, _HIGHEST = 0.5, 99.5  # percentiles of a volume that become 0 and 1, where the task names no window
+Target = NDArray[np.int64] | NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What a task does not use, and why. For the site alone."""
+
+    reason: str  # of REASONS
+    images: int
+    patients: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputCount:
+    """The patients behind one output of a task: a class, a finding that is there, a number. For the site alone."""
+
+    output: str
+    patients: int
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSurvey:
+    """What a task would find here. For the site alone: counts of patients are releases (P8)."""
+
+    patients: int
+    examples: int
+    version: str  # of the label table; "" without one
+    outputs: tuple[OutputCount, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+class _Tally:
+    """What is left out: images and patients by reason."""
+
+    def __init__(self) -> None:
+        self.images: dict[str, int] = {}
+        self.persons: dict[str, set[str]] = {}
+
+    def add(self, reason: str, heads: Iterable[InstanceRecord]) -> None:
+        for head in heads:
+            self.images[reason] = self.images.get(reason, 0) + 1
+            self.persons.setdefault(reason, set()).add(head.person)
+
+    def told(self) -> tuple[LeftOut, ...]:
+        return tuple(LeftOut(r, self.images[r], len(self.persons[r])) for r in REASONS if r in self.images)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """One example before its pixels are opened."""
+
+    person: str
+    heads: tuple[InstanceRecord, ...]
+    target: Target
+
+
+def rule_for(table: LabelTable, columns: tuple[str, ...], images: ExampleRule) -> ExampleRule:
+    """The rule of a task that learns all that columns of a table declare.
+
+    Args:
+        table: of the vault.
+        columns: one of category or several values, or any of binary ones, or of numbers.
+        images: which images, and how they are seen.
+    Raises:
+        LabelTableError: there is no such column, or they are of kinds that no task learns together.
+    """
+    found = [table.columns[table.column(name)] for name in columns]
+    kinds = {column.kind for column in found}
+    made = replace(images, table=table.name, columns=columns)
+    if kinds == {"binary"} and len(found) > 1:
+        return replace(made, kind="multi-label")
+    if kinds == {"number"}:
+        return replace(made, kind="regression", low=tuple(c.low for c in found), high=tuple(c.high for c in found))
+    if len(found) != 1:
+        raise LabelTableError(f"{table.name}: several columns are all binary, or all numbers")
+    kind: TaskKind = "multi-label" if kinds == {"several"} else "classification"
+    return replace(made, kind=kind, classes=found[0].values or ("no", "yes"))
+
+
+def task_cohort(vault: Vault, rule: ExampleRule, without: Iterable[str] = ()) -> TaskCohort:
+    """The patients with examples, by pseudonym. Nobody who has opted out is among them.
+
+    Args:
+        vault: the project's.
+        rule: public.
+        without: pseudonyms that may not take part.
+    Raises:
+        LabelTableError: there is no such table, or it declares other columns or values than the task.
+    """
+    patients: dict[str, list[Example]] = {}
+    for person, example in _examples(vault, rule, _table(vault, rule), _Tally(), without):
+        patients.setdefault(person, []).append(example)
+    return TaskCohort(tuple(TaskPatient(person, tuple(patients[person])) for person in sorted(patients)))
+
+
+def survey(vault: Vault, rule: ExampleRule) -> TaskSurvey:
+    """What :func:`task_cohort` would find, and what it would leave out and why; one image at a time.
+
+    Raises:
+        LabelTableError: see :func:`task_cohort`.
+    """
+    table, tally = _table(vault, rule), _Tally()
+    names = rule.classes or rule.columns
+    behind: dict[str, set[str]] = {name: set() for name in names}
+    persons, count = set(), 0
+    for person, example in _examples(vault, rule, table, tally, ()):
+        persons.add(person)
+        count += 1
+        for name in _said(rule, example.target):
+            behind[name].add(person)
+    outputs = tuple(OutputCount(name, len(behind[name])) for name in names)
+    return TaskSurvey(len(persons), count, table.version if table else "", outputs, tally.told())
+
+
+def _said(rule: ExampleRule, target: Target) -> list[str]:
+    names = rule.classes or rule.columns
+    if rule.kind == "classification":
+        return [names[int(target[0])]]
+    if rule.kind == "multi-label":
+        return [name for name, value in zip(names, target, strict=True) if value == 1]
+    return [name for name, value in zip(names, target, strict=True) if not np.isnan(value)]
+
+
+# -- labels
+
+
+def _table(vault: Vault, rule: ExampleRule) -> LabelTable | None:
+    """The rule's table, which declares all that the rule names.
+
+    Raises:
+        LabelTableError: it does not.
+    """
+    if rule.kind == "segmentation":
+        raise LabelTableError("segmentation: masks are not kept in this version's vault")
+    if not rule.table:
+        return None
+    table = read_table(vault, rule.table)
+    columns = [table.columns[table.column(name)] for name in rule.columns]
+    wanted = {"classification": ("binary", "category"), "regression": ("number",)}.get(rule.kind, ("binary",))
+    if rule.kind == "multi-label" and rule.classes:
+        wanted = ("several",)
+    for column in columns:
+        if column.kind not in wanted:
+            raise LabelTableError(
+                f"{rule.table}.{column.name}: {rule.kind} takes {' or '.join(wanted)}, and this is {column.kind}"
+            )
+        declared = column.values or ("no", "yes")
+        if rule.kind != "regression" and not set(rule.classes) <= set(declared):
+            raise LabelTableError(f"{rule.table}.{column.name}: the table does not declare all classes of the task")
+    return table
+
+
+def _target(rule: ExampleRule, table: LabelTable | None, head: InstanceRecord) -> Target | str:
+    """What an image should give; or why it is left out, a key of REASONS."""
+    if table is None:
+        return _class(rule, head.label) if head.label else "missing"
+    row = table.of(head)
+    if row is None:
+        return "no_row"
+    said = [(table.columns[at], row[at]) for at in map(table.column, rule.columns)]
+    if all(value is None for _, value in said):
+        return "missing"
+    if rule.kind == "classification":
+        column, value = said[0]
+        return _class(rule, words_of(column, value)[0])
+    if rule.kind == "multi-label" and rule.classes:
+        column, value = said[0]
+        there = words_of(column, value)
+        return np.array([name in there for name in rule.classes], np.float32)
+    numbers_of = (_number(rule, at, column, value) for at, (column, value) in enumerate(said))
+    return np.array(list(numbers_of), np.float32)
+
+
+def _class(rule: ExampleRule, word: str) -> Target | str:
+    return np.array([rule.classes.index(word)], np.int64) if word in rule.classes else "other_value"
+
+
+def _number(rule: ExampleRule, at: int, column: LabelColumn, value: Value) -> float:
+    if value is None or isinstance(value, tuple):
+        return float("nan")
+    if column.kind == "binary":
+        return float(value)
+    low, high = rule.low[at], rule.high[at]
+    return (min(max(float(value), low), high) - low) / (high - low)
+
+
+# -- images
+
+
+def _examples(
+    vault: Vault, rule: ExampleRule, table: LabelTable | None, tally: _Tally, without: Iterable[str]
+) -> Iterator[tuple[str, Example]]:
+    """The examples, patient after patient, one at a time."""
+    for found in _found(vault, rule, table, tally, vault.opted_out() | set(without)):
+        try:
+            seen = _volumes(vault, rule, found) if len(rule.size) == 3 else [_picture(vault, rule, found)]
+        except KeyError:
+            tally.add("gone", found.heads)
+            continue
+        for pixels in seen:
+            if isinstance(pixels, str):
+                tally.add(pixels, found.heads)
+            elif not bool(np.ptp(pixels) > 0):
+                tally.add("blank", found.heads)
+            else:
+                yield found.person, Example(pixels, found.target)
+
+
+def _found(
+    vault: Vault, rule: ExampleRule, table: LabelTable | None, tally: _Tally, excluded: set[str] | frozenset[str]
+) -> list[_Found]:
+    """What counts by what is known of it without its pixels, sorted by patient and name."""
+    barred, sizes, groups = (
+        vault.barred() | vault.held(),
+        dict[str, int](),
+        dict[tuple[str, str], list[InstanceRecord]](),
+    )
+    parts: dict[str, bool] = {}
+    for head in vault.heads():
+        sizes[head.series] = sizes.get(head.series, 0) + 1
+        if head.modality != rule.modality or (rule.body_part and head.body_part != rule.body_part):
+            continue
+        if head.person in excluded or not _in_part(vault, rule, head.person, parts):
+            continue
+        groups.setdefault((head.person, _group(rule, head)), []).append(head)
+    found = []
+    for (person, _), members in sorted(groups.items()):
+        kept = []
+        for head in sorted(members, key=lambda one: one.name):
+            waits = head.series != NO_SERIES and sizes[head.series] < rule.min_instances
+            why = "held" if head.held(barred) else _unfit(rule, head) or ("waiting" if waits else "")
+            if why:
+                tally.add(why, [head])
+            else:
+                kept.append(head)
+        if len(rule.size) == 3 and len(kept) < len(members):
+            tally.add("face" if any(head.face for head in members) else "held", kept)  # a volume is whole, or is none
+            continue
+        target = _common(rule, table, kept, tally)
+        if target is not None:
+            found.append(_Found(person, tuple(kept), target))
+    return found
+
+
+def _in_part(vault: Vault, rule: ExampleRule, person: str, parts: dict[str, bool]) -> bool:
+    if rule.split is None:
+        return True
+    if person not in parts:
+        parts[person] = vault.part_of(rule.split, person) == rule.part
+    return parts[person]
+
+
+def _group(rule: ExampleRule, head: InstanceRecord) -> str:
+    """What is one example: the images of a study, the slices of a series, or one image or volume file."""
+    if len(rule.size) == 3 and head.kind == "image" and head.series != NO_SERIES:
+        return head.series
+    return head.study if rule.per_study else head.name
+
+
+def _unfit(rule: ExampleRule, head: InstanceRecord) -> str:
+    """Why one instance can be no part of an example, as far as its head says; else ""."""
+    if head.face:
+        return "face"
+    if len(rule.size) == 3:
+        return "other_form" if head.kind == "image" and head.series == NO_SERIES else ""
+    if head.kind == "volume" or head.shape is None:
+        return "other_form"
+    return "colour" if rule.channels == 3 and not rule.per_study and len(head.shape) != 3 else ""
+
+
+def _common(rule: ExampleRule, table: LabelTable | None, heads: list[InstanceRecord], tally: _Tally) -> Target | None:
+    """The one label of what is one example; None, and the reason is counted, where there is none."""
+    targets = [_target(rule, table, head) for head in heads]
+    for target in targets:
+        why = target if isinstance(target, str) else ""
+        if not why and not np.array_equal(target, targets[0], equal_nan=True):
+            why = "contradiction"
+        if why:
+            tally.add(why, heads)
+            return None
+    return targets[0] if targets and not isinstance(targets[0], str) else None
+
+
+def _picture(vault: Vault, rule: ExampleRule, found: _Found) -> NDArray[np.float32] | str:
+    """(channels, h, w) of one image, or of the first images of a study, one in each channel; the rest are zeros."""
+    size = (rule.size[0], rule.size[1])
+    if not rule.per_study:
+        seen = _seen(vault, rule, found.heads[0], size)
+        if isinstance(seen, str):
+            return seen
+        return np.ascontiguousarray(seen[None] if seen.ndim == 2 else seen.transpose(2, 0, 1))
+    made = np.zeros((rule.channels, *size), np.float32)
+    ordered = sorted(found.heads, key=lambda head: (_place(_header(vault, head)), head.name))
+    for channel, head in enumerate(ordered[: rule.channels]):
+        seen = _seen(vault, rule, head, size)
+        if isinstance(seen, str):
+            return seen
+        made[channel] = grey(seen)
+    return made
+
+
+def _place(header: Dataset) -> tuple[str, str, float, float]:
+    """Where an image stands in its study: view and side first, since they mean the same in every study."""
+    order = [(numbers(header, keyword) or [0.0])[0] for keyword in ("SeriesNumber", "InstanceNumber")]
+    side = text(header, "ImageLaterality") or text(header, "Laterality")
+    return text(header, "ViewPosition"), side, order[0], order[1]
+
+
+def _header(vault: Vault, head: InstanceRecord, *, pixels: bool = False) -> Dataset:
+    return pydicom.dcmread(io.BytesIO(vault.payload(head.name)), stop_before_pixels=not pixels)
+
+
+def _seen(vault: Vault, rule: ExampleRule, head: InstanceRecord, size: tuple[int, int]) -> NDArray[np.float32] | str:
+    """(h, w) or (h, w, 3) in [0, 1] of one image at the task's size; or why not, a key of REASONS."""
+    pixels = vault.pixels(head.name)
+    header = _header(vault, head, pixels=bool(rule.window)) if rule.window or rule.spacing else None
+    if rule.window and header is not None:
+        pixels = _windowed(_stored(header), rule.window)
+    if rule.channels == 1 or rule.per_study:
+        pixels = grey(pixels)
+    if not rule.spacing or header is None:
+        try:
+            return fit_to(pixels, size)
+        except ValueError:
+            return "too_small"
+    measured = numbers(header, "PixelSpacing") or numbers(header, "ImagerPixelSpacing")
+    if len(measured) != 2 or not all(mm > 0 for mm in measured):
+        return "no_spacing"
+    planes = [pixels] if pixels.ndim == 2 else [pixels[:, :, channel] for channel in range(3)]
+    made = [_at(plane[None], (1.0, *measured), (1, *size), (1.0, *rule.spacing))[0] for plane in planes]
+    return made[0] if pixels.ndim == 2 else np.stack(made, axis=2)
+
+
+def _stored(header: Dataset) -> NDArray[np.float32]:
+    """The values that the file stores, in their units (Hounsfield units of CT)."""
+    slope, intercept = (numbers(header, keyword) for keyword in ("RescaleSlope", "RescaleIntercept"))
+    values: NDArray[np.float32] = np.asarray(header.pixel_array, np.float32)
+    return values * np.float32(slope[0] if slope else 1) + np.float32(intercept[0] if intercept else 0)
+
+
+def _windowed(values: NDArray[np.float32], window: tuple[float, ...]) -> NDArray[np.float32]:
+    low, high = window
+    seen: NDArray[np.float32] = np.clip((values - np.float32(low)) / np.float32(high - low), 0, 1, dtype=np.float32)
+    return seen
+
+
+def _at(
+    values: NDArray[np.float32], edges: tuple[float, ...], size: tuple[int, ...], wanted: tuple[float, ...]
+) -> NDArray[np.float32]:
+    """(k, h, w) in [0, 1] on a grid of another spacing around the same centre; zeros lie outside."""
+    source, target = np.diag([*edges, 1.0]), np.diag([*wanted, 1.0])
+    for axis in range(3):
+        target[axis, 3] = edges[axis] * (values.shape[axis] - 1) / 2 - wanted[axis] * (size[axis] - 1) / 2
+    made = averaged(values, source, (size[0], size[1], size[2]), target)
+    return np.clip(made, 0, 1)
+
+
+# -- volumes
+
+
+def _volumes(vault: Vault, rule: ExampleRule, found: _Found) -> list[NDArray[np.float32] | str]:
+    """(1, k, h, w) of every volume of a series, in [0, 1]: k runs from the feet, h to the back, w to the left."""
+    files = [
+        FaceInstance(h.name, h.kind, h.modality, h.person, h.study, h.series, h.label, vault.payload(h.name))
+        for h in found.heads
+    ]
+    try:
+        sources, _ = volumes_of(files)
+        return [_cube(source.real(), rule) for source in sources]
+    except NotDefacedError:
+        return ["not_a_volume"]
+
+
+def _cube(volume: Volume, rule: ExampleRule) -> NDArray[np.float32] | str:
+    turned = oriented(volume)
+    values = np.asarray(turned.values, np.float32).transpose(2, 1, 0)[:, ::-1, ::-1]
+    if not bool(np.isfinite(values).all()):
+        return "not_a_volume"
+    low, high = rule.window or tuple(map(float, np.percentile(values, (_LOWEST, _HIGHEST))))
+    if not low < high:
+        return "blank"
+    edges = tuple(float(mm) for mm in spacing(turned.affine)[::-1])
+    extent = (edge * there for edge, there in zip(edges, values.shape, strict=True))
+    wanted = rule.spacing or tuple(mm / side for mm, side in zip(extent, rule.size, strict=True))
+    return _at(_windowed(values, (low, high)), edges, rule.size, wanted)[None]
