@@ -67,6 +67,7 @@ from agent.mechanisms.centroids.codebook import codebook_from, codec_digest, fit
 from agent.mechanisms.centroids.mechanism import Centroids
 from agent.mechanisms.common.linear_codec import fit_basis
 from agent.mechanisms.distillation.mechanism import _counted, _stacked
+from agent.mechanisms.federated.task_training import labelled_examples, units
 from agent.mechanisms.kanonymous import OPTIONS
 from agent.mechanisms.registry import MECHANISMS, Federated, FederatedMasked
 from agent.release import pipeline, preflight
@@ -459,11 +460,16 @@ def _of_centroids(mechanism: Any, cohort: Cohort) -> list[bytes]:
     return [code.tobytes() + bytes([label]) for code, label in zip(latents.codes, labels, strict=True)]
 
 
+def _of_task(mechanism: Any, cohort: Cohort) -> list[Any]:
+    task, entropy = mechanism.task, UnsafeSeededEntropy(1)
+    return units(task, mechanism.network(), labelled_examples(task, cohort), entropy)
+
+
 # What each mechanism takes from each patient of a cohort, patient after patient, as it is just before it samples and
 # clips. A new mechanism of level A needs a line here.
 TAKES: dict[str, tuple[Callable[[], Any], Callable[[Any, Cohort], list[bytes]]]] = {
-    "federated": (lambda: FEDERATED, lambda m, cohort: [_tensors(unit) for unit in m._units(cohort)]),
-    "federated-masked": (lambda: MASKED, lambda m, cohort: [_tensors(unit) for unit in m._units(cohort)]),
+    "federated": (lambda: FEDERATED, lambda m, cohort: [_tensors(unit) for unit in _of_task(m, cohort)]),
+    "federated-masked": (lambda: MASKED, lambda m, cohort: [_tensors(unit) for unit in _of_task(m, cohort)]),
     "privimage": (tiny, lambda m, cohort: [_tensors(m._unit(patient)) for patient in m._counted(cohort)]),
     "distill-dp": (
         small.distill_dp,

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from agent.domain import LatticePart, Selection, TaskCohort, Update
+from agent.domain import LatticePart, TaskCohort, Update
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
 from agent.federation.part_watch import How, PartEnd, PartWatch
 from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.federated.mechanism import Federated, FederatedConfigError, FederatedMasked, PublicFiles
-from agent.mechanisms.federated.task_training import labelled_examples
+from agent.mechanisms.federated.task_training import example_rule
 from agent.release.budget import (
     best_effort,
     release_grant,
@@ -208,8 +208,6 @@ class Participant:
         if task.input.modality != self.modality:
             told = f"the task is of {task.input.modality}, and this site takes part with {self.modality}"
             yield Finding("modality", told)
-        if task.labels.table or len(task.input.size) != 2 or task.input.example != "image":
-            yield Finding("task", "this site trains on single images in 2-D with the label they came with")
 
     def _reservation(self, grant: str) -> bytes:
         store = self.site.ledger.store
@@ -385,11 +383,13 @@ class Participant:
         return made, persons
 
     def _examples(self) -> TaskCohort:
-        """What the run's task finds here, of those who have not opted out."""
+        """What the run's task finds here, of those who have not opted out.
+
+        Raises:
+            LabelTableError: there is no such table, or it declares other columns or values than the task.
+        """
         assert self.mechanism is not None
-        task, shape = self.mechanism.task, self.mechanism.shape
-        found = Selection(self.modality, shape, task.input.body_part, frozenset(task.labels.classes))
-        return labelled_examples(task, self.site.vault.cohort(found))
+        return self.site.examples(example_rule(self.mechanism.task))
 
     def _files(self, mechanism: Federated | FederatedMasked) -> PublicFiles:
         """The files of public weights that a task begins at, of those that the site vouches for.
@@ -397,10 +397,12 @@ class Participant:
         Raises:
             FederatedConfigError: one is not here.
         """
-        needed = mechanism.task.network.public_files
-        if needed:
-            raise FederatedConfigError(f"task: public weights that are not here: {', '.join(needed)}")
-        return {}
+        found = {digest: self.site.public_file(digest) for digest in mechanism.task.network.public_files}
+        if missing := [digest for digest, raw in found.items() if raw is None]:
+            raise FederatedConfigError(
+                f"task: public weights that this site does not have, or does not vouch for: {', '.join(missing)}"
+            )
+        return {digest: raw for digest, raw in found.items() if raw is not None}
 
     def _check_leaving(self) -> None:
         if self.watch.wants_to_leave(self):

@@ -153,9 +153,11 @@ def job_of(form: Mapping[str, str]) -> Job:
     def read(name: str, label: str, kind: type) -> Any:
         try:
             return _READ[kind](form.get(name, "").strip())
+        except TaskError as fault:
+            wrong.extend(f"{label}: {problem}" for problem in fault.problems)
         except ValueError as fault:
             wrong.append(f"{label}: {fault}")
-            return None
+        return None
 
     kinds = {**KEYS[mechanism], EPSILON: float}
     price = EPSILON if form.get(f"config.{EPSILON}", "").strip() else "noise_multiplier"
@@ -205,11 +207,7 @@ def _real(text: str) -> float:
 
 def _task(text: str) -> dict[str, Any]:
     """The tables of a task file, or of a task's JSON."""
-    try:
-        task = task_from_json(text) if text.startswith("{") else task_from_toml(text, "the task file")
-    except TaskError as fault:
-        raise ValueError(str(fault)) from None
-    return dict(task.to_table())
+    return dict((task_from_json(text) if text.startswith("{") else task_from_toml(text, "")).to_table())
 
 
 _READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType({int: _whole, float: _real, dict: _task})

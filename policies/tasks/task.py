@@ -414,16 +414,17 @@ def task_from_toml(text: str, file: str) -> Task:
 
     Args:
         text: TOML.
-        file: its name, for the message.
+        file: its name, for the message; "": there is none.
     Raises:
         TaskError: not TOML, or not a task: every problem at once, each with the file and its key.
     """
+    where = f"{file}: " if file else ""
     if not len(text) <= MOST_TEXT:
-        raise TaskError(f"{file}: at most {MOST_TEXT} characters")
+        raise TaskError(f"{where}at most {MOST_TEXT} characters")
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TaskError(f"{file}: not TOML: {error}") from None
+        raise TaskError(f"{where}not TOML: {error}") from None
     return task_from_table(values, file)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.domain import Cohort, Example, TaskCohort, TaskPatient
+from agent.domain import Cohort, Example, ExampleRule, TaskCohort, TaskPatient
 from agent.dp.clipping import ClippedSum, PrivacyUnit, RowLosses, vmap_engine
 from agent.dp.dpsgd import best_engine
 from agent.dp.noise import Entropy
@@ -47,6 +47,26 @@ def has_rules(network: TrainableNetwork) -> bool:
 
 
 # -- examples become rows
+
+
+def example_rule(task: Task) -> ExampleRule:
+    """Which images of the vault are the task's examples."""
+    seen, labels = task.input, task.labels
+    return ExampleRule(
+        kind=task.kind,  # type: ignore[arg-type] # one of the words that a task may have
+        modality=seen.modality,
+        size=seen.size,
+        body_part=seen.body_part,
+        channels=seen.channels,
+        spacing=seen.spacing,
+        window=seen.window,
+        per_study=seen.example == "study",
+        table=labels.table,
+        columns=labels.columns,
+        classes=labels.classes,
+        low=labels.low,
+        high=labels.high,
+    )
 
 
 def labelled_examples(task: Task, cohort: Cohort) -> TaskCohort:
