@@ -76,6 +76,8 @@ def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR
             from agent.cli.sample import run
         case ["audit"]:
             from agent.cli.audit import run
+        case ["task", _]:
+            from agent.cli.task import run
         case ["serve"]:
             from agent.cli.serve import run
         case ["backup" | "restore" | "recover" | "upgrade"]:

@@ -68,21 +68,21 @@ def masked_look(
     noise: float,
     lattice: tuple[float, int],
     entropy: Entropy,
-) -> NDArray[np.float32]:
-    """One site's part of the sums of a look, which must leave masked only: (layout.size,) float32, exact.
+) -> NDArray[np.int64]:
+    """One site's part of the sums of a look, which must leave masked only: (layout.size,) int64, steps of 2^-scale.
 
     Args:
         layout: of the sums.
         patients: as for :func:`private_look`.
         noise: this site's share, a standard deviation.
-        lattice: what each sum is cut to, and the scale: the part is in steps of 2^-scale.
+        lattice: what each sum is cut to, and the scale.
         entropy: of the noise.
     """
     most, scale = lattice
     grid = 2.0**-scale
     spread = deviation(1.0, noise, layout.size, grid)
     whole = snap_to_lattice(np.clip(look_sums(layout, patients), 0.0, most), spread, grid, entropy)
-    return whole.astype(np.float32)
+    return np.rint(whole / grid).astype(np.int64)
 
 
 def patient_part(layout: SumLayout, examples: Sequence[ScoredExample]) -> NDArray[np.float64]:

@@ -14,22 +14,23 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
-from agent.domain import Selection, Split, Update
+from agent.domain import Update
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
 from agent.federation import run_plan
 from agent.federation.answer_pace import AnswerPace, RoundWork
 from agent.federation.part_watch import How, PartEnd, PartWatch
+from agent.federation.run_mechanism import MECHANISMS, Made, examples_of, update_bytes
 from agent.federation.run_plan import RunPlan
 from agent.mechanisms.common.workspace import Workspace
-from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
+from agent.mechanisms.federated.mechanism import Federated, FederatedConfigError, FederatedMasked, PublicFiles
 from agent.release.budget import (
     best_effort,
     release_grant,
@@ -47,45 +48,17 @@ from policies.ledger.entries import Reserved
 from policies.review.mechanism_terms import EVALUATIONS
 from policies.review.rules import Finding, Verdict
 from policies.statements import ID, claim_json, release_id
-from policies.tasks.evaluation import HELD_OUT, SPLIT, TRAINED
+from policies.tasks.evaluation import HELD_OUT, TRAINED
 from protos.artifacts.arrays import pack_vector, unpack_vector
-from protos.artifacts.strict_safetensors import pack_ring
 from protos.common.errors import WorkerError
 from protos.federation import round_times
 from protos.federation.round_times import RoundTerms
 
 KEPT_S = 30 * 86_400.0  # the last update, once all is made: who was off when the run ended does not hear of its end
 
-MECHANISMS: dict[str, type[Federated] | type[FederatedMasked]] = {m.name: m for m in (Federated, FederatedMasked)}
 
-
-def read_mechanism(config: str) -> Federated | FederatedMasked:
-    """The mechanism of a public configuration: only one has these keys.
-
-    Raises:
-        FederatedConfigError: it is neither's.
-    """
-    return (FederatedMasked if '"ring_bits"' in config else Federated).from_json(config)
-
-
-def update_bytes(mechanism: Federated | FederatedMasked) -> int:
-    """The size of every update of a run: a function of its public configuration."""
-    if isinstance(mechanism, FederatedMasked):
-        blank = np.zeros(mechanism.parameters, np.uint64)
-        return len(pack_ring(blank if mechanism.ring_bits == 64 else blank.astype(np.uint32)))
-    return len(pack_vector(np.zeros(mechanism.parameters, np.float32)))
-
-
-def patients_of(modality: str, mechanism: Federated | FederatedMasked, part: str) -> Selection:
-    """Whom a round trains on, or whom a look is at: other patients, by a keyed hash and for ever.
-
-    The division has one name, so that every run with the same share holds out the same patients. Without looks all
-    are trained on.
-    """
-    plan = mechanism.evaluate
-    if plan is None:
-        return Selection(modality, mechanism.shape)
-    return Selection(modality, mechanism.shape, split=Split(SPLIT, plan.shares), part=part)
+def _numbers(made: Made) -> NDArray[Any]:
+    return made.vector if isinstance(made, Update) else made.steps
 
 
 def _no(rule: str, detail: str) -> ReviewRejectedError:
@@ -261,8 +234,10 @@ class Participant:
             The site's sealed reservation: the coordinator reserves with it.
         Raises:
             ReviewRejectedError: by the site's ledger, or because the run was priced before and is spent, has no
-            proper name, is for more patients than delta allows (P1), or has larger updates than the policies admit;
-            or as :meth:`consider`.
+            proper name, is for more patients than delta allows (P1), has larger updates than the policies admit, or
+            is of another modality than this site takes part with; or as :meth:`consider`.
+            FederatedConfigError: the task's network trains another number of parameters than the configuration says,
+            or begins at public weights that are not here.
         """
         terms = terms or RoundTerms()
         self.consider(run, mechanism, terms)
@@ -270,18 +245,9 @@ class Participant:
             return self._reservation(self.grant)
         if run == self.run and self.mechanism is None and self.last is not None:  # all is made, and the run goes on
             return self._reservation(self.last.signed.release.grant)
-        delta = float(self.site.ledger.account(self.site.name, mechanism.claim()).opened.delta)
-        findings = []
-        if run in self.site.ledger.runs():
-            findings.append(Finding("run_spent", "this run was priced before, and its grant is spent"))
-        if not delta * mechanism.public_patients < 1:
-            findings.append(Finding("delta", "delta must be below 1 / patients, by the job's public bound"))
-        size, most = update_bytes(mechanism), self.site.ledger.policy_of(self.site.name).max_artifact_bytes
-        if not size <= most:
-            told = f"each update takes {size} bytes, and the policies admit {most}"
-            findings.append(Finding("artifact_size", told))
-        if findings:
+        if findings := list(self._findings(run, mechanism)):
             raise ReviewRejectedError("site", Verdict(tuple(findings)))
+        mechanism.network(files=self._files(mechanism))  # before anything is held: it can be built, and is so large
         self.leave_run("replaced")
         reservation = reservation_of(self.site, mechanism, self.modality, run)
         self.site.say("price", f"{mechanism.name}: reserve in the site's ledger, then at the coordinator")
@@ -290,6 +256,21 @@ class Participant:
         self.mechanism, self.terms = mechanism, terms
         self._note()
         return envelope
+
+    def _findings(self, run: str, mechanism: Federated | FederatedMasked) -> Iterator[Finding]:
+        """Why this site does not take part, before anything is held."""
+        delta = float(self.site.ledger.account(self.site.name, mechanism.claim()).opened.delta)
+        if run in self.site.ledger.runs():
+            yield Finding("run_spent", "this run was priced before, and its grant is spent")
+        if not delta * mechanism.public_patients < 1:
+            yield Finding("delta", "delta must be below 1 / patients, by the job's public bound")
+        size, most = update_bytes(mechanism), self.site.ledger.policy_of(self.site.name).max_artifact_bytes
+        if not size <= most:
+            yield Finding("artifact_size", f"each update takes {size} bytes, and the policies admit {most}")
+        task = mechanism.task
+        if task.input.modality != self.modality:
+            told = f"the task is of {task.input.modality}, and this site takes part with {self.modality}"
+            yield Finding("modality", told)
 
     def _reservation(self, grant: str) -> bytes:
         store = self.site.ledger.store
@@ -455,18 +436,19 @@ class Participant:
         return self._seal(round_index, partial(self.run_look, model), "evaluation")
 
     def _seal(
-        self, round_index: int, make: Callable[[], tuple[Update, frozenset[str]]], artifact_type: str = ""
+        self, round_index: int, make: Callable[[], tuple[Made, frozenset[str]]], artifact_type: str = ""
     ) -> tuple[SignedRelease, Update]:
         """What a round or a look that was begun makes: kept before it may leave, so that it is never made again."""
         try:
-            update, persons = make()
-            signed = self.sign(round_index, pack_vector(update.vector), artifact_type)
+            made, persons = make()
+            assert isinstance(made, Update), "a run that sends unencrypted updates"
+            signed = self.sign(round_index, pack_vector(made.vector), artifact_type)
             keep_update(self.site.vault, signed.release.release, signed.artifact)
             self._replace_last(round_index, SealedUpdate(signed, persons))
         finally:
             self.round_in_progress = False
         self.kept(self.run, round_index)
-        return signed, update
+        return signed, made
 
     def kept(self, run: str, round_index: int) -> SignedRelease | None:
         """The update of a round that was sealed before, on its way for the first time or again; None: there is none.
@@ -487,7 +469,7 @@ class Participant:
             raise
         return signed
 
-    def run_round(self, start: Update) -> tuple[Update, frozenset[str]]:
+    def run_round(self, start: Update) -> tuple[Made, frozenset[str]]:
         """What a round makes of patients' images, in a confined process; and of whom it is.
 
         Raises:
@@ -497,12 +479,12 @@ class Participant:
         """
         assert self.mechanism is not None
         bench = Workspace(say=self.watch.trains)
-        update, persons = self._make(self.mechanism.run_round, TRAINED, start, self.entropy, bench)
-        if update.vector.shape != start.vector.shape:
+        made, persons = self._make(self.mechanism.run_round, TRAINED, start, self.entropy, bench)
+        if _numbers(made).shape != start.vector.shape:
             raise WorkerError("what trains a round answered with other parameters than it was given: nothing left")
-        return update, persons
+        return made, persons
 
-    def run_look(self, model: Update) -> tuple[Update, frozenset[str]]:
+    def run_look(self, model: Update) -> tuple[Made, frozenset[str]]:
         """The same for a look: the noisy sums over the held-out patients.
 
         Raises:
@@ -512,25 +494,25 @@ class Participant:
         """
         assert self.mechanism is not None
         sums, persons = self._make(self.mechanism.run_look, HELD_OUT, model, self.entropy)
-        if sums.vector.shape != (self.mechanism.layout().size,):
+        if _numbers(sums).shape != (self.mechanism.layout().size,):
             raise WorkerError("what looks at a model answered with other sums than were priced: nothing left")
         return sums, persons
 
-    def _make(self, call: Callable[..., Update], part: str, *given: Any) -> tuple[Update, frozenset[str]]:
+    def _make(self, call: Callable[..., Made], part: str, *given: Any) -> tuple[Made, frozenset[str]]:
         """What a confined process makes of the patients in a part; and of whom it is."""
         assert self.mechanism is not None
         self.training, began, before = True, self.clock(), self.effort()
         self.watch.changed(self)
         try:
-            cohort = self.site.vault.cohort(patients_of(self.modality, self.mechanism, part))
+            cohort, files = self.site.examples(examples_of(self.mechanism, part)), self._files(self.mechanism)
             read = self.clock()
             self._check_leaving()
-            made: Update = self.site.run(call, cohort, *given)
+            made: Made = self.site.run(call, cohort, *given, files)
             self._check_leaving()
             taken = read - began, self.clock() - read, self.effort() - before
             pace = self.pace if part == TRAINED else self.look_pace
             pace.trained(self.run, RoundWork(*taken, len(cohort.patients), self.mechanism.public_patients))
-            self._nobody = pace, partial(self.site.run, call, replace(cohort, patients=()), *given)
+            self._nobody = pace, partial(self.site.run, call, replace(cohort, patients=()), *given, files)
         finally:
             self.training = False
         persons = frozenset(patient.pseudonym for patient in cohort.patients)
@@ -545,6 +527,19 @@ class Participant:
         nobody, self._nobody = self._nobody, None
         if nobody is not None:
             nobody[0].settle(nobody[1], self.clock, self.effort, self.terms.seconds)
+
+    def _files(self, mechanism: Federated | FederatedMasked) -> PublicFiles:
+        """The files of public weights that a task begins at, of those that the site vouches for.
+
+        Raises:
+            FederatedConfigError: one is not here.
+        """
+        found = {digest: self.site.public_file(digest) for digest in mechanism.task.network.public_files}
+        if missing := [digest for digest, raw in found.items() if raw is None]:
+            raise FederatedConfigError(
+                f"task: public weights that this site does not have, or does not vouch for: {', '.join(missing)}"
+            )
+        return {digest: raw for digest, raw in found.items() if raw is not None}
 
     def _check_leaving(self) -> None:
         if self.watch.wants_to_leave(self):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from agent.domain import Update
 from agent.errors import CoordinatorUnreachableError, LedgerForkError, ReviewRejectedError, SiteConfigError
-from agent.federation.participant import read_mechanism
+from agent.federation.run_mechanism import read_mechanism
 from agent.federation.secure_aggregation import SecureAggregationClient
 from agent.federation.supernode_process import LinkError, SuperNodeLink
 from agent.federation.tasks import RoundAnswer, RoundTask, TaskDeclinedError

@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.domain import Cohort, Image, Patient
+from agent.domain import Example, TaskCohort, TaskPatient
 from agent.federation.answer_pace import MOST_SHARE, AnswerPace, RoundWork
 from agent.federation.service import TaskHandler
 from agent.federation.tasks import RoundTask
 from protos.federation.round_times import RoundTerms, answer_times
 from tests.support.federated_sites import START, ErrorLog, FederatedSite, federated, federated_site, part
-from tests.support.site_world import MemoryVault
 
 HOUR = RoundTerms(3_600)
-PICTURE = Image(np.zeros((8, 8), np.float32), "0")
+PICTURE = Example(np.zeros((1, 8, 8), np.float32), np.array([0]))
 JOB = federated(rounds=4, public_patients=400)
 
 
@@ -55,28 +54,28 @@ class Machine:
         return False
 
 
-def site(folder: Path, patients: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> FederatedSite:
+def site(folder: Path, patients: int, machine: Machine) -> FederatedSite:
     """A site with so many patients on this machine."""
     folder.mkdir()
     w = federated_site(folder)
 
-    def cohort(vault: MemoryVault, *_: object) -> Cohort:
+    def examples(_rule: object) -> TaskCohort:
         machine.read(patients)
-        return Cohort(tuple(Patient(f"p{i:04}", (PICTURE,)) for i in range(patients)))
+        return TaskCohort(tuple(TaskPatient(f"p{i:04}", (PICTURE,)) for i in range(patients)))
 
-    def run(_call: Callable[..., Any], given: Cohort, update: Any, *_: object) -> Any:
+    def run(_call: Callable[..., Any], given: TaskCohort, update: Any, *_: object) -> Any:
         machine.train(len(given.patients))
         return update
 
-    monkeypatch.setattr(MemoryVault, "cohort", cohort)
     p = part(w)
-    p.site, p.clock, p.effort = replace(p.site, run=run), lambda: machine.seconds, lambda: machine.worked
+    p.site = replace(p.site, run=run, examples=examples)
+    p.clock, p.effort = lambda: machine.seconds, lambda: machine.worked
     return w
 
 
-def times_seen(folder: Path, patients: int, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def times_seen(folder: Path, patients: int, machine: Machine) -> list[float]:
     """A coordinator that measures: seconds from each question of a run to its answer."""
-    w = site(folder, patients, machine, monkeypatch)
+    w = site(folder, patients, machine)
     envelope = part(w).join("run-1", JOB, HOUR)
     assert w.intake.reserve_run("run-1", {"site-a": envelope}, 1)["site-a"].admitted
     handler = TaskHandler(w.part, threading.Lock(), ErrorLog(), machine, lambda: machine.seconds)  # type: ignore[arg-type]
@@ -91,10 +90,10 @@ def times_seen(folder: Path, patients: int, machine: Machine, monkeypatch: pytes
 @pytest.mark.parametrize("patients", [50, 60, 97, 150, 200])
 @pytest.mark.parametrize("load", [1.0, 3.0])
 def test_a_coordinator_that_measures_cannot_tell_a_site_from_one_with_twice_its_patients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patients: int, load: float
+    tmp_path: Path, patients: int, load: float
 ) -> None:
-    one = times_seen(tmp_path / "one", patients, Machine(load=load), monkeypatch)
-    two = times_seen(tmp_path / "two", 2 * patients, Machine(load=load), monkeypatch)
+    one = times_seen(tmp_path / "one", patients, Machine(load=load))
+    two = times_seen(tmp_path / "two", 2 * patients, Machine(load=load))
     assert one == two
     assert set(one) <= set(answer_times(HOUR.seconds))
 
@@ -102,8 +101,8 @@ def test_a_coordinator_that_measures_cannot_tell_a_site_from_one_with_twice_its_
 def test_the_next_time_alone_would_tell_them_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A red control: the same answers, each at the next of the times."""
     monkeypatch.setattr(AnswerPace, "trained", lambda *_: None)
-    one = times_seen(tmp_path / "one", 100, Machine(), monkeypatch)
-    two = times_seen(tmp_path / "two", 200, Machine(), monkeypatch)
+    one = times_seen(tmp_path / "one", 100, Machine())
+    two = times_seen(tmp_path / "two", 200, Machine())
     assert one != two
 
 

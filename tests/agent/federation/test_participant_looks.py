@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.domain import Cohort, Update
+from agent.domain import TaskCohort, Update
 from agent.errors import ReviewRejectedError
-from agent.federation.participant import patients_of
+from agent.federation.run_mechanism import examples_of
 from agent.mechanisms.federated.mechanism import Federated, FederatedConfigError
 from policies.accounting.claims import Evaluated, SubsampledGaussian
 from policies.accounting.rdp import cost
@@ -37,6 +37,7 @@ from tests.support.federated_sites import (
 )
 from tests.support.ledger_world import policy
 from tests.support.site_world import MemoryVault
+from tests.support.small_tasks import classification, linear_length
 
 SUMS = 9 + 8  # of three classes and four bins
 
@@ -63,7 +64,7 @@ def test_the_held_out_patients_are_never_trained_on_and_stay_held_out_over_runs(
     """Whom a round and a look are given, in two runs, the second with other sizes and later patients."""
     w, seen = site(tmp_path), dict[str, list[set[str]]]()
 
-    def watched(call: Callable[..., Update], cohort: Cohort, *rest: Any) -> Update:
+    def watched(call: Callable[..., Update], cohort: TaskCohort, *rest: Any) -> Update:
         seen.setdefault(call.__name__, []).append({p.pseudonym for p in cohort.patients})
         return call(cohort, *rest)
 
@@ -84,8 +85,8 @@ def test_the_held_out_patients_are_never_trained_on_and_stay_held_out_over_runs(
 
 
 def test_without_looks_everybody_is_trained_on(tmp_path: Path) -> None:
-    assert patients_of("OT", federated(), TRAINED).split is None
-    split = patients_of("OT", evaluated(), HELD_OUT).split
+    assert examples_of(federated(), TRAINED).split is None
+    split = examples_of(evaluated(), HELD_OUT).split
     assert split is not None
     assert (split.name, dict(split.parts)) == ("evaluation", {"held-out": 25, "trained": 75})
 
@@ -95,7 +96,7 @@ def test_with_a_smaller_share_fewer_are_held_out_and_no_others(tmp_path: Path) -
     few, many = (
         {
             p.pseudonym
-            for p in vault.cohort(patients_of("OT", evaluated(evaluate=replace(PLAN, held_out=n)), HELD_OUT)).patients
+            for p in vault.examples(examples_of(evaluated(evaluate=replace(PLAN, held_out=n)), HELD_OUT)).patients
         }
         for n in (10, 30)
     )
@@ -198,7 +199,7 @@ def test_a_look_during_which_a_patient_opts_out_does_not_leave_and_is_paid(
     part(w).train("run-1", 1, START)
     honest = Federated.run_look
 
-    def meanwhile(self: Federated, cohort: Cohort, *rest: Any) -> Update:
+    def meanwhile(self: Federated, cohort: TaskCohort, *rest: Any) -> Update:
         w.vault.out = frozenset({cohort.patients[0].pseudonym})
         return honest(self, cohort, *rest)
 
@@ -268,4 +269,5 @@ def test_a_configuration_whose_looks_make_no_sense_is_refused_with_the_key(plan:
 
 def test_too_many_classes_for_a_look_are_refused_with_the_configuration() -> None:
     with pytest.raises(ValueError, match="sums for so many outputs"):
-        evaluated(classes=tuple(map(str, range(300))), evaluate=EvaluationPlan(1, 20.0, 20, 10))
+        many = classification(tuple(map(str, range(300))))
+        Federated(many, linear_length(many), 1.8, EvaluationPlan(1, 20.0, 20, 10))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from policies.governance import decisions
 from policies.ledger.approvals import refusal
 from policies.ledger.entries import InvalidEntryError
 from policies.statements import PAYLOAD_TYPE
+from policies.tasks.task import Labels
 from protos.common.dsse import seal
 from protos.federation.round_times import RoundTerms
 from tests.support.federated_sites import START, FederatedSite, federated, part
@@ -105,7 +107,7 @@ def test_what_is_waited_for_can_be_seen_and_is_gone_with_the_run(people: People)
     [
         (federated(rounds=4), TERMS),
         (federated(learning_rate=39.0), TERMS),
-        (federated(classes=("0", "1", "3")), TERMS),
+        (replace(JOB, task=replace(JOB.task, labels=Labels(classes=("0", "1", "3")))), TERMS),
         (JOB, RoundTerms(3_601, TERMS.approve_by)),
         (JOB, RoundTerms(3_600, TERMS.approve_by + 1)),
     ],

@@ -1,0 +1,45 @@
+"""The mechanism of a run at a site: read from its configuration, its updates' size, and whose examples it sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from agent.domain import ExampleRule, LatticePart, Split, Update
+from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
+from agent.mechanisms.federated.task_training import example_rule
+from policies.tasks.evaluation import SPLIT
+from protos.artifacts.arrays import pack_vector
+from protos.artifacts.strict_safetensors import pack_ring
+
+Made = Update | LatticePart  # of a round or a look: in clear, or a part of a secret sum
+
+MECHANISMS: dict[str, type[Federated] | type[FederatedMasked]] = {m.name: m for m in (Federated, FederatedMasked)}
+
+
+def read_mechanism(config: str) -> Federated | FederatedMasked:
+    """The mechanism of a public configuration: only one has this key.
+
+    Raises:
+        FederatedConfigError: it is neither's.
+    """
+    return (FederatedMasked if '"ring_bits"' in config else Federated).from_json(config)
+
+
+def update_bytes(mechanism: Federated | FederatedMasked) -> int:
+    """The size of every update of a run: a function of its public configuration."""
+    if isinstance(mechanism, FederatedMasked):
+        blank = np.zeros(mechanism.parameters, np.uint64)
+        return len(pack_ring(blank if mechanism.ring_bits == 64 else blank.astype(np.uint32)))
+    return len(pack_vector(np.zeros(mechanism.parameters, np.float32)))
+
+
+def examples_of(mechanism: Federated | FederatedMasked, part: str) -> ExampleRule:
+    """Whom a round trains on, or whom a look is at: other patients, by a keyed hash and for ever.
+
+    The division has one name, so that every run with the same share holds out the same patients. Without looks all
+    are trained on.
+    """
+    rule, plan = example_rule(mechanism.task), mechanism.evaluate
+    return rule if plan is None else replace(rule, split=Split(SPLIT, plan.shares), part=part)
