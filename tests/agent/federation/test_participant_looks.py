@@ -268,6 +268,6 @@ def test_a_configuration_whose_looks_make_no_sense_is_refused_with_the_key(plan:
 
 
 def test_too_many_classes_for_a_look_are_refused_with_the_configuration() -> None:
+    many = classification(tuple(map(str, range(300))))
     with pytest.raises(ValueError, match="sums for so many outputs"):
-        many = classification(tuple(map(str, range(300))))
         Federated(many, linear_length(many), 1.8, EvaluationPlan(1, 20.0, 20, 10))
