@@ -33,7 +33,7 @@ from deploy.demo.train_networks import RECIPES
 from deploy.demo.twin import non_private_twin
 from deploy.phantoms import digits, scanner_files
 from policies.accounting.accountant import epsilon, tight_epsilon
-from policies.accounting.claims import Claim, KAnonymous, NoClaim, training_of
+from policies.accounting.claims import Claim, KAnonymous, NoClaim, SubsampledGaussian, training_of
 from policies.accounting.rounding import epsilon_text, format_rounded_up
 from protos.artifacts.arrays import unpack_vector
 
@@ -452,7 +452,9 @@ class Scene:
         for number in range(1, self.scale.rounds + 1):
             say(f"round {number}")
             raw = (self.work / "coordinator" / "runs" / RUN / f"round-{number}.safetensors").read_bytes()
-            claim = replace(training_of(self.mechanism.claim()), steps=self.mechanism.steps_per_round * number)
+            training = training_of(self.mechanism.claim())
+            assert isinstance(training, SubsampledGaussian), "the demo's rounds are in clear"
+            claim = replace(training, steps=self.mechanism.steps_per_round * number)
             spent = epsilon([claim], delta, order)
             rounds.append(
                 {"round": number, "epsilon": spent, "accuracy": self._accuracy(unpack_vector(raw), held_out, truth)}

@@ -12,7 +12,8 @@ import pytest
 
 from agent.domain import Update
 from agent.errors import ReviewRejectedError
-from agent.federation.participant import Participant, read_mechanism
+from agent.federation.participant import Participant
+from agent.federation.run_mechanism import read_mechanism
 from agent.federation.secure_aggregation import SecureAggregationClient
 from agent.federation.tasks import RoundAnswer, RoundTask, TaskDeclinedError
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked

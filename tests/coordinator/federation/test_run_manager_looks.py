@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Message
 
-from agent.domain import Cohort
+from agent.domain import TaskCohort
 from agent.dp.noise import SystemEntropy
 from agent.errors import ReviewRejectedError
 from agent.mechanisms.federated.mechanism import FederatedMasked
@@ -39,6 +39,7 @@ from tests.support.coordinator_runs import (
     secret_job,
     written,
 )
+from tests.support.small_tasks import classification, masked_config
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +93,11 @@ def test_a_job_whose_looks_make_no_sense_is_refused_with_the_key(changes: dict[s
 
 def test_secret_sums_whose_steps_would_show_are_refused_with_the_key() -> None:
     config = {**secret_configuration(2, 3), "evaluate": LOOKS}
+    crowd = classification(rounds=2, steps_per_round=1, learning_rate=4.0, public_patients=9_000_000)
+    many = masked_config(crowd, value_bound=32.0, scale=24)
     assert secret_job(config=written(config), evaluate=(1, 2)).look_lattice() is not None
     with pytest.raises(JobError, match="public_patients is too large"):
-        secret_job(config=written({**config, "public_patients": 9_000_000}), evaluate=(1, 2))
+        secret_job(config=written({**many, "evaluate": LOOKS}), evaluate=(1, 2))
 
 
 def test_a_job_is_written_and_read_and_one_of_before_has_no_looks() -> None:
@@ -268,7 +271,7 @@ def test_a_masked_run_sums_its_looks_under_the_masks(fed: Federation, monkeypatc
 
     def watched(self: Any, *rest: Any) -> Any:
         part = honest(self, *rest)
-        parts.append(part.vector.astype(np.float64))
+        parts.append(part.steps * 2.0 ** -self.look_ring()[1].scale)
         return part
 
     monkeypatch.setattr(FederatedMasked, "run_look", watched)
@@ -298,14 +301,11 @@ def test_a_masked_run_sums_its_looks_under_the_masks(fed: Federation, monkeypatc
 def test_a_masked_part_has_its_share_of_the_noise_and_stays_within_the_ring() -> None:
     mechanism = FederatedMasked.from_json(secret(noise=40.0).config)
     size, lattice = mechanism.look_ring()
-    drawn = np.stack(
-        [mechanism.run_look(Cohort(()), mechanism.initial(), SystemEntropy()).vector for _ in range(150)]
-    ).astype(np.float64)
+    looks = [mechanism.run_look(TaskCohort(()), mechanism.initial(), SystemEntropy()).steps for _ in range(150)]
+    drawn = np.stack(looks) * 2.0**-lattice.scale
     assert drawn.shape == (150, size)
     assert float(drawn.std()) == pytest.approx(40.0 / np.sqrt(2), rel=0.04)
     assert float(np.abs(drawn).max()) <= lattice.bound
-    steps = np.ldexp(drawn, lattice.scale)
-    np.testing.assert_array_equal(steps, np.rint(steps))
     assert mechanism.claim().share == pytest.approx(40.0 / np.sqrt(2))  # type: ignore[union-attr]
 
 
