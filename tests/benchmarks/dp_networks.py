@@ -63,7 +63,8 @@ def step_of(name: str, mode: str) -> Callable[[], object]:
     for module in model.modules():
         if isinstance(module, nn.ReLU):
             module.inplace = False
-    wrapped = GradSampleModule(model, loss_reduction="sum")
+    # it records nothing in evaluation; nothing in the network draws in training
+    wrapped = GradSampleModule(model.train(), loss_reduction="sum")
 
     def step() -> None:
         wrapped.zero_grad()
