@@ -18,8 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from agent.domain import Cohort, Update
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
@@ -46,7 +44,7 @@ from policies.ledger.entries import Reserved
 from policies.review.rules import Finding, Verdict
 from policies.statements import ID, claim_json, release_id
 from protos.artifacts.arrays import pack_vector, unpack_vector
-from protos.artifacts.strict_safetensors import pack_ring
+from protos.artifacts.strict_safetensors import vector_bytes
 from protos.common.errors import WorkerError
 from protos.federation import round_times
 from protos.federation.round_times import RoundTerms
@@ -68,9 +66,8 @@ def read_mechanism(config: str) -> Federated | FederatedMasked:
 def update_bytes(mechanism: Federated | FederatedMasked) -> int:
     """The size of every update of a run: a function of its public configuration."""
     if isinstance(mechanism, FederatedMasked):
-        blank = np.zeros(mechanism.parameters, np.uint64)
-        return len(pack_ring(blank if mechanism.ring_bits == 64 else blank.astype(np.uint32)))
-    return len(pack_vector(np.zeros(mechanism.parameters, np.float32)))
+        return vector_bytes(mechanism.parameters, "ring", f"U{mechanism.ring_bits}")
+    return vector_bytes(mechanism.parameters)
 
 
 def _no(rule: str, detail: str) -> ReviewRejectedError:
