@@ -252,6 +252,7 @@ class GatedStrategy(Strategy):
             answered.add(site)
             try:
                 envelope, vector = read(content, self.model.vector.size)
+                content.clear()  # the vector is all that is needed of it, and it may be large
                 admitted[site] = self._admit(site, index, envelope, vector)
             except InvalidReplyError as refusal:
                 self._lost[site] = str(refusal)
