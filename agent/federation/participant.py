@@ -384,13 +384,15 @@ class Participant:
         self.begin_round(run, round_index)
         try:
             update, persons = self.run_round(start)
-            signed = self.sign(round_index, pack_vector(update.vector))
+            artifact = pack_vector(update.vector)
+            del update  # from here on there is one copy of it
+            signed = self.sign(round_index, artifact)
             keep_update(self.site.vault, signed.release.release, signed.artifact)
             self._replace_last(round_index, SealedUpdate(signed, persons))
         finally:
             self.round_in_progress = False
         self.kept(run, round_index)
-        return signed, update
+        return signed, Update(unpack_vector(signed.artifact))
 
     def kept(self, run: str, round_index: int) -> SignedRelease | None:
         """The update of a round that was sealed before, on its way for the first time or again; None: there is none.

@@ -29,7 +29,7 @@ from policies.ledger.store import LedgerStoppedError
 from policies.review.rules import Finding, Verdict
 from protos.artifacts.arrays import unpack_vector
 from protos.common.errors import InvariantError, LazaretError
-from protos.federation.round_times import EARLIER_S, FIRST_S, answer_time
+from protos.federation.round_times import EARLIER_S, answer_time
 
 FOLLOW_S = 1.0
 PRICE_S = 0.5  # after each price: whoever asks for many does not fill the ledger at once
@@ -366,9 +366,6 @@ _HANDLERS: dict[str, Callable[[TaskHandler, RoundTask], RoundAnswer]] = {
     "train": TaskHandler._train,
     "secure": TaskHandler._secure,
 }
-
-
-TICK_S = FIRST_S  # an answer leaves after so many seconds at the earliest
 
 
 def response_delay(seconds: float, round_seconds: int = EARLIER_S, leaves: float = 0.0) -> float:
