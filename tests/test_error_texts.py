@@ -62,7 +62,7 @@ ALLOWED: Final = {  # module::function -> why its text may hold what is marked
     "agent/cli/tune.py::run": OURS,
     "agent/console/errors.py::errors_as_pages": "`sentence` takes only the strerror of an OSError",
     "agent/console/policy.py::approve": "a person is one who logs in to the console",
-    "agent/console/releases.py::_signed": "a person is one who logs in to the console",
+    "agent/console/releases.py::require_own_word": "a person is one who logs in to the console",
     "agent/service/job_proposals.py::_role": "a person is one who logs in to the console",
     "agent/federation/secure_aggregation.py::step": "of a message of the coordinator; the text stays at the site",
     "agent/ingest/patient_lists.py::_participants": "names of columns that `--patient-column` and its like gave",

@@ -442,13 +442,15 @@ class Participant:
         try:
             made, persons = make()
             assert isinstance(made, Update), "a run that sends unencrypted updates"
-            signed = self.sign(round_index, pack_vector(made.vector), artifact_type)
+            artifact = pack_vector(made.vector)
+            del made  # from here on there is one copy of it
+            signed = self.sign(round_index, artifact, artifact_type)
             keep_update(self.site.vault, signed.release.release, signed.artifact)
             self._replace_last(round_index, SealedUpdate(signed, persons))
         finally:
             self.round_in_progress = False
         self.kept(self.run, round_index)
-        return signed, made
+        return signed, Update(unpack_vector(signed.artifact))
 
     def kept(self, run: str, round_index: int) -> SignedRelease | None:
         """The update of a round that was sealed before, on its way for the first time or again; None: there is none.

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from agent.domain import ExampleRule, LatticePart, Split, Update
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
 from agent.mechanisms.federated.task_training import example_rule
 from policies.tasks.evaluation import SPLIT
-from protos.artifacts.arrays import pack_vector
-from protos.artifacts.strict_safetensors import pack_ring
+from protos.artifacts.strict_safetensors import vector_bytes
 
 Made = Update | LatticePart  # of a round or a look: in clear, or a part of a secret sum
 
@@ -30,9 +27,8 @@ def read_mechanism(config: str) -> Federated | FederatedMasked:
 def update_bytes(mechanism: Federated | FederatedMasked) -> int:
     """The size of every update of a run: a function of its public configuration."""
     if isinstance(mechanism, FederatedMasked):
-        blank = np.zeros(mechanism.parameters, np.uint64)
-        return len(pack_ring(blank if mechanism.ring_bits == 64 else blank.astype(np.uint32)))
-    return len(pack_vector(np.zeros(mechanism.parameters, np.float32)))
+        return vector_bytes(mechanism.parameters, "ring", f"U{mechanism.ring_bits}")
+    return vector_bytes(mechanism.parameters)
 
 
 def examples_of(mechanism: Federated | FederatedMasked, part: str) -> ExampleRule:

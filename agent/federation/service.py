@@ -280,7 +280,7 @@ class TaskHandler:
         assert task.vector is not None
         number = task.round_index + 1
         self.participant.same_terms(task.run, task.terms)
-        signed, update = self.participant.train(task.run, number, Update(task.vector.copy()))
+        signed, update = self.participant.train(task.run, number, Update(task.vector))
         self.log.info("round", run=task.run, round=number, release=signed.release.release)
         return RoundAnswer(signed.envelope, update.vector)
 

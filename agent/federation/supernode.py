@@ -69,7 +69,7 @@ from numpy.typing import NDArray
 from agent.federation.fleet_transport import TurnedAway
 from agent.federation.supernode_process import LinkSetup
 from agent.federation.tasks import MAX_TICKET, Kind, Reply, RoundTask, TaskDeclinedError
-from protos.federation import flower_environment, messages
+from protos.federation import flat_arrays, flower_environment, messages
 from protos.federation.round_times import RoundTerms
 
 _KINDS: Final[dict[str, Kind]] = {
@@ -79,6 +79,7 @@ _KINDS: Final[dict[str, Kind]] = {
     messages.EVALUATE: "evaluate",
     messages.SECURE: "secure",
 }
+_STYPE: Final = "numpy.ndarray"  # Flower's word for numpy's file form
 _TIMES: Final = {messages.SECONDS, messages.APPROVE_BY}
 _RECORDS: Final[dict[Kind, set[str]]] = {
     "plan": {messages.ORDER},
@@ -137,7 +138,10 @@ def _array(content: RecordDict, name: str, key: str, dtype: type[np.generic]) ->
     record = content[name]
     if not isinstance(record, ArrayRecord) or list(record) != [key]:
         raise TaskDeclinedError("malformed")
-    array = record[key].numpy()  # never unpickles
+    carried = record[key]
+    size = int(carried.shape[0]) if len(carried.shape) == 1 and carried.stype == _STYPE else -1
+    found = flat_arrays.view(carried.data, size, np.dtype(dtype)) if size >= 0 else None
+    array = carried.numpy() if found is None else found  # never unpickles
     if array.dtype != dtype or array.ndim != 1:
         raise TaskDeclinedError("malformed")
     array.setflags(write=False)
@@ -152,7 +156,9 @@ def records_of(reply: Reply) -> RecordDict:
         return RecordDict({messages.PAYLOAD: ArrayRecord({messages.DATA: Array(payload)})})
     records: dict[str, Any] = {messages.ANSWER: ConfigRecord({messages.ENVELOPE: reply.answer.envelope})}
     if reply.answer.vector is not None:
-        records[messages.PARAMETERS] = ArrayRecord({messages.FLAT: Array(np.ascontiguousarray(reply.answer.vector))})
+        vector = reply.answer.vector
+        array = Array("float32", (int(vector.size),), _STYPE, flat_arrays.packed(vector))
+        records[messages.PARAMETERS] = ArrayRecord({messages.FLAT: array})
     return RecordDict(records)
 
 

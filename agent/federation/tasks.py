@@ -7,6 +7,7 @@ field is checked by whoever receives it. No Flower here.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ _FRAMES: Final[Mapping[str, tuple[int, ...]]] = {
     "wake": (),
     "stop": (),
 }
+_LENGTH: Final = struct.Struct(">Q")
 MAX_FRAME: Final = max(sum(sizes) + 4 * len(sizes) for sizes in _FRAMES.values()) + 1 + _WORD
 
 
@@ -146,15 +148,64 @@ def _sound(vector: NDArray[np.float32]) -> bool:
     return right and bool(np.isfinite(vector).all())
 
 
-def frame(word: str, *fields: bytes | memoryview) -> bytes:
-    """``word`` and ``fields`` as bytes: each with its length before it, 1 byte and 4 bytes, big-endian."""
-    parts: list[bytes | memoryview] = [bytes([len(word)]), word.encode("ascii")]
+Parts = list[bytes | memoryview]
+
+
+def frame_parts(word: str, *fields: bytes | memoryview) -> Parts:
+    """``word`` and ``fields``, each with its length before it, 1 byte and 4 bytes, big-endian; not copied."""
+    parts: Parts = [bytes([len(word)]), word.encode("ascii")]
     for field in fields:
         parts += [struct.pack(">I", len(field)), field]
-    return b"".join(parts)
+    return parts
 
 
-def unframe(data: bytes) -> tuple[str, list[memoryview]]:
+def frame(word: str, *fields: bytes | memoryview) -> bytes:
+    """The same in one piece."""
+    return b"".join(frame_parts(word, *fields))
+
+
+def send_frame(descriptor: int, parts: Parts) -> None:
+    """One frame into the pipe, piece by piece: a model of 400 MB is not copied for it.
+
+    Raises:
+        OSError: there is nobody left to read it.
+    """
+    _write(descriptor, _LENGTH.pack(sum(len(part) for part in parts)))
+    for part in parts:
+        _write(descriptor, part)
+
+
+def receive_frame(descriptor: int) -> bytearray:
+    """One frame from the pipe, into its place.
+
+    Raises:
+        EOFError: the other end is gone.
+        OSError: the pipe is broken.
+        FrameError: it would be longer than any frame is; nothing of it is read.
+    """
+    (size,) = _LENGTH.unpack(_read_into(descriptor, bytearray(_LENGTH.size)))
+    if not size <= MAX_FRAME:
+        raise FrameError("a frame is too long")
+    return _read_into(descriptor, bytearray(size))
+
+
+def _write(descriptor: int, data: bytes | memoryview) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _read_into(descriptor: int, place: bytearray) -> bytearray:
+    view = memoryview(place)
+    while view:
+        got = os.readv(descriptor, [view])
+        if not got:
+            raise EOFError
+        view = view[got:]
+    return place
+
+
+def unframe(data: bytes | bytearray) -> tuple[str, list[memoryview]]:
     """The word and the fields of a frame, not copied.
 
     Raises:
@@ -178,12 +229,12 @@ def unframe(data: bytes) -> tuple[str, list[memoryview]]:
     return word, fields
 
 
-def task_frame(ticket: bytes, task: RoundTask) -> bytes:
+def task_frame(ticket: bytes, task: RoundTask) -> Parts:
     """A task with the link's ``ticket`` for it."""
     vector = b"" if task.vector is None else _bytes(task.vector)
     head = (ticket, task.kind.encode(), task.run.encode(), task.round_index.to_bytes(8, "big"))
     terms = (task.terms.seconds.to_bytes(8, "big"), task.terms.approve_by.to_bytes(8, "big"))
-    return frame("task", *head, task.config, task.step.encode(), task.payload, vector, *terms)
+    return frame_parts("task", *head, task.config, task.step.encode(), task.payload, vector, *terms)
 
 
 def read_task_frame(fields: list[memoryview]) -> tuple[bytes, RoundTask]:
@@ -208,12 +259,14 @@ def read_task_frame(fields: list[memoryview]) -> tuple[bytes, RoundTask]:
         raise FrameError("not a task") from None
 
 
-def reply_frame(reply: Reply) -> bytes:
+def reply_frame(reply: Reply) -> Parts:
     """A reply, for the link."""
     if reply.answer is None:
-        return frame("declined", reply.ticket, reply.code.encode())
+        return frame_parts("declined", reply.ticket, reply.code.encode())
     vector = b"" if reply.answer.vector is None else _bytes(reply.answer.vector)
-    return frame("answer", reply.ticket, reply.kind.encode(), reply.answer.envelope, reply.answer.payload, vector)
+    return frame_parts(
+        "answer", reply.ticket, reply.kind.encode(), reply.answer.envelope, reply.answer.payload, vector
+    )
 
 
 def read_reply_frame(word: str, fields: list[memoryview]) -> Reply:

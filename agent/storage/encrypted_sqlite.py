@@ -29,7 +29,7 @@ from protos.common.durable_files import flush_directory
 FORMAT: Final = 3  # of the files; 1 had records and notes in one, 2 named studies, series and instances by UIDs alone
 _BUSY_MS: Final = 30_000
 _NONCE: Final = 12
-_PART: Final = 1 << 25  # bytes of a long value in one row
+_PART: Final = 1 << 22  # bytes of a long value in one row: so much of it is in memory three times
 _NOTES: Final = "CREATE TABLE IF NOT EXISTS note(name TEXT PRIMARY KEY, body BLOB NOT NULL) STRICT, WITHOUT ROWID;"
 _FAULTS: Final[tuple[tuple[type[Exception], str], ...]] = (
     (apsw.FullError, "the disk is full, and nothing was saved: free some space and run the command again"),

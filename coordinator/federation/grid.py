@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import httpx
-from flwr.app import Error, Message
+from flwr.app import Error, Message, RecordDict
 from flwr.app.message import make_message
 from flwr.common.serde import run_from_proto
 from flwr.common.serde_utils import metadata_from_proto
@@ -166,6 +166,8 @@ class BoundedGrid(HttpGrid):
         nodes = [message.metadata.dst_node_id for message in outgoing]
         # fewer names, or none in a place, where a message could not be pushed
         asked = {name: node for name, node in zip(self.push_messages(outgoing), nodes, strict=False) if name}
+        for message in outgoing:  # it is at the SuperLink by now: whose answer it is, is all that is asked of it
+            message.content = RecordDict()
         away = _AwayNodes(self._silence)
         with ThreadPoolExecutor(max_workers=min(4, len(outgoing))) as pool:
             fetched = []

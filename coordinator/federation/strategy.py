@@ -269,6 +269,7 @@ class GatedStrategy(Strategy):
             answered.add(site)
             try:
                 envelope, vector = read(content, self.plan.size_of(index))
+                content.clear()  # the vector is all that is needed of it, and it may be large
                 admitted[site] = self._admit(site, index, envelope, vector)
             except InvalidReplyError as refusal:
                 self._lost[site] = str(refusal)

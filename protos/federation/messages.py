@@ -70,7 +70,7 @@ MAX_STEP: Final = 64  # characters
 MAX_PARAMETERS: Final = 100_000_000
 MAX_SUMS: Final = 1 << 16  # numbers of one look
 MAX_PAYLOAD: Final = 8 * MAX_PARAMETERS + (1 << 20)  # bytes: one ring element for each parameter, and some more
-MAX_OBJECTS: Final = 64  # of one message: its records, and arrays in pieces of 20 MB
+MAX_OBJECTS: Final = 192  # of one message: its records, and arrays in pieces of 5 MB, 153 for the longest payload
 
 # The calls of Flower's Fleet API that a site makes: not among them are registering a node and fetching a bundle.
 FLEET_CALLS: Final = frozenset(
@@ -99,7 +99,7 @@ FLEET_HEADERS: Final = frozenset(
     }
 )
 FLEET_PART: Final = 1 << 20  # bytes of a body in one part
-FLEET_BODY: Final = 32 << 20  # bytes of one body; Flower cuts arrays into objects of 20 MB
+FLEET_BODY: Final = 32 << 20  # bytes of one body; Flower cuts arrays into objects of 5 MB
 
 # Why a site declines. Codes below 1000 are Flower's own. A cause that depends on patients (too few of
 # them, none at all, data that cannot be read) has one code only, "unavailable": the coordinator's side

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -51,7 +52,14 @@ def governed(home: Path, paced: bool) -> int:
     """``lazaret-agent serve``."""
     if not paced:
         service.response_delay = lambda *_: 0.0
-    return serve.serve(argparse.Namespace(home=home, modality=MODALITY))
+    return serve.serve(argparse.Namespace(home=home, modality=MODALITY, project="main"))
+
+
+def sized(home: Path) -> int:
+    """``lazaret-agent serve`` without the pause, and with a model of any length that nobody trains."""
+    made = importlib.import_module("made_mechanism")  # by PYTHONPATH: the confined process may read no tests
+    service.read_mechanism = made.Made.from_json
+    return governed(home, paced=False)
 
 
 def bare(home: Path, answer: Callable[[AgentHome, RoundTask], RoundAnswer]) -> int:
@@ -161,6 +169,7 @@ def main(role: str, home: Path) -> int:
     roles: dict[str, Callable[[], int]] = {
         "governed": lambda: governed(home, paced=False),
         "paced": lambda: governed(home, paced=True),
+        "sized": lambda: sized(home),
         "trained": lambda: bare(home, trained),
         "flat": lambda: bare(home, flat),
         "many": lambda: bare(home, many),
