@@ -178,6 +178,8 @@ def read_job(path: Path) -> dict[str, Any]:
         wanted = ", ".join(f"{k} ({t.__name__})" for k, t in _KINDS.items())
         more = ", ".join(f"{k} ({t.__name__})" for k, t in _MORE.items())
         raise coordinator_errors.CoordinatorConfigError(f"{path.name}: the keys are {wanted}; and if need be {more}")
+    if not all(type(number) is int and 0 < number < 1 << 31 for number in job.get("evaluate", [])):
+        raise coordinator_errors.CoordinatorConfigError(f"{path.name}: evaluate: numbers of rounds, such as [4, 8]")
     whole = {**_UNSAID, "all_or_none": False, "secure": False, "evaluate": [], **job}
     if isinstance(named := whole["config"].get("task"), str):
         whole["config"] = {"parameters": job["parameters"], **whole["config"], "task": _task(path, named)}

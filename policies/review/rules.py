@@ -128,9 +128,12 @@ def _place(statement: Reservation | Release) -> Iterator[Finding]:
     if isinstance(statement, Release):
         if (statement.round >= 1) is not rounds:
             yield Finding("round", "a release of a run names its round, and no other does")
-        claim = training_of(statement.claim)
-        taken = claim.steps + looks_of(statement.claim) if isinstance(claim, DistributedGaussian) else 0
-        if assumption(claim) and not taken <= statement.round:
+        claim, looks = training_of(statement.claim), looks_of(statement.claim)
+        if (
+            isinstance(claim, DistributedGaussian)
+            and assumption(claim)
+            and not claim.steps + looks <= statement.round
+        ):
             yield Finding("one_step", "where sites share the noise of a sum, every step is a round of its own")
         if statement.release != release_id(statement.site, statement.grant, statement.round):
             yield Finding("release_id", "a release's id follows from its site, grant and round")
@@ -314,7 +317,7 @@ def _covered(release: Release, grant: Grant, account: Account) -> Iterator[Findi
 
 def _shrunk(claim: Claim, grant: Grant) -> bool:
     """Does a claim leave out steps or looks of the newest release that was admitted under its grant?"""
-    last = _granted(grant.claim) if grant.claim else None
+    last = _granted(grant.claim)  # None before the first one
     return last is not None and not _within(last, claim)
 
 

@@ -735,10 +735,10 @@ def look(steps: int, looks: int, of_it: Evaluated = LOOKED, **changes: Any) -> d
     }
 
 
-def looked(granted: Claim = LOOKED, amount: int | None = None, **now: Any) -> AccountContext:
-    if isinstance(now.get("claim"), SubsampledGaussian | Evaluated):
-        now["claim"] = canonical(claim_json(now["claim"]))
-    return AccountContext(purse(), trained(granted, cost(granted, ORDER) if amount is None else amount, **now))
+def looked(amount: int = cost(LOOKED, ORDER), last: Claim | None = None, **now: Any) -> AccountContext:
+    grant = trained(LOOKED, amount, **now)
+    grant.claim = b"" if last is None else canonical(claim_json(last))
+    return AccountContext(purse(), grant)
 
 
 def test_looks_are_priced_with_their_training_and_a_policy_must_name_what_they_release() -> None:
@@ -797,13 +797,13 @@ def test_what_is_released_under_a_grant_never_leaves_out_what_was_before() -> No
     price_before = cost(before, ORDER)
     for steps, looks, found in ((15, 2, []), (16, 1, []), (60, 3, []), (15, 1, ["round_repeated"]),
                                 (14, 3, ["round_repeated"])):  # fmt: skip
-        assert judged_dp(looked(used=price_before, claim=before), **look(steps, looks)) == found
+        assert judged_dp(looked(used=price_before, last=before), **look(steps, looks)) == found
     assert cost(look(14, 3)["claim"], ORDER) > 0
-    more = looked(used=0, claim=before)  # of the last claim alone, whatever was charged for it
+    more = looked(last=before)  # of the last claim alone, whatever was charged for it
     assert judged_dp(more, **look(14, 3)) == ["round_repeated"]
     assert judged_dp(more) == ["round_repeated"], "the look is gone from it"
-    assert judged_dp(looked(used=0, claim=ROUND), **look(15, 1)) == []
-    assert judged_dp(looked(used=0, claim=replace(ROUND, steps=16)), **look(15, 1)) == ["round_repeated"]
+    assert judged_dp(looked(last=ROUND), **look(15, 1)) == []
+    assert judged_dp(looked(last=replace(ROUND, steps=16)), **look(15, 1)) == ["round_repeated"]
 
 
 def test_a_look_is_not_covered_by_a_grant_without_any_or_of_another_noise() -> None:

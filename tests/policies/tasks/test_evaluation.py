@@ -16,6 +16,7 @@ from policies.accounting.rdp import cost
 from policies.tasks.evaluation import (
     KINDS,
     LONGEST_TAIL,
+    MOST_SUMS,
     EvaluationError,
     EvaluationPlan,
     SumLattice,
@@ -24,6 +25,7 @@ from policies.tasks.evaluation import (
     edges,
     plan_from,
 )
+from protos.federation import messages
 
 PLAN = EvaluationPlan(looks=3, noise=20.0, held_out=20, bins=10)
 LAYOUTS = st.builds(SumLayout, st.sampled_from(KINDS), st.integers(2, 30), st.integers(1, 32).map(lambda n: 2 * n))
@@ -137,3 +139,7 @@ def test_steps_that_would_show_beside_the_noise_are_refused() -> None:
     for patients, noise, size in ((4_000_000, 20.0, 100), (1000, 0.0012, 100), (1000, 20.0, 1 << 24)):
         with pytest.raises(EvaluationError, match="public_patients is too large"):
             SumLattice.of(replace(PLAN, noise=noise).claim(claim.training), patients, size)
+
+
+def test_a_look_is_never_longer_than_the_wire_takes() -> None:
+    assert MOST_SUMS == messages.MAX_SUMS
