@@ -174,8 +174,10 @@ def read_job(path: Path) -> dict[str, Any]:
         more = ", ".join(f"{k} ({t.__name__})" for k, t in _MORE.items())
         raise coordinator_errors.CoordinatorConfigError(f"{path.name}: the keys are {wanted}; and if need be {more}")
     whole = {"strategy": {"name": "fedavg"}, "all_or_none": False, "secure": False, **job}
-    if isinstance(named := whole["config"].get("task"), str):
-        whole["config"] = {"parameters": job["parameters"], **whole["config"], "task": _task(path, named)}
+    if "task" in whole["config"]:
+        named = whole["config"]["task"]
+        task = _task(path, named) if isinstance(named, str) else named
+        whole["config"] = {"parameters": job["parameters"], **whole["config"], "task": task}
     return {**whole, "config": json.dumps(whole["config"]), "strategy": json.dumps(whole["strategy"])}
 
 
