@@ -23,8 +23,9 @@ from policies.governance import options as governance_options
 from protos.operations.command_line import add, add_backup_commands, add_login_commands, add_setup_options
 
 MAIN: Final = "main"  # agent.storage.site_directory.MAIN
-NETWORKS: Final = ("generator", "encoder", "features", "recogniser", "semantics")
 KEYS: Final = ("patient-id", "accession", "study", "series", "instance")  # agent.ingest.label_import.KEYS
+NETWORKS: Final = ("generator", "encoder", "features", "network", "recogniser", "semantics")
+_WHOSE: Final = {"network": "public start of a task's network"}
 PRIORITIES: Final = ("high", "normal", "low")  # agent.service.jobs.PRIORITIES
 SIZES: Final = ("tiny32", "small64", "small128", "auto128", "auto256", "auto512", "auto1024")
 
@@ -414,7 +415,7 @@ def _add_training(commands: Any) -> None:
         required=True, metavar="NETWORK"
     )
     for name in (*NETWORKS, *distillation.NETWORKS):
-        whose = name if name in NETWORKS else f"{name} of `release distill`"
+        whose = _WHOSE.get(name, name if name in NETWORKS else f"{name} of `release distill`")
         command = add(train, name, f"train the {whose} on public images; run again to resume")
         command.set_defaults(network=name)
         _add_network(command, name)
@@ -434,6 +435,8 @@ def _add_training(commands: Any) -> None:
     convert.add_argument("file", type=Path, help="of tensors; code in it is never run")
     convert.add_argument("--out", type=Path, required=True, help="the file, safetensors")
     convert.add_argument("--prefix", default="", help="of the names that are wanted, such as model.; it is taken off")
+    text = "keep batch norms as fixed scales and shifts, for a network with fixed_norms = 1"
+    convert.add_argument("--statistics", action="store_true", help=text)
     convert.set_defaults(homeless=True)
     _json(convert)
     draw = add(commands, "draw", distillation.DRAW_HELP)
@@ -454,6 +457,13 @@ def _add_network(command: argparse.ArgumentParser, network: str) -> None:
         command.add_argument("--sha256", default="", help="SHA-256 of a published generator, as its authors give it")
         command.add_argument("--side", type=count, help="pixels; must be the generator's (default)")
         command.add_argument("--grey", action="store_true", help="for a generator of grey images; optional")
+        return
+    if network == "network":
+        text = "a TOML file with the task's [network] and [input]; a task's file will do"
+        command.add_argument("--task", type=Path, required=True, help=text)
+        text = 'CSV: file,label; or "folders": a picture\'s folder is its label'
+        command.add_argument("--labels", required=True, help=text)
+        command.add_argument("--several", action="store_true", help="a label names several findings, joined by +")
         return
     command.add_argument("--side", type=count, default=64, help="pixels")
     command.add_argument("--grey", action="store_true", help="one channel instead of three")

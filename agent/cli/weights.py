@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise CommandError(f"{source.name}: {error.strerror}") from None
     # numbers of half the width become float32
-    order = WeightsConversion(arguments.prefix, 2 * len(raw) + _HEADER)
+    order = WeightsConversion(arguments.prefix, 2 * len(raw) + _HEADER, arguments.statistics)
     made: Converted = MakerProcess(memory=_MEMORY + 4 * len(raw))(order.convert, raw)
     if made.refusal:
         listed = ", ".join(made.names) or "nothing"

@@ -50,7 +50,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from policies.tasks.transforms import TransformSpec
-from protos.common.errors import TrainingError
+from protos.common.errors import TrainingError, out_of_memory
 
 _PICTURE, _MASK = "pixels", "mask"
 _VALUES: Final[Mapping[str, type[Any]]] = {  # of the picture alone, by the parameters of the task
@@ -193,6 +193,8 @@ def _applied(transform: Callable[..., Any], held: dict[str, Tensor], name: str) 
     try:
         found = transform(held)
     except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError) as fault:
+        if out_of_memory(fault):
+            raise  # of this machine, and not of the picture: the picture must not be left out for it
         # MONAI says what was in the picture: its text stays here
         raise TransformError(f"{name} cannot take a picture of this form") from fault
     if not found[_PICTURE].numel():

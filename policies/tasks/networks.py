@@ -24,6 +24,7 @@ MOST_RANK: Final = 64
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _ANY: Final = ("all", "head", "last-blocks", "bias-and-norms", "lora")
 _HEAD: Final = Whole(0, 1, 0)  # 1: begin at the head in the file of weights, 0: at zeros
+_FIXED: Final = Whole(0, 1, 0)  # 1: the file's batch norms as fixed scales and shifts, 0: group norms
 
 Options = Mapping[str, int]
 
@@ -45,9 +46,10 @@ _RESNET: Final = NetworkKind(
     (2,),
     {
         "width": Whole(4, 128, 64, multiple=4),
-        "stride": Whole(1, 2, 1),
+        "stride": Whole(1, 2, 1),  # of the first convolution
+        "fixed_norms": _FIXED,
         "head": _HEAD,
-    },  # stride: of the first convolution
+    },
     blocks=lambda _: 4,
     side=lambda options: 16 * options["stride"],
 )
@@ -69,7 +71,7 @@ NETWORKS: Final[Mapping[str, NetworkKind]] = {
     "resnet50": _RESNET,
     "densenet121": NetworkKind(
         (2, 3),
-        {"growth": Whole(8, 64, 32, multiple=4), "head": _HEAD},
+        {"growth": Whole(8, 64, 32, multiple=4), "fixed_norms": _FIXED, "head": _HEAD},
         blocks=lambda _: 4,
         side=lambda _: 32,
     ),
@@ -156,6 +158,8 @@ class NetworkSpec:
             problems.append(f"weights: {self.name} has none of its own")
         if self.options.get("head") and not self.weights and self.name != "frozen-features":
             problems.append("options.head: needs weights, whose head it begins at")
+        if self.options.get("fixed_norms") and not self.weights:
+            problems.append("options.fixed_norms: needs weights, whose scales and shifts it takes")
         return problems + self._of_parts()
 
     def _of_parts(self) -> list[str]:

@@ -1,8 +1,9 @@
 """The networks that a task may name, built: MONAI's classes and two of our own, with group norm for batch norm.
 
 MONAI's ResNet takes ``norm="group"`` and keeps 19 of its 20 batch norms, so that every one is swapped here, those of
-subclasses too. Its vision transformer ends in a tanh, returns a tuple and holds norms that are never called: none of
-that is left. Nothing is downloaded. A network's file has the names of MONAI's own ``state_dict``.
+subclasses too; where a public file brings their statistics, a fixed scale and shift stands for one. MONAI's vision
+transformer ends in a tanh, returns a tuple and holds norms that are never called: none of that is left. Nothing is
+downloaded. A network's file has the names of MONAI's own ``state_dict``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from monai.networks.nets.vit import ViT
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+EPSILON: Final = 1e-5  # beside a batch norm's variance, in MONAI and torchvision
 MOST_GROUPS: Final = 16  # of a group norm that stands for a batch norm
 Options = Mapping[str, int]
 
@@ -352,15 +354,42 @@ ARCHITECTURES: Final[Mapping[str, Callable[[Options, Shape], StagedNetwork]]] = 
 def architecture(name: str, options: Options, shape: Shape) -> StagedNetwork:
     """A network with its first weights, drawn by torch's own generator; in evaluation: nothing in it draws."""
     network = ARCHITECTURES[name](options, shape)
-    swap_batch_norms(network)
+    swap_batch_norms(network, fixed=bool(options.get("fixed_norms")))
     return network.eval()
 
 
-def swap_batch_norms(model: nn.Module) -> None:
-    """Put a group norm in the place of every batch norm, of subclasses too; it takes over scale, shift and type."""
+class FixedAffine(nn.Module):
+    """A batch norm in evaluation with public statistics: a scale and a shift of each channel, which nobody trains.
+
+    Both are of the public file. No picture changes them, and no picture's gradient is of them.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, channels: int) -> None:
+        """The identity, until a file says otherwise."""
+        super().__init__()
+        self.register_buffer("weight", torch.ones(channels))
+        self.register_buffer("bias", torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, channels, *size)."""
+        shape = (1, -1, *[1] * (x.ndim - 2))
+        return x * self.weight.view(shape) + self.bias.view(shape)
+
+
+def swap_batch_norms(model: nn.Module, *, fixed: bool = False) -> None:
+    """Put a group norm in the place of every batch norm, of subclasses too; it takes over scale, shift and type.
+
+    Or, where they are ``fixed``, a scale and a shift.
+    """
     for name, child in model.named_children():
         if not isinstance(child, _BatchNorm):
-            swap_batch_norms(child)
+            swap_batch_norms(child, fixed=fixed)
+            continue
+        if fixed:
+            setattr(model, name, FixedAffine(child.num_features))
             continue
         channels = child.num_features
         norm = nn.GroupNorm(gcd(MOST_GROUPS, channels), channels, child.eps, affine=child.affine)

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from agent.models.networks.architectures import EPSILON
 from protos.artifacts.byte_source import ArtifactFormatError
 from protos.artifacts.strict_safetensors import pack_weights
 
@@ -51,6 +52,7 @@ class WeightsConversion:
 
     prefix: str  # of the names that are wanted, taken off; "": what trainings put around a network is found
     max_result_bytes: int  # of :mod:`agent.release.maker_process`
+    statistics: bool = False  # batch norms become fixed scales and shifts: of a network with ``fixed_norms``
 
     def convert(self, raw: bytes) -> Converted:
         """Read the bytes of a torch file, or of anybody's safetensors; every float tensor becomes float32."""
@@ -71,7 +73,7 @@ class WeightsConversion:
         _flatten(told, "", _DEEP, held)
         if sum(tensor.numel() * tensor.element_size() for tensor in held.values()) > len(raw):
             return Converted(INFLATED)
-        return self._packed(held)
+        return self._packed(_folded(held) if self.statistics else held)
 
     def _packed(self, held: Mapping[str, Tensor]) -> Converted:
         prefix = self.prefix or next((w for w in _WRAPPERS if any(name.startswith(w) for name in held)), "")
@@ -91,6 +93,23 @@ class WeightsConversion:
             return Converted("", _listed(left_out), pack_weights(arrays), len(arrays), len(left_out))
         except ArtifactFormatError:
             return Converted(NAMES, _listed(arrays))
+
+
+def _folded(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With each batch norm's statistics in its scale and shift (Ioffe & Szegedy 2015, algorithm 2, step 11).
+
+    y = gamma / sqrt(var + epsilon) x + (beta - gamma mean / sqrt(var + epsilon)).
+    """
+    folded = dict(held)
+    for name, mean in held.items():
+        norm = name.removesuffix("running_mean")
+        var = held.get(f"{norm}running_var")
+        if norm == name or var is None or var.shape != mean.shape:
+            continue
+        scale = held.get(f"{norm}weight", torch.ones_like(mean)).double() / (var.double() + EPSILON).sqrt()
+        shift = held.get(f"{norm}bias", torch.zeros_like(mean)).double() - scale * mean.double()
+        folded[f"{norm}weight"], folded[f"{norm}bias"] = scale, shift
+    return folded
 
 
 def _read(raw: bytes) -> Any:

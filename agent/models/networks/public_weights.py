@@ -46,8 +46,8 @@ def read_weights(digest: str, files: WeightFiles, shapes: Shapes, outputs: froze
         return {name: torch.from_numpy(arrays[name].copy()) for name in arrays.keys() - outputs}
     except ArtifactFormatError as error:
         raise WeightsError(f"the file of public weights {digest[:12]}…: {error}") from None
-    except OSError as error:
-        raise WeightsError(f"the file of public weights {digest[:12]}…: {error.strerror}") from None
+    except OSError as fault:
+        raise WeightsError(f"the file of public weights {digest[:12]}…: {fault.strerror}") from None
 
 
 def _fitting(found: bytes | Path, shapes: Shapes, outputs: frozenset[str]) -> tuple[bytes, Architecture]:

@@ -15,7 +15,19 @@ from agent.dp.clipping import (
     loop_engine,
     vmap_engine,
 )
-from tests.support.real_networks import NETWORKS, QUICK, built, network, row_losses, stirred, units_for
+from agent.models.networks import build
+from policies.tasks.networks import NetworkSpec
+from tests.support.real_networks import (
+    NETWORKS,
+    QUICK,
+    built,
+    frozen_features,
+    network,
+    row_losses,
+    stirred,
+    units_for,
+    weights_file,
+)
 
 ENGINES = {"bookkept": bookkeeping_engine, "chunked": vmap_engine}
 # each network with the engine that `best_engine` takes on a processor; of the larger ones, the other in the long form
@@ -66,6 +78,35 @@ def test_a_part_of_every_network_has_the_sum_of_one_pass_for_each_patient(name: 
         assert float((ours - reference).norm()) <= 1e-10 * float(reference.norm())
     assert len(reference) == net.parameters
     assert float(reference.norm()) > 0.0
+
+
+def test_one_layer_on_frozen_networks_has_the_sum_of_one_pass_for_each_patient() -> None:
+    spec, files = frozen_features()
+    net = stirred(build(spec, 1, (16, 16), 2, 0, files.__getitem__))
+    units = [PrivacyUnit((net.prepare(unit.rows[0]), *unit.rows[1:])) for unit in units_for("small-cnn", (1, 2, 1))]
+    alone = [units[0], *map(_nobody, units[1:])]
+    for make in ENGINES.values():
+        assert _left_out(make(4), net.trained, alone, [*alone[1:], units[0]]) == 0.0
+    model, doubled = _doubled(net.trained, units)
+    reference = loop_engine(model, _of_part, doubled, 0.3)
+    for make in ENGINES.values():
+        ours = make(2)(model, _of_part, doubled, 0.3)
+        assert float((ours - reference).norm()) <= 1e-10 * float(reference.norm())
+
+
+@pytest.mark.parametrize("part", [{}, PARTS["last block"], PARTS["lora"]])
+def test_fixed_norms_of_a_public_file_have_the_sum_of_one_pass_for_each_patient(part: dict[str, object]) -> None:
+    spec, size = NETWORKS["resnet18"]
+    digest, raw = weights_file(spec, size)
+    fixed = NetworkSpec(spec.name, {**spec.options, "fixed_norms": 1}, weights=digest, **part)  # type: ignore[arg-type]
+    net = stirred(build(fixed, 1, size, 2, 0, lambda _: raw))
+    model, units = _doubled(net.module, units_for("resnet18", (1, 2)))
+    before = [buffer.clone() for buffer in model.buffers()]
+    reference = loop_engine(model, row_losses, units, 0.3)
+    ours = bookkeeping_engine(2)(model, row_losses, units, 0.3)
+    assert float((ours - reference).norm()) <= 1e-10 * float(reference.norm())
+    assert before
+    assert all(torch.equal(old, new) for old, new in zip(before, model.buffers(), strict=True))
 
 
 def _of_part(model: nn.Module, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:

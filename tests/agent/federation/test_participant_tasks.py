@@ -1,4 +1,4 @@
-"""Before anything is held a site builds what a run would train: another length, modality or missing file is refused."""
+"""Before anything is held a site builds what a run would train: another length, modality or no file is refused."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from agent.models import transforms
 from agent.models.transforms import Augmentation, InputPipeline, TransformError, view_seed
 from policies.tasks.transforms import AUGMENTATION, INPUT, TransformSpec
 
@@ -36,6 +37,7 @@ def test_every_fixed_transform_gives_the_same_of_the_same_picture(name: str) -> 
     if name == "CropForeground":
         pipeline = _pipeline((20, 30), (name, {"threshold": -60}))
     first, _ = pipeline(PICTURE)
+    pipeline(PICTURE * 3 + 1)  # somebody else's, which must not be remembered
     second, _ = pipeline(PICTURE.copy())
     assert first.dtype == np.float32
     assert np.array_equal(first, second)
@@ -90,6 +92,15 @@ def test_what_cannot_be_brought_to_the_tasks_size_is_refused_by_its_name() -> No
         _pipeline((20, 30))(np.full((1, 20, 30), np.nan, np.float32))
     with pytest.raises(ValueError, match="fixed transforms alone"):
         _pipeline((20, 30), ("RandFlip", {"spatial_axis": 0}))
+
+
+def test_memory_that_runs_out_is_no_fault_of_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(transforms, "_made", lambda *_, **__: full)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        _pipeline((20, 30), ("ScaleIntensity", {}))(PICTURE)
 
 
 def _augmentation(*names: str) -> Augmentation:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def specs(draw: st.DrawFn) -> NetworkSpec:
         options["heads"] = draw(st.sampled_from([1, 2, 4, 8, 16]))
     weights = "" if name == "linear" else draw(st.sampled_from(["", PUBLIC]))
     if not weights:
-        options.pop("head", None)
+        options = {key: value for key, value in options.items() if key not in ("head", "fixed_norms")}
     trained = draw(st.sampled_from(kind.trained))
     most = kind.blocks({**{key: bound.default for key, bound in kind.options.items()}, **options})
     blocks = {"last-blocks": draw(st.integers(1, max(1, most))), "lora": draw(st.integers(0, most))}.get(trained, 0)
@@ -76,6 +77,7 @@ def test_every_network_has_defaults_and_names_them_in_its_canonical_form() -> No
         ({"name": "linear", "weights": PUBLIC}, ["network.weights: linear has none"]),
         ({"name": "resnet18", "weights": "http://x"}, ["network.weights: must be a SHA-256"]),
         ({"name": "resnet18", "options": {"head": 1}}, ["network.options.head: needs weights"]),
+        ({"name": "resnet18", "options": {"fixed_norms": 1}}, ["network.options.fixed_norms: needs weights"]),
         ({"name": "vit-s16", "options": {"width": 64}}, ["network.options.width: must be a multiple of"]),
         ({"name": "resnet18", "parts": [{"name": "resnet18"}]}, ["network.parts: only frozen-features"]),
         ({"name": "frozen-features"}, ["network.parts: must be 1 to 8 networks"]),
@@ -111,6 +113,18 @@ def test_a_site_hears_of_every_public_file_once() -> None:
     assert NetworkSpec("frozen-features", parts=parts).public_files == (PUBLIC, "b" * 64)
     assert NetworkSpec("small-cnn", weights=PUBLIC).public_files == (PUBLIC,)
     assert NetworkSpec("small-cnn").public_files == ()
+
+
+def test_the_page_tells_every_network_with_its_options_and_input() -> None:
+    page = (Path(__file__).parents[3] / "deploy" / "docs" / "networks.md").read_text()
+    rows = [row.split("|")[1:-1] for row in page.splitlines() if row.startswith("| `")]
+    told = {name.strip().strip("`"): (dims, options) for name, _, dims, options in rows}
+    assert told.keys() == NETWORKS.keys()
+    for name, kind in NETWORKS.items():
+        dims, options = told[name]
+        assert options.strip() == ", ".join(f"`{key}` {bound.default}" for key, bound in kind.options.items())
+        if name != "frozen-features":
+            assert dims.strip() == ", ".join(f"{n}-D" for n in kind.dimensions)
 
 
 def test_a_network_that_does_not_fit_the_input_is_told_before_it_is_built() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import os
 import zipfile
@@ -18,6 +19,7 @@ from monai.networks.nets.resnet import ResNet
 from torch import nn
 
 from agent.models.networks import build
+from agent.models.networks.architectures import FixedAffine
 from agent.models.networks.conversion import Converted, WeightsConversion
 from policies.tasks.networks import NetworkSpec
 from protos.artifacts.byte_source import BytesSource
@@ -119,19 +121,19 @@ def test_a_name_from_the_file_steers_no_terminal() -> None:
     assert made.names == ("?[2J" + "x" * 196,)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "spec"),
-    [
-        (
-            lambda: ResNet("basic", [2, 2, 2, 2], [8, 16, 32, 64], 2, 1, num_classes=2),
-            NetworkSpec("resnet18", {"width": 8}),
-        ),
-        (
-            lambda: DenseNet(2, 1, 2, init_features=16, growth_rate=8, block_config=(6, 12, 24, 16)),
-            NetworkSpec("densenet121", {"growth": 8}),
-        ),
-    ],
-)
+PUBLISHED = [
+    (
+        lambda: ResNet("basic", [2, 2, 2, 2], [8, 16, 32, 64], 2, 1, num_classes=2),
+        NetworkSpec("resnet18", {"width": 8}),
+    ),
+    (
+        lambda: DenseNet(2, 1, 2, init_features=16, growth_rate=8, block_config=(6, 12, 24, 16)),
+        NetworkSpec("densenet121", {"growth": 8}),
+    ),
+]
+
+
+@pytest.mark.parametrize(("theirs", "spec"), PUBLISHED)
 def test_a_published_network_with_batch_norms_begins_ours(theirs: Any, spec: NetworkSpec) -> None:
     """Scale and shift are taken over, the statistics are left out; torchvision's names of a DenseNet are known."""
     net = theirs()
@@ -140,10 +142,30 @@ def test_a_published_network_with_batch_norms_begins_ours(theirs: Any, spec: Net
     }
     made = _converted(_saved({"state_dict": state}))
     assert made.left_out == 3 * sum(isinstance(m, nn.BatchNorm2d) for m in net.modules())
-    digest = __import__("hashlib").sha256(made.file).hexdigest()
+    digest = hashlib.sha256(made.file).hexdigest()
     begun = NetworkSpec(spec.name, {**spec.options, "head": 1}, weights=digest)
     ours = build(begun, 1, (32, 32), 2, 0, lambda _: made.file).module.net.state_dict()
     assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize(("theirs", "spec"), PUBLISHED)
+def test_with_its_statistics_a_published_network_computes_what_it_computed(theirs: Any, spec: NetworkSpec) -> None:
+    net = theirs()
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0.0, 0.2), module.running_var.uniform_(0.5, 2.0)
+            module.weight.data.normal_(1.0, 0.2), module.bias.data.normal_(0.0, 0.2)
+    made = WeightsConversion("", 1 << 30, statistics=True).convert(_saved({"state_dict": net.state_dict()}))
+    options = {**spec.options, "head": 1, "fixed_norms": 1}
+    begun = NetworkSpec(spec.name, options, weights=hashlib.sha256(made.file).hexdigest())
+    ours = build(begun, 1, (32, 32), 2, 0, lambda _: made.file)
+    pictures = torch.randn(2, 1, 32, 32)
+    with torch.no_grad():
+        assert torch.allclose(ours.module(pictures), net.eval()(pictures), rtol=1e-3, atol=1e-4)
+    kinds = [type(module) for module in ours.module.modules()]
+    assert nn.GroupNorm not in kinds
+    assert kinds.count(FixedAffine) == sum(isinstance(module, nn.BatchNorm2d) for module in net.modules())
+    assert not any("bn1" in name or "norm" in name for name, _ in ours.module.named_parameters())
 
 
 def test_a_prefix_takes_one_network_of_several() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from agent.models.networks.architectures import swap_batch_norms
 from agent.models.networks.suitability import UnsuitableNetworkError, check_network
 from tests.support.real_networks import NETWORKS, built
 
@@ -86,6 +87,13 @@ class _Noise(nn.Module):
 
 def test_what_draws_in_evaluation_is_refused_too() -> None:
     assert "draws random numbers (" in _refused(_net(_Noise()).eval())
+
+
+def test_a_fixed_scale_of_a_public_file_is_no_statistic_and_is_not_trained() -> None:
+    model = _net(nn.BatchNorm2d(4))
+    swap_batch_norms(model, fixed=True)
+    check_network(model, ROWS, _all(model))
+    assert _all(model) == {"0.weight", "0.bias", "3.weight", "3.bias"}
 
 
 class _Unused(nn.Module):
