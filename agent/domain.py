@@ -248,6 +248,8 @@ class ExampleRule:
             raise ValueError("a split is selected by one of its parts")
         if len(self.size) == 3 and (self.channels != 1 or self.per_study):
             raise ValueError("a volume has one channel, and is an example by itself")
+        if self.kind == "segmentation" and (self.per_study or not self.classes):
+            raise ValueError("a segmentation has segments, and a mask is of one image or volume")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

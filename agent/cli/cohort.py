@@ -61,7 +61,7 @@ def cohort(arguments: argparse.Namespace) -> int:
     """How many patients there are to work with, by modality, body part and state: for this console alone."""
     with open_ingest(SiteDirectory(arguments.home), arguments.project) as way:
         _decide(way, arguments)
-        if arguments.table:
+        if arguments.table or arguments.segment:
             return _print_survey(_survey(way, arguments), as_json=arguments.json)
         if arguments.held:
             held = sorted(way.vault.held() | way.vault.barred())
@@ -87,15 +87,18 @@ def cohort(arguments: argparse.Namespace) -> int:
 
 
 def _survey(way: IngestContext, arguments: argparse.Namespace) -> TaskSurvey:
-    """What a task of these columns would find. Nothing of it is logged."""
+    """What a task of these columns, or segments, would find. Nothing of it is logged."""
     images = ExampleRule(
-        "classification",
+        "segmentation" if arguments.segment else "classification",
         arguments.modality,
         arguments.size,
         body_part=arguments.body_part,
+        classes=tuple(arguments.segment),
         per_study=arguments.per_study,
         min_instances=way.ingestion.rules.min_instances_per_series,
     )
+    if arguments.segment:
+        return survey(way.vault, images)
     table = read_table(way.vault, arguments.table)
     return survey(way.vault, rule_for(table, tuple(arguments.column), images))
 

@@ -260,10 +260,12 @@ def _add_patients(commands: Any) -> None:
     text = "show what a task of this label table would find here, and what it would leave out and why"
     counted.add_argument("--table", default="", metavar="NAME", help=text)
     counted.add_argument("--column", action="append", default=[], help="with --table: a column; may be repeated")
-    counted.add_argument("--modality", default="", help="with --table: of the images, such as DX")
-    text = "with --table: pixels, such as 64,64; three numbers for volumes (default: 64,64)"
+    text = "the same of a task that learns this segment of masks; may be repeated"
+    counted.add_argument("--segment", action="append", default=[], metavar="NAME", help=text)
+    counted.add_argument("--modality", default="", help="with --table or --segment: of the images, such as DX")
+    text = "with them: pixels, such as 64,64; three numbers for volumes (default: 64,64)"
     counted.add_argument("--size", type=sizes, default=(64, 64), help=text)
-    counted.add_argument("--body-part", default="", help="with --table: of the images, such as CHEST")
+    counted.add_argument("--body-part", default="", help="with them: of the images, such as CHEST")
     counted.add_argument("--per-study", action="store_true", help="with --table: one example for each study")
     counted.set_defaults(usage_check=_of_table(counted))
     for command in (told, counted):
@@ -298,8 +300,12 @@ def _of_table(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace],
     def check(arguments: argparse.Namespace) -> None:
         if arguments.table and not (arguments.column and arguments.modality):
             parser.error("--table: say --column and --modality, too")
-        if not arguments.table and (arguments.column or arguments.modality or arguments.per_study):
-            parser.error("--column, --modality and --per-study: only with --table")
+        if arguments.segment and (arguments.table or arguments.per_study or not arguments.modality):
+            parser.error("--segment: say --modality, too, and neither --table nor --per-study")
+        if not arguments.table and (arguments.column or arguments.per_study):
+            parser.error("--column and --per-study: only with --table")
+        if arguments.modality and not (arguments.table or arguments.segment):
+            parser.error("--modality: only with --table or --segment")
 
     return check
 

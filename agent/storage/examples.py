@@ -6,26 +6,18 @@ is left out is counted by reason, for the site's own console and nowhere else (P
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-import pydicom
-from numpy.typing import NDArray
-from pydicom import Dataset
 
-from agent.deidentify.attributes import numbers, text
-from agent.deidentify.record import NO_SERIES, grey
-from agent.domain import Example, ExampleRule, TaskCohort, TaskKind, TaskPatient, Volume
-from agent.field_of_view import fit_to
-from agent.storage.instance_index import FaceInstance, InstanceRecord
+from agent.deidentify.record import NO_SERIES
+from agent.domain import Example, ExampleRule, TaskCohort, TaskKind, TaskPatient
+from agent.storage.example_pixels import FoundExample, Target, as_seen
+from agent.storage.instance_index import InstanceRecord
 from agent.storage.label_tables import LabelColumn, LabelTable, LabelTableError, Value, read_table, words_of
 from agent.storage.vault import Vault
-from agent.storage.withheld_series import volumes_of
-from agent.volumes.errors import NotDefacedError
-from agent.volumes.grid import averaged, oriented, spacing
 
 REASONS: Final[Mapping[str, str]] = {
     "held": "the study or series is held back: `cohort --held`",
@@ -38,13 +30,14 @@ REASONS: Final[Mapping[str, str]] = {
     "missing": "the label is missing",
     "other_value": "the label is none of the task's classes",
     "contradiction": "the images of the study have different labels",
+    "no_mask": "no mask of it has one of the task's segments",
+    "mask_frame": "the mask is of another frame of reference",
+    "mask_geometry": "the mask lies on another grid",
     "no_spacing": "the file does not say how large a pixel is",
     "too_small": "smaller than the task's size: images are not enlarged",
     "blank": "it shows one value everywhere",
     "gone": "it was deleted meanwhile",
 }
-_LOWEST, _HIGHEST = 0.5, 99.5  # percentiles of a volume that become 0 and 1, where the task names no window
-Target = NDArray[np.int64] | NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +82,6 @@ class _Tally:
 
     def told(self) -> tuple[LeftOut, ...]:
         return tuple(LeftOut(r, self.images[r], len(self.persons[r])) for r in REASONS if r in self.images)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Found:
-    """One example before its pixels are opened."""
-
-    person: str
-    heads: tuple[InstanceRecord, ...]
-    target: Target
 
 
 def rule_for(table: LabelTable, columns: tuple[str, ...], images: ExampleRule) -> ExampleRule:
@@ -162,6 +146,8 @@ def _said(rule: ExampleRule, target: Target) -> list[str]:
     names = rule.classes or rule.columns
     if rule.kind == "classification":
         return [names[int(target[0])]]
+    if rule.kind == "segmentation":
+        return [name for at, name in enumerate(names, 1) if bool((target == at).any())]
     if rule.kind == "multi-label":
         return [name for name, value in zip(names, target, strict=True) if value == 1]
     return [name for name, value in zip(names, target, strict=True) if not np.isnan(value)]
@@ -176,9 +162,7 @@ def _table(vault: Vault, rule: ExampleRule) -> LabelTable | None:
     Raises:
         LabelTableError: it does not.
     """
-    if rule.kind == "segmentation":
-        raise LabelTableError("segmentation: masks are not kept in this version's vault")
-    if not rule.table:
+    if not rule.table or rule.kind == "segmentation":
         return None
     table = read_table(vault, rule.table)
     columns = [table.columns[table.column(name)] for name in rule.columns]
@@ -239,53 +223,71 @@ def _examples(
     """The examples, patient after patient, one at a time."""
     for found in _found(vault, rule, table, tally, vault.opted_out() | set(without)):
         try:
-            seen = _volumes(vault, rule, found) if len(rule.size) == 3 else [_picture(vault, rule, found)]
+            seen = as_seen(vault, rule, found)
         except KeyError:
             tally.add("gone", found.heads)
             continue
-        for pixels in seen:
-            if isinstance(pixels, str):
-                tally.add(pixels, found.heads)
-            elif not bool(np.ptp(pixels) > 0):
+        for one in seen:
+            if isinstance(one, str):
+                tally.add(one, found.heads)
+            elif not bool(np.ptp(one[0]) > 0):
                 tally.add("blank", found.heads)
             else:
-                yield found.person, Example(pixels, found.target)
+                yield found.person, Example(*one)
 
 
 def _found(
     vault: Vault, rule: ExampleRule, table: LabelTable | None, tally: _Tally, excluded: set[str] | frozenset[str]
-) -> list[_Found]:
+) -> list[FoundExample]:
     """What counts by what is known of it without its pixels, sorted by patient and name."""
-    barred, sizes, groups = (
-        vault.barred() | vault.held(),
-        dict[str, int](),
-        dict[tuple[str, str], list[InstanceRecord]](),
-    )
-    parts: dict[str, bool] = {}
-    for head in vault.heads():
-        sizes[head.series] = sizes.get(head.series, 0) + 1
-        if head.modality != rule.modality or (rule.body_part and head.body_part != rule.body_part):
-            continue
-        if head.person in excluded or not _in_part(vault, rule, head.person, parts):
-            continue
-        groups.setdefault((head.person, _group(rule, head)), []).append(head)
+    index = _Index(vault, rule, excluded)
     found = []
-    for (person, _), members in sorted(groups.items()):
+    for (person, _), members in sorted(index.groups.items()):
         kept = []
         for head in sorted(members, key=lambda one: one.name):
-            waits = head.series != NO_SERIES and sizes[head.series] < rule.min_instances
-            why = "held" if head.held(barred) else _unfit(rule, head) or ("waiting" if waits else "")
-            if why:
+            if why := index.unfit(head):
                 tally.add(why, [head])
             else:
                 kept.append(head)
         if len(rule.size) == 3 and len(kept) < len(members):
             tally.add("face" if any(head.face for head in members) else "held", kept)  # a volume is whole, or is none
-            continue
-        target = _common(rule, table, kept, tally)
-        if target is not None:
-            found.append(_Found(person, tuple(kept), target))
+        elif rule.kind != "segmentation":
+            target = _common(rule, table, kept, tally)
+            if target is not None:
+                found.append(FoundExample(person, tuple(kept), target))
+        elif drawn := sorted({name for head in kept for name in index.masks.get(head.series, ())}):
+            found.append(FoundExample(person, tuple(kept), None, tuple(drawn)))
+        else:
+            tally.add("no_mask", kept)
     return found
+
+
+class _Index:
+    """What the vault has, without pixels: the instances of each possible example, and the masks of each series."""
+
+    def __init__(self, vault: Vault, rule: ExampleRule, excluded: set[str] | frozenset[str]) -> None:
+        self._rule, self._barred = rule, vault.barred() | vault.held()
+        self._sizes: dict[str, int] = {}
+        self.groups: dict[tuple[str, str], list[InstanceRecord]] = {}
+        self.masks: dict[str, list[str]] = {}  # series -> names
+        parts: dict[str, bool] = {}
+        for head in vault.heads():
+            if head.kind == "mask":  # never an image itself, whatever modality is asked for
+                if not head.held(self._barred):
+                    self.masks.setdefault(head.masks, []).append(head.name)
+                continue
+            self._sizes[head.series] = self._sizes.get(head.series, 0) + 1
+            if head.modality != rule.modality or (rule.body_part and head.body_part != rule.body_part):
+                continue
+            if head.person not in excluded and _in_part(vault, rule, head.person, parts):
+                self.groups.setdefault((head.person, _group(rule, head)), []).append(head)
+
+    def unfit(self, head: InstanceRecord) -> str:
+        """Why one instance can be no part of an example, as far as its head says; else ""."""
+        if head.held(self._barred):
+            return "held"
+        waits = head.series != NO_SERIES and self._sizes[head.series] < self._rule.min_instances
+        return _unfit(self._rule, head) or ("waiting" if waits else "")
 
 
 def _in_part(vault: Vault, rule: ExampleRule, person: str, parts: dict[str, bool]) -> bool:
@@ -325,107 +327,3 @@ def _common(rule: ExampleRule, table: LabelTable | None, heads: list[InstanceRec
             tally.add(why, heads)
             return None
     return targets[0] if targets and not isinstance(targets[0], str) else None
-
-
-def _picture(vault: Vault, rule: ExampleRule, found: _Found) -> NDArray[np.float32] | str:
-    """(channels, h, w) of one image, or of the first images of a study, one in each channel; the rest are zeros."""
-    size = (rule.size[0], rule.size[1])
-    if not rule.per_study:
-        seen = _seen(vault, rule, found.heads[0], size)
-        if isinstance(seen, str):
-            return seen
-        return np.ascontiguousarray(seen[None] if seen.ndim == 2 else seen.transpose(2, 0, 1))
-    made = np.zeros((rule.channels, *size), np.float32)
-    ordered = sorted(found.heads, key=lambda head: (_place(_header(vault, head)), head.name))
-    for channel, head in enumerate(ordered[: rule.channels]):
-        seen = _seen(vault, rule, head, size)
-        if isinstance(seen, str):
-            return seen
-        made[channel] = grey(seen)
-    return made
-
-
-def _place(header: Dataset) -> tuple[str, str, float, float]:
-    """Where an image stands in its study: view and side first, since they mean the same in every study."""
-    order = [(numbers(header, keyword) or [0.0])[0] for keyword in ("SeriesNumber", "InstanceNumber")]
-    side = text(header, "ImageLaterality") or text(header, "Laterality")
-    return text(header, "ViewPosition"), side, order[0], order[1]
-
-
-def _header(vault: Vault, head: InstanceRecord, *, pixels: bool = False) -> Dataset:
-    return pydicom.dcmread(io.BytesIO(vault.payload(head.name)), stop_before_pixels=not pixels)
-
-
-def _seen(vault: Vault, rule: ExampleRule, head: InstanceRecord, size: tuple[int, int]) -> NDArray[np.float32] | str:
-    """(h, w) or (h, w, 3) in [0, 1] of one image at the task's size; or why not, a key of REASONS."""
-    pixels = vault.pixels(head.name)
-    header = _header(vault, head, pixels=bool(rule.window)) if rule.window or rule.spacing else None
-    if rule.window and header is not None:
-        pixels = _windowed(_stored(header), rule.window)
-    if rule.channels == 1 or rule.per_study:
-        pixels = grey(pixels)
-    if not rule.spacing or header is None:
-        try:
-            return fit_to(pixels, size)
-        except ValueError:
-            return "too_small"
-    measured = numbers(header, "PixelSpacing") or numbers(header, "ImagerPixelSpacing")
-    if len(measured) != 2 or not all(mm > 0 for mm in measured):
-        return "no_spacing"
-    planes = [pixels] if pixels.ndim == 2 else [pixels[:, :, channel] for channel in range(3)]
-    made = [_at(plane[None], (1.0, *measured), (1, *size), (1.0, *rule.spacing))[0] for plane in planes]
-    return made[0] if pixels.ndim == 2 else np.stack(made, axis=2)
-
-
-def _stored(header: Dataset) -> NDArray[np.float32]:
-    """The values that the file stores, in their units (Hounsfield units of CT)."""
-    slope, intercept = (numbers(header, keyword) for keyword in ("RescaleSlope", "RescaleIntercept"))
-    values: NDArray[np.float32] = np.asarray(header.pixel_array, np.float32)
-    return values * np.float32(slope[0] if slope else 1) + np.float32(intercept[0] if intercept else 0)
-
-
-def _windowed(values: NDArray[np.float32], window: tuple[float, ...]) -> NDArray[np.float32]:
-    low, high = window
-    seen: NDArray[np.float32] = np.clip((values - np.float32(low)) / np.float32(high - low), 0, 1, dtype=np.float32)
-    return seen
-
-
-def _at(
-    values: NDArray[np.float32], edges: tuple[float, ...], size: tuple[int, ...], wanted: tuple[float, ...]
-) -> NDArray[np.float32]:
-    """(k, h, w) in [0, 1] on a grid of another spacing around the same centre; zeros lie outside."""
-    source, target = np.diag([*edges, 1.0]), np.diag([*wanted, 1.0])
-    for axis in range(3):
-        target[axis, 3] = edges[axis] * (values.shape[axis] - 1) / 2 - wanted[axis] * (size[axis] - 1) / 2
-    made = averaged(values, source, (size[0], size[1], size[2]), target)
-    return np.clip(made, 0, 1)
-
-
-# -- volumes
-
-
-def _volumes(vault: Vault, rule: ExampleRule, found: _Found) -> list[NDArray[np.float32] | str]:
-    """(1, k, h, w) of every volume of a series, in [0, 1]: k runs from the feet, h to the back, w to the left."""
-    files = [
-        FaceInstance(h.name, h.kind, h.modality, h.person, h.study, h.series, h.label, vault.payload(h.name))
-        for h in found.heads
-    ]
-    try:
-        sources, _ = volumes_of(files)
-        return [_cube(source.real(), rule) for source in sources]
-    except NotDefacedError:
-        return ["not_a_volume"]
-
-
-def _cube(volume: Volume, rule: ExampleRule) -> NDArray[np.float32] | str:
-    turned = oriented(volume)
-    values = np.asarray(turned.values, np.float32).transpose(2, 1, 0)[:, ::-1, ::-1]
-    if not bool(np.isfinite(values).all()):
-        return "not_a_volume"
-    low, high = rule.window or tuple(map(float, np.percentile(values, (_LOWEST, _HIGHEST))))
-    if not low < high:
-        return "blank"
-    edges = tuple(float(mm) for mm in spacing(turned.affine)[::-1])
-    extent = (edge * there for edge, there in zip(edges, values.shape, strict=True))
-    wanted = rule.spacing or tuple(mm / side for mm, side in zip(extent, rule.size, strict=True))
-    return _at(_windowed(values, (low, high)), edges, rule.size, wanted)[None]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from agent.deidentify.record import NO_SERIES, Record
 from agent.domain import Selection, Split
 
-State = Literal["eligible", "unlabelled", "face", "volume", "waiting", "held"]
+State = Literal["eligible", "unlabelled", "face", "volume", "mask", "waiting", "held"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class InstanceRecord:
     study: str
     series: str
     modality: str
-    kind: Literal["image", "volume"]
+    kind: Literal["image", "volume", "mask"]
     label: str
     face: bool
     shape: tuple[int, ...] | None  # (h, w) or (h, w, 3) of the pixels; None for a volume
@@ -40,6 +40,7 @@ class InstanceRecord:
     defaced: bool = False
     uids: tuple[str, ...] = ()  # study, series and instance as the file says them; see Record
     picture: str = ""  # keyed, of the pixels as they are kept; "": there are none, or they show nothing
+    masks: str = ""  # of a mask: the patient's series that it is of
     box: str = ""  # under which name pixels and file are sealed, where it is not ``name``: of an older version
 
     def held(self, back: Set[str]) -> bool:
@@ -79,6 +80,7 @@ def head_of(record: Record, trace: str, picture: str) -> InstanceRecord:
         trace=trace,
         uids=record.uids,
         picture=picture,
+        masks=record.masks,
     )
 
 
@@ -128,8 +130,8 @@ class SeriesTally:
         size = 1 if head.series == NO_SERIES else self._sizes[head.series]
         if head.held(self._barred):
             return "held"
-        if head.kind == "volume":
-            return "volume"
+        if head.kind != "image":
+            return head.kind
         if head.face:
             return "face"
         if self._least > 1 and size < self._least:
@@ -202,7 +204,7 @@ class FaceInstance:
     """An instance from which a face could be rebuilt, as input of defacing."""
 
     name: str
-    kind: Literal["image", "volume"]
+    kind: Literal["image", "volume", "mask"]
     modality: str
     person: str
     study: str

@@ -29,6 +29,7 @@ from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.errors import REASONS
 from agent.deidentify.pixel_redaction import Blank
 from agent.deidentify.ps315.options import Profile
+from agent.deidentify.segment_list import Segment
 from agent.ingest import config as ingest
 from agent.ingest import label_sheet
 from agent.ingest.ocr import OcrSettings
@@ -65,10 +66,10 @@ FILES: Final[Mapping[str, tuple[str, Sequence[Table]]]] = {
         "in the site's directory: what may come in, from where, and how it is de-identified. Without it only the "
         "folder of `site.toml` is read. Example: `deploy/docs/ingest.example.toml`",
         [
-            ("[site]", ingest.Reading), ("[rules]", AdmissionRules), ("[[blank]]", Blank), ("[deidentify]", Profile),
-            ("[ocr]", OcrSettings), ("[listener]", ListenerSettings), ("[stow]", StowSettings),
-            ("[pacs.NAME]", ArchiveConfig), ("[dicomweb.NAME]", DicomWebArchive), ("[[folder]]", ingest._FolderTable),
-            ("[faces]", FacesSettings),
+            ("[site]", ingest.Reading), ("[rules]", AdmissionRules), ("[[blank]]", Blank), ("[[segment]]", Segment),
+            ("[deidentify]", Profile), ("[ocr]", OcrSettings), ("[listener]", ListenerSettings),
+            ("[stow]", StowSettings), ("[pacs.NAME]", ArchiveConfig), ("[dicomweb.NAME]", DicomWebArchive),
+            ("[[folder]]", ingest._FolderTable), ("[faces]", FacesSettings),
         ],
     ),
     "labels.toml": (
@@ -120,7 +121,7 @@ RELEASES: Final[Mapping[str, tuple[str, Sequence[Table]]]] = {
 }
 # fields that the parser fills in itself, from the table's name or from another file
 _NOT_KEYS: Final = {
-    *((AdmissionRules, key) for key in ("modalities", "secondary_capture_modalities", "blanks")),
+    *((AdmissionRules, key) for key in ("modalities", "secondary_capture_modalities", "blanks", "segments")),
     *((ArchiveConfig, "name"), (DicomWebArchive, "name"), (Mixing, "k")),
     (label_sheet._ColumnTable, "name"),
 }

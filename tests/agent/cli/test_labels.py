@@ -141,7 +141,16 @@ def test_columns_that_no_task_learns_together_are_a_sentence(
 
 
 @pytest.mark.parametrize(
-    "words", [("--table", "t"), ("--column", "c"), ("--per-study",), ("--table", "t", "--size", "x")]
+    "words",
+    [
+        ("--table", "t"),
+        ("--column", "c"),
+        ("--per-study",),
+        ("--modality", "MR"),
+        ("--segment", "liver"),
+        ("--segment", "liver", "--modality", "MR", "--table", "t"),
+        ("--table", "t", "--size", "x"),
+    ],
 )
 def test_options_of_a_table_without_it_are_usage(site: Path, words: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as caught:

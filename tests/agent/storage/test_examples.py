@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from agent.deidentify.masks import clean_mask
+from agent.deidentify.prescan import EXPLICIT_LE
 from agent.deidentify.record import Record, keyed_name
 from agent.domain import Example, ExampleRule, Split, TaskCohort, TaskPatient
 from agent.storage import examples
 from agent.storage.examples import survey, task_cohort
 from agent.storage.label_tables import LabelColumn, LabelTable, LabelTableError, keep_table
 from agent.storage.vault import Vault
-from tests.support.instances import mr, written
+from tests.support.instances import WHO, mr, written
+from tests.support.segmentations import LISTED, abdomen, drawing, mask
 from tests.support.vault_records import key_of, open_vault
 
 GRADE = LabelColumn("grade", "category", ("low", "middle", "high"))
@@ -446,3 +450,99 @@ def test_a_mask_is_as_large_as_the_pixels_and_a_cohort_has_one_form() -> None:
 def test_a_rule_that_could_select_nothing_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - each has a sentence of its own
         replace(RULE, **changed)
+
+
+# -- masks
+
+SEGMENTS = ExampleRule("segmentation", "MR", (5, 64, 64), classes=("liver", "mass"))
+
+
+def scanned(vault: Vault, patient: int, *, masked: bool = True, frame: str = "1.4.1") -> None:
+    """A series of five slices, and a mask of it, as ingest keeps them."""
+    own = key_of(patient, 8)
+    for place, one in enumerate(abdomen(f"P-{patient}", patient, frame)):
+        pixels = (one.pixel_array / one.pixel_array.max()).astype(np.float32)
+        told = {"pixels": pixels, "modality": "MR", "series": own, "payload": written(WHO.apply(one))}
+        vault.keep(image(100 * patient + place, patient, study=patient + 1, **told))
+    if masked:
+        out = io.BytesIO()
+        source = mask(abdomen(f"P-{patient}", patient))
+        clean_mask(source, EXPLICIT_LE, WHO, LISTED).dataset.save_as(out, enforce_file_format=True)
+        vault.keep(image(100 * patient + 50, patient, study=patient + 1, **a_mask(own, out.getvalue())))
+
+
+def a_mask(series: str, payload: bytes) -> dict[str, Any]:
+    return {"kind": "mask", "pixels": None, "modality": "SEG", "payload": payload, "masks": series, "label": ""}
+
+
+def test_a_mask_is_the_target_of_its_series_on_the_grid_that_the_network_sees(vault: Vault) -> None:
+    scanned(vault, 1)
+    scanned(vault, 2, masked=False)
+    found = task_cohort(vault, SEGMENTS)
+    assert [p.pseudonym for p in found.patients] == [person(1)]
+    (example,) = found.patients[0].examples
+    assert (example.target.shape, example.target.dtype) == ((5, 64, 64), np.int64)
+    assert np.array_equal(example.target, drawing()), "slices upwards, rows to the back, columns to the left"
+    other = task_cohort(vault, replace(SEGMENTS, classes=("mass",))).patients[0].examples[0].target
+    assert np.array_equal(other, drawing() == 2)
+    told = survey(vault, SEGMENTS)
+    assert [(one.output, one.patients) for one in told.outputs] == [("liver", 1), ("mass", 1)]
+    assert left_out(vault, SEGMENTS) == {"no_mask": (5, 1)}
+
+
+def test_a_mask_follows_size_and_spacing_as_the_pixels_do(vault: Vault) -> None:
+    scanned(vault, 1)
+    rule = replace(SEGMENTS, size=(10, 32, 32), spacing=(1.5, 0.625, 0.625))
+    (example,) = task_cohort(vault, rule).patients[0].examples
+    assert (example.target == 1).sum() == pytest.approx((drawing() == 1).sum() / 4 * 2, rel=0.3)
+    assert example.target[:, :2].max() == 0
+
+
+def test_the_slices_are_examples_in_two_dimensions_with_their_part_of_the_mask(vault: Vault) -> None:
+    scanned(vault, 1)
+    examples = task_cohort(vault, replace(SEGMENTS, size=(64, 64))).patients[0].examples
+    assert len(examples) == 5
+    sums = sorted(int((one.target == 1).sum()) for one in examples)
+    assert sums == [0, 0, 0, 200, 200]
+    halved = task_cohort(vault, replace(SEGMENTS, size=(32, 32))).patients[0].examples
+    assert sorted(int((one.target == 1).sum()) for one in halved) == [0, 0, 0, 50, 50]
+    spaced = task_cohort(vault, replace(SEGMENTS, size=(32, 32), spacing=(0.625, 0.625))).patients[0].examples
+    assert max(int((one.target == 1).sum()) for one in spaced) == pytest.approx(50, rel=0.2)
+
+
+def test_a_mask_of_another_frame_of_reference_or_of_other_segments_is_not_used(vault: Vault) -> None:
+    scanned(vault, 1, frame="1.4.9")
+    scanned(vault, 2)
+    assert left_out(vault, SEGMENTS) == {"mask_frame": (5, 1)}
+    assert left_out(vault, replace(SEGMENTS, size=(64, 64))) == {"mask_frame": (5, 1)}
+    assert left_out(vault, replace(SEGMENTS, classes=("spleen",)))["no_mask"] == (5, 1)
+
+
+def test_a_mask_is_never_an_image_whatever_modality_is_asked_for(vault: Vault) -> None:
+    scanned(vault, 1)
+    for size in ((5, 64, 64), (64, 64)):
+        rule = ExampleRule("classification", "SEG", size, classes=("low", ""))
+        assert survey(vault, rule) == replace(survey(vault, rule), examples=0, patients=0, left_out=())
+    assert {count.state for count in vault.counts() if count.modality == "SEG"} == {"mask"}
+    assert vault.cohort("SEG", (64, 64)).patients == ()
+
+
+def test_a_patients_masks_are_deleted_with_the_patient_and_nobody_elses(vault: Vault) -> None:
+    scanned(vault, 1)
+    scanned(vault, 2)
+    vault.purge({person(1)})
+    assert {head.person for head in vault.heads()} == {person(2)}
+    assert [p.pseudonym for p in task_cohort(vault, SEGMENTS).patients] == [person(2)]
+
+
+def test_another_patients_mask_of_the_same_series_uid_is_nobodys_target(vault: Vault) -> None:
+    """The series that a mask is of is the patient's own: see ``keyed_name``."""
+    scanned(vault, 1, masked=False)
+    vault.keep(image(900, 2, **a_mask(key_of(99, 8), b"not even opened")))
+    assert left_out(vault, SEGMENTS) == {"no_mask": (5, 1)}
+
+
+def test_a_mask_in_a_study_that_is_held_back_is_not_used(vault: Vault) -> None:
+    scanned(vault, 1)
+    vault.hold(next(head.study for head in vault.heads() if head.kind == "mask"))
+    assert task_cohort(vault, SEGMENTS).patients == ()
