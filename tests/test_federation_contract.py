@@ -117,6 +117,14 @@ def test_two_rounds_over_three_sites_give_exactly_the_uniform_mean(federation: F
     assert [point["first"] for point in report["checkpoints"]] == [3.0, 6.0]
 
 
+def test_looks_take_turns_with_rounds_leave_the_model_and_are_summed(federation: FlowerFederation) -> None:
+    report = federation.conduct("looked", rounds=4, looks=[1, 3])
+    assert report["shift"] == [6.0], "two rounds moved it, and two looks did not"
+    assert [point["first"] for point in report["checkpoints"]] == [3.0, 3.0, 6.0, 6.0]
+    assert report["used"] == [list(SITES)] * 4
+    assert report["sums"] == [[1, 9.0, 9.0, 3.0], [3, 9.0, 18.0, 3.0]]  # 1 + 2 + 6, thrice the model, three sites
+
+
 def test_a_site_that_declines_the_price_is_left_out_and_the_run_goes_on(federation: FlowerFederation) -> None:
     report = federation.conduct("declined", {"decline": {"west": "budget"}}, rounds=1)
     assert report["declined"] == {"west": "budget"}

@@ -1,4 +1,4 @@
-"""A site's part in one federated run: one grant, one update a round, each update made once.
+"""A site's part in one federated run: one grant, one update a round, each update and each look made once.
 
 The site's own ledger reserves the price first. The coordinator then reserves the budgets of all sites at once, and
 only grants in its ledger are trained for. The vault records the participant's progress before an image is read, so a
@@ -13,11 +13,12 @@ import base64
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from agent.domain import LatticePart, TaskCohort, Update
+from agent.domain import ExampleRule, LatticePart, Split, TaskCohort, Update
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
 from agent.federation.part_watch import How, PartEnd, PartWatch
@@ -36,10 +37,12 @@ from agent.release.packaging import draft_of
 from agent.release.pipeline import check_opt_outs, fetch_verdicts, record_submission, sign_release
 from agent.release.ports import SignedRelease, SiteContext
 from agent.release.unsent import PART, forget, keep_update, kept_update, updates_of_part
-from policies.accounting.claims import Claim
+from policies.accounting.claims import Claim, Evaluated, looks_of, training_of
 from policies.ledger.entries import Reserved
+from policies.review.mechanism_terms import EVALUATIONS
 from policies.review.rules import Finding, Verdict
 from policies.statements import ID, release_id
+from policies.tasks.evaluation import HELD_OUT, SPLIT, TRAINED
 from protos.artifacts.arrays import pack_vector, unpack_vector
 from protos.artifacts.strict_safetensors import pack_ring
 from protos.common.errors import WorkerError
@@ -64,6 +67,18 @@ def update_bytes(mechanism: Federated | FederatedMasked) -> int:
         blank = np.zeros(mechanism.parameters, np.uint64)
         return len(pack_ring(blank if mechanism.ring_bits == 64 else blank.astype(np.uint32)))
     return len(pack_vector(np.zeros(mechanism.parameters, np.float32)))
+
+
+def patients_of(mechanism: Federated | FederatedMasked, part: str) -> ExampleRule:
+    """Whom a round trains on, or whom a look is at: other patients, by a keyed hash and for ever.
+
+    The division has one name, so that every run with the same share holds out the same patients. Without looks all
+    are trained on.
+    """
+    plan = mechanism.evaluate
+    if plan is None:
+        return example_rule(mechanism.task)
+    return example_rule(mechanism.task, Split(SPLIT, plan.shares), part)
 
 
 def _no(rule: str, detail: str) -> ReviewRejectedError:
@@ -91,7 +106,8 @@ class Participant:
     resumed: bool = False  # by another process than reserved: that nothing was read is only the vault's word
     mechanism: Federated | FederatedMasked | None = None
     rounds_trained: int = 0
-    begun: int = 0  # the newest round that was begun
+    looks: int = 0  # at a model, that were begun
+    begun: int = 0  # the newest round or look that was begun
     # it was begun by this process, and is neither sealed nor given up: the run is not over
     round_in_progress: bool = False
     training: bool = False  # it is computed right now: in a secret sum a round in progress mostly waits for others
@@ -128,10 +144,12 @@ class Participant:
         if not held:  # all is made, and the run goes on without this site's work
             return False
         self.grant, self.resumed = note["grant"], True
-        sent = self._sent()
-        self.rounds_trained = max(note["rounds_trained"], len(sent))
-        self.begun = max([note["begun"], *sent])
         self.mechanism = MECHANISMS[note["mechanism"]].from_json(note["config"])
+        claims = self._claims_sent()
+        steps = max((training_of(claim).steps for claim in claims), default=0)  # type: ignore[union-attr]
+        self.rounds_trained = max(note["rounds_trained"], steps // self.mechanism.steps_per_round)
+        self.looks = max([note.get("looks", 0), *map(looks_of, claims)])
+        self.begun = max([note["begun"], *self._sent()])
         return True
 
     def _take_up(self, sealed: dict[str, Any]) -> None:
@@ -149,11 +167,22 @@ class Participant:
         """The rounds whose updates have set out under this grant, by the site's ledger."""
         return [s.round for s in self.site.ledger.store.state.sent.values() if s.grant == self.grant]
 
+    def _claims_sent(self) -> list[Claim]:
+        """What has set out under this grant, by the site's ledger: each covers all that was made before it."""
+        store = self.site.ledger.store
+        sent = [s.envelope for s in store.state.sent.values() if s.grant == self.grant]
+        return [self.site.read(envelope).claim for digest in sent if (envelope := store.envelope(digest))]
+
+    @property
+    def turns_made(self) -> int:
+        """Rounds and looks that were begun."""
+        return self.rounds_trained + self.looks
+
     def _note(self) -> None:
         note: dict[str, Any] = {"run": self.run, "grant": self.grant, "modality": self.modality}
         if self.mechanism is not None:
             note |= {"mechanism": self.mechanism.name, "config": self.mechanism.to_json()}
-            note |= {"rounds_trained": self.rounds_trained, "begun": self.begun}
+            note |= {"rounds_trained": self.rounds_trained, "looks": self.looks, "begun": self.begun}
         if not self.grant:
             note["made_at"] = self.made_at
         if self.sealed:
@@ -264,10 +293,10 @@ class Participant:
     def _forget(self, how: How) -> None:
         """The part is over. If all is ``made`` the run is not, and may ask for the last update again."""
         if self.grant and self.mechanism is not None:
-            self.end = PartEnd(self.grant, how, self.rounds_trained, self.mechanism.rounds)
+            self.end = PartEnd(self.grant, how, self.turns_made, self.mechanism.turns)
         self.grant, self.granted, self.mechanism = "", False, None
         self.resumed = False
-        self.rounds_trained = self.begun = 0
+        self.rounds_trained = self.looks = self.begun = 0
         self.round_in_progress = False
         if how != "made":
             self.run = ""
@@ -287,7 +316,27 @@ class Participant:
         """What was made in this run so far, failed rounds included; None before the first round."""
         if self.mechanism is None or not self.rounds_trained:
             return None
-        return replace(self.mechanism.claim(), steps=self.mechanism.steps_per_round * self.rounds_trained)
+        whole, steps = self.mechanism.claim(), self.mechanism.steps_per_round * self.rounds_trained
+        if not isinstance(whole, Evaluated):
+            return replace(whole, steps=steps)
+        training = replace(whole.training, steps=steps)
+        return replace(whole, training=training, looks=self.looks) if self.looks else training
+
+    def begin_look(self, run: str, round_index: int, once: bool = False) -> Federated | FederatedMasked:
+        """The same for a look: there is a model to look at, and no more looks than were priced.
+
+        Raises:
+            ReviewRejectedError: see :meth:`begin_round`; or nothing was trained yet, or every look was made.
+            CoordinatorUnreachableError: whether it was granted is not known now.
+        """
+        mechanism = self._in_turn(run, round_index, once)
+        plan = mechanism.evaluate
+        if plan is None or not self.rounds_trained or not self.looks < plan.looks:
+            raise _no("round", "this look is not covered by a grant")
+        self._granted_for_certain()
+        self.looks += 1
+        self._begun(round_index)
+        return mechanism
 
     def begin_round(self, run: str, round_index: int, once: bool = False) -> Federated | FederatedMasked:
         """Is this round covered by a grant in both ledgers? Then it is counted, durable before an image is read.
@@ -300,17 +349,29 @@ class Participant:
             ReviewRejectedError: not the run that was priced, a round out of order, or not granted at the coordinator.
             CoordinatorUnreachableError: whether it was granted is not known now.
         """
-        mechanism = self.mechanism
-        in_order = round_index > max([self.begun if once else 0, self.sealed, *self._sent()])
-        if mechanism is None or run != self.run or not in_order or not self.rounds_trained < mechanism.rounds:
+        mechanism = self._in_turn(run, round_index, once)
+        if not self.rounds_trained < mechanism.rounds:
             raise _no("round", "this round is not covered by a grant")
+        self._granted_for_certain()
+        self.rounds_trained += 1  # before an image is read: a failure in the middle counts as released
+        self._begun(round_index)
+        return mechanism
+
+    def _in_turn(self, run: str, round_index: int, once: bool = False) -> Federated | FederatedMasked:
+        in_order = round_index > max([self.begun if once else 0, self.sealed, *self._sent()])
+        if self.mechanism is None or run != self.run or not in_order:
+            raise _no("round", "this round is not covered by a grant")
+        return self.mechanism
+
+    def _granted_for_certain(self) -> None:
         if not self.confirm():
             raise _no("not_granted", "the coordinator's ledger does not show this site's grant")
-        self.rounds_trained += 1  # before an image is read: a failure in the middle counts as released
+
+    def _begun(self, round_index: int) -> None:
+        """Durable before an image is read."""
         self.begun = max(self.begun, round_index)
         self._note()
         self.round_in_progress = True
-        return mechanism
 
     def train(self, run: str, round_index: int, start: Update) -> tuple[SignedRelease, Update]:
         """One round: train on the site's patients from ``start``, and seal the new parameters.
@@ -324,15 +385,37 @@ class Participant:
         if not isinstance(self.mechanism, Federated):
             raise _no("round", "this run sends no unencrypted updates")
         self.begin_round(run, round_index)
+        return self._seal(round_index, partial(self.run_round, start))
+
+    def look(self, run: str, round_index: int, model: Update) -> tuple[SignedRelease, Update]:
+        """One look: noisy sums over the held-out patients of how good ``model`` is, sealed like an update.
+
+        Raises:
+            ReviewRejectedError: see :meth:`begin_look`; or a patient opted out meanwhile.
+        """
+        if (kept := self.kept(run, round_index)) is not None:
+            return kept, Update(unpack_vector(kept.artifact))
+        if not isinstance(self.mechanism, Federated):
+            raise _no("round", "this run sends no unencrypted sums")
+        self.begin_look(run, round_index)
+        return self._seal(round_index, partial(self.run_look, model), "evaluation")
+
+    def _seal(
+        self,
+        round_index: int,
+        make: Callable[[], tuple[Update | LatticePart, frozenset[str]]],
+        artifact_type: str = "",
+    ) -> tuple[SignedRelease, Update]:
+        """What a round or a look that was begun makes: kept before it may leave, so that it is never made again."""
         try:
-            update, persons = self.run_round(start)
+            update, persons = make()
             assert isinstance(update, Update), "a run that sends unencrypted updates"
-            signed = self.sign(round_index, pack_vector(update.vector))
+            signed = self.sign(round_index, pack_vector(update.vector), artifact_type)
             keep_update(self.site.vault, signed.release.release, signed.artifact)
             self._replace_last(round_index, SealedUpdate(signed, persons))
         finally:
             self.round_in_progress = False
-        self.kept(run, round_index)
+        self.kept(self.run, round_index)
         return signed, update
 
     def kept(self, run: str, round_index: int) -> SignedRelease | None:
@@ -363,33 +446,56 @@ class Participant:
             WorkerError: it is of another size than it began with; nothing of it leaves.
         """
         assert self.mechanism is not None
-        self.training = True
-        self.watch.changed(self)
-        try:
-            cohort, files = self._examples(), self._files(self.mechanism)
-            self._check_leaving()
-            bench = Workspace(say=self.watch.trains)
-            made: Update | LatticePart = self.site.run(
-                self.mechanism.run_round, cohort, start, self.entropy, bench, files
-            )
-            self._check_leaving()
-        finally:
-            self.training = False
-        persons = frozenset(patient.pseudonym for patient in cohort.patients)
-        check_opt_outs(self.site, persons)
+        bench = Workspace(say=self.watch.trains)
+        files = self._files(self.mechanism)
+        made, persons = self._make(self.mechanism.run_round, TRAINED, start, self.entropy, bench, files)
         numbers = made.vector if isinstance(made, Update) else made.steps
         if numbers.shape != start.vector.shape:
             raise WorkerError("what trains a round answered with other parameters than it was given: nothing left")
         return made, persons
 
-    def _examples(self) -> TaskCohort:
+    def run_look(self, model: Update) -> tuple[Update, frozenset[str]]:
+        """The same for a look: the noisy sums over the held-out patients.
+
+        Raises:
+            ReviewRejectedError: a patient in them has opted out meanwhile, or a person here has the site leave the
+            run.
+            WorkerError: they are of another size than was priced; nothing of them leaves.
+        """
+        assert self.mechanism is not None
+        files = self._files(self.mechanism)
+        sums, persons = self._make(self.mechanism.run_look, HELD_OUT, model, self.entropy, files)
+        assert isinstance(sums, Update), "a look gives sums"
+        if sums.vector.shape != (self.mechanism.layout().size,):
+            raise WorkerError("what looks at a model answered with other sums than were priced: nothing left")
+        return sums, persons
+
+    def _make(
+        self, call: Callable[..., Update | LatticePart], part: str, *given: Any
+    ) -> tuple[Update | LatticePart, frozenset[str]]:
+        """What a confined process makes of the patients in a part; and of whom it is."""
+        assert self.mechanism is not None
+        self.training = True
+        self.watch.changed(self)
+        try:
+            cohort = self._examples(part)
+            self._check_leaving()
+            made: Update | LatticePart = self.site.run(call, cohort, *given)
+            self._check_leaving()
+        finally:
+            self.training = False
+        persons = frozenset(patient.pseudonym for patient in cohort.patients)
+        check_opt_outs(self.site, persons)
+        return made, persons
+
+    def _examples(self, part: str) -> TaskCohort:
         """What the run's task finds here, of those who have not opted out.
 
         Raises:
             LabelTableError: there is no such table, or it declares other columns or values than the task.
         """
         assert self.mechanism is not None
-        return self.site.examples(example_rule(self.mechanism.task))
+        return self.site.examples(patients_of(self.mechanism, part))
 
     def _files(self, mechanism: Federated | FederatedMasked) -> PublicFiles:
         """The files of public weights that a task begins at, of those that the site vouches for.
@@ -408,13 +514,15 @@ class Participant:
         if self.watch.wants_to_leave(self):
             raise _no("left", "the site leaves this run")
 
-    def sign(self, round_index: int, artifact: bytes) -> SignedRelease:
-        """A round's artifact, sealed. Nobody has it yet."""
+    def sign(self, round_index: int, artifact: bytes, artifact_type: str = "") -> SignedRelease:
+        """A round's artifact, sealed. Nobody has it yet. Without a type it is the mechanism's usual one."""
         assert self.mechanism is not None
         claim = self._made()
         assert claim is not None, "a round was begun"
+        usual = draft_of(self.site, self.mechanism, self.grant, self.modality, claim)
         draft = replace(
-            draft_of(self.site, self.mechanism, self.grant, self.modality, claim),
+            usual,
+            artifact_type=artifact_type or usual.artifact_type,
             release=release_id(self.site.name, self.grant, round_index),
             run=self.run,
             round=round_index,
@@ -430,7 +538,8 @@ class Participant:
         assert self.mechanism is not None
         record_submission(self.site, signed)
         self.round_in_progress = False
-        made = f"update {self.rounds_trained} of {self.mechanism.rounds}"
+        looked = signed.release.artifact_type in EVALUATIONS
+        made = f"look {self.looks}" if looked else f"update {self.rounds_trained} of {self.mechanism.rounds}"
         self.site.say("round", f"{signed.release.round}: {made} sealed")
 
     def follow(self) -> bool:
@@ -444,7 +553,7 @@ class Participant:
         self.confirm()
         fetch_verdicts(self.site)
         waiting = any(sent.grant == self.grant for sent, _ in self.site.ledger.unanswered())
-        if self.mechanism is None or self.rounds_trained < self.mechanism.rounds or waiting or self.round_in_progress:
+        if self.mechanism is None or self.turns_made < self.mechanism.turns or waiting or self.round_in_progress:
             return False
         if self.last is not None and self.last.signed.release.release not in self.site.ledger.store.state.sent:
             return False  # killed before it set out: it is asked for again, or the run ends

@@ -21,10 +21,16 @@ from protos.secagg import round
 from protos.secagg.member import Member
 from protos.secagg.messages import SecAggError as NotTogether
 from protos.secagg.messages import SumStep
+from protos.secagg.ring import Ring
 from protos.secagg.session import KnownPartners, Quorum, SumSession
 from protos.secagg.shamir import RandomSource
 
 _STEPS: Final = {step.name.lower(): step for step in SumStep}
+
+
+def _ring_of_look(mechanism: FederatedMasked) -> Ring:
+    size, lattice = mechanism.look_ring()
+    return Ring(size, round.LOOK_BITS, lattice.bound, lattice.scale)
 
 
 def _no(detail: str) -> ReviewRejectedError:
@@ -43,6 +49,7 @@ class SecureAggregationClient:
     _member: Member | None = None
     _session: SumSession | None = None
     _start: Update | None = None
+    _looks: bool = False  # the sum is one of a look at the model
     _persons: frozenset[str] = frozenset()  # of whom the masked vector is
     _answers: dict[str, bytes] = field(default_factory=dict)  # by step: a reply that got lost is sent again
 
@@ -108,9 +115,14 @@ class SecureAggregationClient:
         self._acquainted(setup.roster, mechanism.sites)
         quorum = Quorum.smallest(len(setup.roster), round.CORRUPT, mechanism.honest)
         terms = round.RoundParams(run, number - 1, config, setup.strategy)
-        session = round.session(terms, start, setup.roster, quorum)
+        self._looks = setup.strategy == round.LOOK
+        if self._looks and mechanism.evaluate is None:
+            raise _no("no look was priced")
+        ring = _ring_of_look(mechanism) if self._looks else None
+        session = round.session(terms, start, setup.roster, quorum, ring)
         member = Member(session, part.site.name, self.sign_key, self.known, self.entropy)
-        part.begin_round(run, number, once=True)  # durable before anything of it is said
+        begin = part.begin_look if self._looks else part.begin_round
+        begin(run, number, once=True)  # durable before anything of it is said
         self._at, self._answers = (run, number), {}
         self._member, self._session, self._start = member, session, Update(start)
         return member.answer(SumStep.ADVERTISE, b"")
@@ -141,10 +153,11 @@ class SecureAggregationClient:
         self._member = None  # until its vector is sealed: whatever goes wrong from here on, it takes no further step
         part, start = self.participant, self._start
         assert start is not None
-        made, self._persons = part.run_round(start)
-        assert isinstance(made, LatticePart), "a run of secret sums"
-        message = member.answer(step, payload, made.steps)
-        signed = part.sign(number, pack_ring(round.masked_vector(self._session, message)))
+        made, self._persons = part.run_look(start) if self._looks else part.run_round(start)
+        lattice = made.steps if isinstance(made, LatticePart) else self._session.params.ring.quantise(made.vector)
+        message = member.answer(step, payload, lattice)
+        kind = "masked-evaluation" if self._looks else ""
+        signed = part.sign(number, pack_ring(round.masked_vector(self._session, message)), kind)
         part.set_out(signed)
         self._member = member
         return round.frame(signed.envelope, message)

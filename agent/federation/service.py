@@ -158,14 +158,14 @@ class TaskHandler:
         self.fork: LedgerForkError | None = None  # found while a task was answered: the process ends
 
     def handle(self, task: RoundTask) -> RoundAnswer:
-        """Price a run, train one round, or take a step of secure aggregation.
+        """Price a run, train one round, look at a model, or take a step of secure aggregation.
 
         What is made of patients leaves after a pause, perhaps of hours: only if it may then, too.
 
         Raises:
             TaskDeclinedError: with a code that tells nothing of patients.
         """
-        began, made = time.monotonic(), task.kind == "train" or task.step == "mask"
+        began, made = time.monotonic(), task.kind in ("train", "evaluate") or task.step == "mask"
         try:
             answer = self._when_known(task, began)
         finally:
@@ -236,6 +236,13 @@ class TaskHandler:
         signed, update = self.participant.train(task.run, number, Update(task.vector.copy()))
         self.log.info("round", run=task.run, round=number, release=signed.release.release)
         return RoundAnswer(signed.envelope, update.vector)
+
+    def _evaluate(self, task: RoundTask) -> RoundAnswer:
+        assert task.vector is not None
+        number = task.round_index + 1
+        signed, sums = self.participant.look(task.run, number, Update(task.vector.copy()))
+        self.log.info("look", run=task.run, round=number, release=signed.release.release)
+        return RoundAnswer(signed.envelope, sums.vector)
 
     def _secure(self, task: RoundTask) -> RoundAnswer:
         number = task.round_index + 1
@@ -316,6 +323,7 @@ def why_it_failed(fault: Exception) -> str:
 _HANDLERS: dict[str, Callable[[TaskHandler, RoundTask], RoundAnswer]] = {
     "price": TaskHandler._price,
     "train": TaskHandler._train,
+    "evaluate": TaskHandler._evaluate,
     "secure": TaskHandler._secure,
 }
 

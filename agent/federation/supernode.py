@@ -71,10 +71,16 @@ from agent.federation.supernode_process import LinkSetup
 from agent.federation.tasks import MAX_TICKET, Kind, Reply, RoundTask, TaskDeclinedError
 from protos.federation import flower_environment, messages
 
-_KINDS: Final[dict[str, Kind]] = {messages.PRICE: "price", messages.TRAIN: "train", messages.SECURE: "secure"}
+_KINDS: Final[dict[str, Kind]] = {
+    messages.PRICE: "price",
+    messages.TRAIN: "train",
+    messages.EVALUATE: "evaluate",
+    messages.SECURE: "secure",
+}
 _RECORDS: Final[dict[Kind, set[str]]] = {
     "price": {messages.ORDER},
     "train": {messages.ORDER, messages.PARAMETERS},
+    "evaluate": {messages.ORDER, messages.PARAMETERS},
     "secure": {messages.ORDER, messages.PAYLOAD},
 }
 
@@ -108,7 +114,8 @@ def _task(kind: Kind, content: RecordDict) -> RoundTask:
         raise TaskDeclinedError("malformed")
     if type(step) is not str or not step.isascii():
         raise TaskDeclinedError("malformed")
-    vector = _array(content, messages.PARAMETERS, messages.FLAT, np.float32) if kind == "train" else None
+    sent = messages.PARAMETERS in _RECORDS[kind]
+    vector = _array(content, messages.PARAMETERS, messages.FLAT, np.float32) if sent else None
     payload = _array(content, messages.PAYLOAD, messages.DATA, np.uint8).tobytes() if kind == "secure" else b""
     return RoundTask(run, kind, index, config, vector, step, payload)
 

@@ -19,8 +19,8 @@ from protos.common.errors import PeerError
 from protos.federation import messages
 
 CODES: Final = frozenset(messages.CODES)
-Kind = Literal["price", "train", "secure"]
-_KINDS: Final = ("price", "train", "secure")
+Kind = Literal["price", "train", "evaluate", "secure"]
+_KINDS: Final = ("price", "train", "evaluate", "secure")
 
 MAX_TICKET: Final = 1 << 16
 _WORD: Final = 64
@@ -77,7 +77,7 @@ class RoundTask:
     kind: Kind
     round_index: int  # from 0
     config: bytes  # the mechanism's public configuration
-    vector: NDArray[np.float32] | None = None  # (p,) finite global parameters, read-only; "train" only
+    vector: NDArray[np.float32] | None = None  # (p,) finite global parameters, read-only; not to a price or a step
     step: str = ""  # of secure aggregation
     payload: bytes = b""  # what that step is given
 
@@ -87,7 +87,7 @@ class RoundTask:
         Raises:
             ValueError: without saying what it was; the bytes are foreign.
         """
-        trains, steps = self.kind == "train", self.kind == "secure"
+        trains, steps = self.kind in ("train", "evaluate"), self.kind == "secure"
         right = (
             self.kind in _KINDS
             and 0 < len(self.run) <= messages.MAX_RUN
@@ -107,7 +107,7 @@ class RoundAnswer:
     """What leaves the site: already reviewed, charged and sealed by the caller."""
 
     envelope: bytes = b""
-    vector: NDArray[np.float32] | None = None  # (p,) as long as the task's; "train" only
+    vector: NDArray[np.float32] | None = None  # "train": (p,) as long as the task's; "evaluate": the sums of a look
     payload: bytes = b""  # "secure" only
 
     def fits(self, task: RoundTask) -> bool:
@@ -120,6 +120,8 @@ class RoundAnswer:
             return not self.envelope
         if self.payload or task.vector is None or self.vector is None:
             return not self.payload
+        if task.kind == "evaluate":
+            return self.vector.size <= messages.MAX_SUMS and _sound(self.vector)
         return self.vector.shape == task.vector.shape and _sound(self.vector)
 
 

@@ -39,7 +39,7 @@ from protos.v1.gateway_pb2_grpc import GatewayStub
 CALL_S = 30.0
 PLAN_S = 180.0  # the figure by privacy loss distributions may take a minute
 _KINDS = {"mechanism": str, "config": dict, "parameters": int, "sites": list, "rounds": int, "min_sites": int}
-_MORE = {"strategy": dict, "all_or_none": bool, "secure": bool}  # may be left out of a job file
+_MORE = {"strategy": dict, "all_or_none": bool, "secure": bool, "evaluate": list}  # may be left out of a job file
 
 
 @contextlib.contextmanager
@@ -173,7 +173,9 @@ def read_job(path: Path) -> dict[str, Any]:
         wanted = ", ".join(f"{k} ({t.__name__})" for k, t in _KINDS.items())
         more = ", ".join(f"{k} ({t.__name__})" for k, t in _MORE.items())
         raise coordinator_errors.CoordinatorConfigError(f"{path.name}: the keys are {wanted}; and if need be {more}")
-    whole = {"strategy": {"name": "fedavg"}, "all_or_none": False, "secure": False, **job}
+    if not all(type(number) is int and 0 < number < 1 << 31 for number in job.get("evaluate", [])):
+        raise coordinator_errors.CoordinatorConfigError(f"{path.name}: evaluate: numbers of rounds, such as [4, 8]")
+    whole = {"strategy": {"name": "fedavg"}, "all_or_none": False, "secure": False, "evaluate": [], **job}
     if "task" in whole["config"]:
         named = whole["config"]["task"]
         task = _task(path, named) if isinstance(named, str) else named
@@ -204,6 +206,11 @@ def _request(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     return gateway_pb2.LaunchRequest(**{**job, "run": run, "config": config}), job
 
 
+def _turns(job: dict[str, Any]) -> int:
+    """Rounds and looks together."""
+    return int(job["rounds"]) + len(job["evaluate"])
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     """What a run would cost each site; exit 1 when it could not go. Nothing is held."""
     request, job = _request(arguments)
@@ -215,7 +222,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         told = {"go": not reply.refused, "reason": reply.refused, "noise_multiplier": reply.noise_multiplier}
         sys.stdout.write(json.dumps({**told, "sites": sites}) + "\n")
         return 1 if reply.refused else 0
-    title = f"{job['rounds']} round(s), noise multiplier {reply.noise_multiplier:g}"
+    title = f"{_turns(job)} round(s), noise multiplier {reply.noise_multiplier:g}"
     table = Table("site", "epsilon of the run", "by PLD", "delta", "of what is left", "", title=title)
     for c in reply.sites:
         share = f"{100 * c.amount / c.left:.0f} %" if c.left > 0 else "no budget left"
@@ -230,7 +237,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     """Start a run, or follow the one of that name; exit 1 when it failed or was stopped."""
     request, job = _request(arguments)
     with _stub(homes.CoordinatorDirectory(arguments.home)) as stub:
-        return _show(stub.Launch(request), arguments.json, job["rounds"])
+        return _show(stub.Launch(request), arguments.json, _turns(job))
 
 
 def _watch(arguments: argparse.Namespace) -> int:
@@ -284,6 +291,8 @@ class _Board:
         names, at = ", ".join(event.sites), {"granted": 0, "sent": 0, "closed": 1}.get(event.state)
         if at is not None:
             cells[at] = names
+        elif event.state == "evaluated":
+            cells[1] = f"{names}: {event.reason}"
         elif event.state in ("declined", "refused", "waiting"):
             cells[2] = "; ".join(filter(None, (cells[2], f"{names} ({event.reason})")))
         if event.state in ("finished", "failed", "stopped"):

@@ -24,7 +24,7 @@ from protos.common.errors import ConfigError
 
 MOST_JOB: Final = 1 << 20  # bytes of a job file
 _NEEDED: Final = frozenset({"mechanism", "config", "parameters", "sites", "rounds", "min_sites"})
-_MORE: Final = frozenset({"strategy", "all_or_none", "secure"})  # may be left out of a job file
+_MORE: Final = frozenset({"strategy", "all_or_none", "secure", "evaluate"})  # may be left out of a job file
 
 
 class JobFormError(ConfigError, ValueError):
@@ -62,6 +62,13 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "ring_bits": ("Ring", "bits of the masked sum's elements"),
     }
 )
+# The looks at a model, which a run need not have: label, help.
+_LOOKS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "evaluate": ("Look after rounds", "a JSON list of rounds, the last one among them; nothing: no looks"),
+        "config.evaluate": ("Price of the looks", "a JSON object with looks, noise, held_out and bins; or nothing"),
+    }
+)
 _NUMBERS: Final[Mapping[str, str]] = MappingProxyType(
     {"parameters": "Length of the model", "rounds": "Rounds", "min_sites": "Fewest hospitals"}
 )
@@ -90,7 +97,8 @@ def _fields(mechanism: str) -> list[str]:
 def inputs(values: Mapping[str, str]) -> list[FormField]:
     """The fields of the mechanism's public configuration, filled."""
     named = [(key, *_HELP[key]) for key in _fields(values["mechanism"])]
-    return [FormField(f"config.{key}", label, text, values.get(f"config.{key}", "")) for key, label, text in named]
+    own = [FormField(f"config.{key}", label, text, values.get(f"config.{key}", "")) for key, label, text in named]
+    return own + [FormField(name, *told, values.get(name, "")) for name, told in _LOOKS.items()]
 
 
 def from_job(job: Job) -> dict[str, str]:
@@ -105,6 +113,7 @@ def from_job(job: Job) -> dict[str, str]:
         "min_sites": str(job.min_sites),
         "strategy": job.strategy,
         **({"all_or_none": "on"} if job.all_or_none else {}),
+        **({"evaluate": _typed(list(job.evaluate))} if job.evaluate else {}),
         **filled,
         **{f"site.{site}": "on" for site in job.sites},
     }
@@ -136,7 +145,9 @@ def from_file(raw: bytes, run: str = "") -> dict[str, str]:
         raise JobFormError(
             [f"the job file names the task file {config['task'][:40]}: put its text into the field Task"]
         )
-    out |= {f"config.{key}": _typed(value) for key, value in config.items() if key in _fields(mechanism)}
+    out |= {"evaluate": _typed(values["evaluate"])} if values.get("evaluate") else {}
+    known = {*_fields(mechanism), "evaluate"}
+    out |= {f"config.{key}": _typed(value) for key, value in config.items() if key in known}
     return out | {f"site.{site}": "on" for site in sites if isinstance(site, str)}
 
 
@@ -150,9 +161,9 @@ def job_of(form: Mapping[str, str]) -> Job:
     if mechanism not in KEYS:
         raise JobFormError([f"mechanism: one of {', '.join(KEYS)}"])
 
-    def read(name: str, label: str, kind: type) -> Any:
+    def read(name: str, label: str, of: Callable[[str], Any]) -> Any:
         try:
-            return _READ[kind](form.get(name, "").strip())
+            return of(form.get(name, "").strip())
         except TaskError as fault:
             wrong.extend(f"{label}: {problem}" for problem in fault.problems)
         except ValueError as fault:
@@ -164,9 +175,13 @@ def job_of(form: Mapping[str, str]) -> Job:
     asked = [key for key in _fields(mechanism) if key in (price, *kinds.keys() - {EPSILON, "noise_multiplier"})]
     if price == EPSILON and form.get("config.noise_multiplier", "").strip():
         wrong.append("Price of the run: leave the noise multiplier empty, it is found")
-    config = {key: read(f"config.{key}", _HELP[key][0], kinds[key]) for key in asked}
-    numbers = {name: read(name, label, int) for name, label in _NUMBERS.items()}
+    config = {key: read(f"config.{key}", _HELP[key][0], _READ[kinds[key]]) for key in asked}
+    numbers = {name: read(name, label, _whole) for name, label in _NUMBERS.items()}
     config["parameters"] = numbers["parameters"]
+    named = [name for name in _LOOKS if form.get(name, "").strip()]
+    found = {name: read(name, _LOOKS[name][0], _list if name == "evaluate" else _object) for name in named}
+    looks = found.pop("evaluate", [])
+    config |= {name.removeprefix("config."): value for name, value in found.items()}
     try:
         strategy = canonical(json_object(form.get("strategy", ""))).decode()
     except ValueError:
@@ -183,6 +198,7 @@ def job_of(form: Mapping[str, str]) -> Job:
             strategy=strategy,
             all_or_none="all_or_none" in form,
             secure=mechanism == MASKED,
+            evaluate=tuple(looks),
             **numbers,
         )
     except JobError as fault:
@@ -208,6 +224,24 @@ def _real(text: str) -> float:
 def _task(text: str) -> dict[str, Any]:
     """The tables of a task file, or of a task's JSON."""
     return dict((task_from_json(text) if text.startswith("{") else task_from_toml(text, "")).to_table())
+
+
+def _list(text: str) -> list[Any]:
+    try:
+        read = json_object(f'{{"list": {text or "null"}}}')
+    except ValueError:
+        read = {}
+    found = read.get("list")
+    if len(read) != 1 or not isinstance(found, list):
+        raise ValueError("a JSON list, such as [4, 8]")
+    return found
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        return json_object(text)
+    except ValueError:
+        raise ValueError("a JSON object") from None
 
 
 _READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType({int: _whole, float: _real, dict: _task})

@@ -49,8 +49,8 @@ def _look(pages: Router, context: CoordinatorConsoleContext) -> None:
     def run(asked: RequestContext, run: str) -> Response:
         job, state = _known(context, run)
         (board,) = _boards(context, [(job, state)])
-        said = f"{board.closed} of {job.rounds} are closed"
-        drawn = Bar("Rounds", (BarPart("spent", board.closed),), job.rounds, said)
+        said = f"{board.closed} of {job.turns} are closed"
+        drawn = Bar("Rounds", (BarPart("spent", board.closed),), job.turns, said)
         return asked.page(
             "run.html",
             board=board,

@@ -142,7 +142,7 @@ class RunStatus:
     @property
     def share(self) -> int:
         """Rounds that are closed, in percent of all."""
-        return 100 * self.closed // self.job.rounds
+        return 100 * self.closed // self.job.turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ class RunEvent:
 
     run: str
     round: int
-    state: str  # granted | declined | sent | refused | waiting | closed | stopped | finished | failed
+    state: str  # granted | declined | sent | refused | waiting | closed | evaluated | stopped | finished | failed
     sites: tuple[str, ...] = ()
-    reason: str = ""
+    reason: str = ""  # of an evaluation, its first figure
 
 
 @dataclass(slots=True)

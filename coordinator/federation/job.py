@@ -7,6 +7,7 @@ same claim. The forecast runs the real reservation's review on a draft.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
@@ -17,6 +18,8 @@ from policies.accounting.claims import (
     MOST_NOISE,
     Claim,
     DistributedGaussian,
+    Evaluated,
+    Stepwise,
     SubsampledGaussian,
     UnsupportedClaimError,
 )
@@ -25,6 +28,7 @@ from policies.review.policy import Policy
 from policies.review.rules import TERMS, AccountContext, remaining, review_reservation
 from policies.statements import ID, Reservation
 from policies.tasks.bounds import TaskError
+from policies.tasks.evaluation import EvaluationError, EvaluationPlan, SumLattice, SumLayout, plan_from
 from policies.tasks.task import WRITE_A_TASK, Task, Training, task_from_table
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
@@ -50,7 +54,7 @@ class JobError(ConfigError, ValueError):
 
 
 def _configuration(mechanism: str, text: str) -> dict[str, Any]:
-    """The configuration's values: every key, none unknown or twice, every type exact; the task read.
+    """The configuration's values: every key, none unknown or twice, every type exact; task and looks are read.
 
     Raises:
         JobError: anything else. The keys at fault are named, all at once.
@@ -63,15 +67,19 @@ def _configuration(mechanism: str, text: str) -> dict[str, Any]:
         raise JobError("config: a JSON object of distinct keys and finite numbers") from None
     if "task" not in values and {"classes", "shape", "centre"} & values.keys():
         raise JobError(f"config: {WRITE_A_TASK}")
+    plan = {"evaluate": values.pop("evaluate")} if "evaluate" in values else {}
     kinds = KEYS[mechanism]
     if EPSILON in values:
         kinds = {EPSILON: float, **{key: kind for key, kind in kinds.items() if key != "noise_multiplier"}}
     if wrong := _at_fault(values, kinds):
         raise JobError("config: " + "; ".join(wrong))
     try:
-        return {**values, "task": task_from_table(values["task"])}
+        looks = plan_from(plan["evaluate"]) if plan else None
+        return {**values, "task": task_from_table(values["task"]), "evaluate": looks}
     except TaskError as fault:
         raise JobError("; ".join(f"config: task: {problem}" for problem in fault.problems)) from None
+    except EvaluationError as fault:
+        raise JobError(f"config: {fault}") from None
 
 
 def _at_fault(values: Mapping[str, Any], kinds: Mapping[str, type]) -> list[str]:
@@ -82,6 +90,11 @@ def _at_fault(values: Mapping[str, Any], kinds: Mapping[str, type]) -> list[str]
 
 
 def _claim(mechanism: str, values: Mapping[str, Any]) -> Claim:
+    training, plan = _training(mechanism, values), values["evaluate"]
+    return plan.claim(training) if isinstance(plan, EvaluationPlan) else training
+
+
+def _training(mechanism: str, values: Mapping[str, Any]) -> Stepwise:
     if "noise_multiplier" not in values:
         raise JobError("config: its noise is not found yet: `round plan` and `round launch` find it")
     constants, noise = values["task"].training, values["noise_multiplier"]
@@ -118,6 +131,7 @@ class Job:
     strategy: str = FEDAVG  # JSON, see coordinator.federation.aggregation
     all_or_none: bool = False  # False: a site that is refused is dropped, down to min_sites
     secure: bool = False  # the coordinator sees the sum alone
+    evaluate: tuple[int, ...] = ()  # the rounds after which the model is looked at; rising, the last round among them
 
     def __post_init__(self) -> None:
         """All problems at once."""
@@ -142,6 +156,46 @@ class Job:
     def priced(self) -> bool:
         """Whether its noise is settled."""
         return EPSILON not in json_object(self.config)
+
+    @property
+    def turns(self) -> int:
+        """Rounds and looks together: each is a round of the ledger, in the order in which they are made."""
+        return self.rounds + len(self.evaluate)
+
+    @property
+    def looks(self) -> dict[int, int]:
+        """The turns in which the model is looked at, from 1, and the round that each comes after."""
+        return {number + before + 1: number for before, number in enumerate(self.evaluate)}
+
+    def layout(self) -> SumLayout:
+        """The sums of a look.
+
+        Raises:
+            JobError: the configuration prices none.
+            EvaluationError: there are none for so many outputs.
+        """
+        values = _configuration(self.mechanism, self.config)
+        plan: EvaluationPlan | None = values["evaluate"]
+        if plan is None:
+            raise JobError("config: it prices no look")
+        return SumLayout(values["task"].kind, values["task"].outputs, plan.bins)
+
+    def look_noise(self, sites: int) -> float:
+        """Standard deviation of the noise on the sum of so many sites' looks, each of which has its share."""
+        claim = self.claim()
+        assert isinstance(claim, Evaluated), "a look is priced"
+        return claim.share * math.sqrt(sites)
+
+    def look_lattice(self) -> SumLattice | None:
+        """What the sums of a look are on where they are summed in secret; None: they are not.
+
+        Raises:
+            EvaluationError: there is none for such noise.
+        """
+        claim = self.claim()
+        if not self.secure or not isinstance(claim, Evaluated):
+            return None
+        return SumLattice.of(claim, self.task().training.public_patients, self.layout().size)
 
     def aggregator(self) -> Strategy:
         """The strategy, read."""
@@ -182,6 +236,7 @@ class Job:
             yield f"rounds: at most the {constants.rounds} that the task prices"
         if values["parameters"] != self.parameters:
             yield "parameters: those of the configuration"
+        yield from self._wrong_looks(values["evaluate"])
         if self.mechanism != MASKED:
             return
         yield from self._wrong_masked(values, constants)
@@ -194,6 +249,25 @@ class Job:
         needed = quorum(len(self.sites), values["honest"])
         if not (values["honest"] >= 2 and needed <= self.min_sites):
             yield f"min_sites: at least {max(needed, 3)}, so that the honest sites' noise is in every sum"
+
+    def _wrong_looks(self, plan: EvaluationPlan | None) -> Iterator[str]:
+        """What is wrong with the rounds after which the model is looked at."""
+        whole = all(type(number) is int for number in self.evaluate)
+        rising = whole and self.evaluate == tuple(sorted(set(self.evaluate)))
+        if self.evaluate and plan is None:
+            yield "config: evaluate, which prices the looks that the job asks for"
+        elif plan is not None and not self.evaluate:
+            yield "evaluate: the rounds after which the priced looks are made; or a configuration without evaluate"
+        elif plan is not None and not (rising and self.evaluate[0] >= 1 and self.evaluate[-1] == self.rounds):
+            yield f"evaluate: rising rounds from 1, the last of them {self.rounds}"
+        elif plan is not None and not len(self.evaluate) <= plan.looks:
+            yield f"evaluate: at most the {plan.looks} looks that the configuration prices"
+        elif plan is not None:
+            try:
+                self.layout()
+                self.look_lattice()
+            except EvaluationError as fault:
+                yield f"config: {fault}"
 
     def _wrong_strategy(self) -> Iterator[str]:
         try:
@@ -225,7 +299,7 @@ def quorum(sites: int, honest: int) -> int:
 
 
 _TYPES: Final[Mapping[str, type]] = MappingProxyType(
-    {"str": str, "int": int, "bool": bool, "tuple[str, ...]": list}  # as JSON has them
+    {"str": str, "int": int, "bool": bool, "tuple[str, ...]": list, "tuple[int, ...]": list}  # as JSON has them
 )
 
 
@@ -236,16 +310,19 @@ def job_from(text: str) -> Job:
         JobError: anything else, or a job that makes no sense.
     """
     try:
-        values = json_object(text)
+        values = {"evaluate": [], **json_object(text)}  # a job of before there were looks has none
     except ValueError:
         raise JobError("the job is not a JSON object of distinct keys and finite numbers") from None
     wrong = _at_fault(values, {f.name: _TYPES[str(f.type)] for f in fields(Job)})
     names = values.get("sites")
     if type(names) is list and not all(type(site) is str for site in names):
         wrong.append("sites: must be names")
+    looks = values["evaluate"]
+    if type(looks) is list and not all(type(number) is int for number in looks):
+        wrong.append("evaluate: must be numbers of rounds")
     if wrong:
         raise JobError("the job has keys at fault: " + "; ".join(wrong))
-    return Job(**{**values, "sites": tuple(values["sites"])})
+    return Job(**{**values, "sites": tuple(values["sites"]), "evaluate": tuple(values["evaluate"])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import httpx
+import numpy as np
+from numpy.typing import NDArray
 
 from coordinator.federation.grid import BoundedGrid, LoopbackEndpoint
 from coordinator.federation.replies import pack
@@ -85,6 +87,10 @@ class RemoteGate:
         """See `coordinator.federation.strategy.RunGate`."""
         (code,) = self._ask("admit", {"site": site, "round": round_index}, envelope, artifact).values("code")
         return None if code is None else str(code)
+
+    def looked(self, round_index: int, sums: NDArray[np.float64]) -> None:
+        """See `coordinator.federation.strategy.RunGate`."""
+        self._ask("looked", {"round": round_index}, sums.astype("<f8").tobytes())
 
     def round_done(
         self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]

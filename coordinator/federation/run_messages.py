@@ -5,7 +5,8 @@ length beyond the word's limit is refused before a byte of it is read. The run's
 the coordinator checks every field of its frames again: see coordinator/federation/run_process.py.
 
 From the coordinator: ``start`` (once), ``answer`` or ``broken`` to each question, ``stop``. From the run: questions
-(``reserve``, ``admit``, ``done``, ``progress``), each answered before the next; then ``over``, ``failed``, ``fault``.
+(``reserve``, ``admit``, ``looked``, ``done``, ``progress``), each answered before the next; then ``over``,
+``failed``, ``fault``.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ def from_run(plan: RoundPlan) -> Bounds:
     """What the process that conducts ``plan`` may send: vectors of the plan's length, envelopes of its sites."""
     size, masked = int(plan.model.vector.size), plan.roster is not None
     vector, moments = 4 * size + _TENSOR_HEADER, 16 * size + _TENSOR_HEADER
+    said = (8 if masked else 4) * max(size, plan.sums) + _TENSOR_HEADER
     return {
         "reserve": (len(plan.sites) * messages.MAX_ENVELOPE, 0),
-        "admit": (messages.MAX_ENVELOPE, 8 * size + _TENSOR_HEADER if masked else vector),
+        "admit": (messages.MAX_ENVELOPE, said),
+        "looked": (8 * plan.sums, 0),
         "done": (vector, moments),
         **dict.fromkeys(("progress", "over", "failed", "fault"), (0, 0)),
     }
@@ -167,6 +170,8 @@ class RunSpec:
             "seconds": [plan.round_timeout_s, plan.node_wait_s],
             "strategy": plan.aggregator.to_json(),
             "roster": roster,
+            "looks": [plan.sums, *sorted(plan.looks)],
+            "lattice": plan.lattice,
         }
         pipe.send("start", text, pack_vector(plan.model.vector), plan.model.moments.to_bytes())
 
@@ -178,7 +183,10 @@ class RunSpec:
             RunFrameError: it is not an order.
         """
         keys = ("token", "run", "sites", "rounds", "config", "least", "seconds", "strategy", "roster")
-        token, run, sites, rounds, config, least, seconds, strategy, roster = frame.values(*keys)
+        more = ("looks", "lattice")
+        token, run, sites, rounds, config, least, seconds, strategy, roster, looks, lattice = frame.values(
+            *keys, *more
+        )
         try:
             plan = RoundPlan(
                 run=run,
@@ -193,6 +201,9 @@ class RunSpec:
                 node_wait_s=seconds[1],
                 aggregator=strategy_from(strategy),
                 roster=None if roster is None else {site: bytes.fromhex(key) for site, key in roster.items()},
+                looks=frozenset(looks[1:]),
+                sums=looks[0],
+                lattice=None if lattice is None else (float(lattice[0]), int(lattice[1])),
             )
             return cls(plan, str(token))
         except (ValueError, TypeError, LookupError, AttributeError, binascii.Error):

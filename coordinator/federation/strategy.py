@@ -1,5 +1,7 @@
 """The Flower strategy that refuses before it aggregates. Flower's public API only.
 
+A run takes turns: rounds of training, and looks at the model in between, both asked of all sites and both reviewed.
+
 `GatedStrategy` first prices a run (only sites that grant it take part), then lets Flower's own round loop
 (`Strategy.start`) send the parameters and collect the replies. Each reply is matched to the message it answers,
 checked against the exact schema of `protos.federation.messages`, and passed to the caller's `Gate`, which reviews
@@ -62,6 +64,9 @@ class RunGate(Protocol):
     def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
         """None admits the update; anything else is the code of its refusal."""
 
+    def looked(self, round_index: int, sums: NDArray[np.float64]) -> None:
+        """Take the sum of what the admitted sites said in a look; it is said before the look is done."""
+
     def round_done(
         self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
     ) -> None:
@@ -85,7 +90,7 @@ class RoundPlan:
 
     run: str
     sites: tuple[str, ...]  # the only sites asked, and the order of the sum
-    rounds: int  # of the whole run
+    rounds: int  # of the whole run, looks included
     first_round: int
     model: RoundModel  # before ``first_round``
     config: bytes  # the mechanism's public configuration
@@ -95,6 +100,13 @@ class RoundPlan:
     node_wait_s: float  # how long to wait for expected sites that are offline
     aggregator: Aggregator = field(default_factory=FedAvg)
     roster: Mapping[str, bytes] | None = None  # secure aggregation: site -> enrolled Ed25519 key
+    looks: frozenset[int] = frozenset()  # those of the rounds that are looks at the model
+    sums: int = 0  # length of what a site says in one
+    lattice: tuple[float, int] | None = None  # secure aggregation: bound and scale of such a sum
+
+    def size_of(self, index: int) -> int:
+        """The length of what a site says in a round."""
+        return self.sums if index in self.looks else int(self.model.vector.size)
 
     def __post_init__(self) -> None:
         """Refuse a plan that cannot be carried out as written, all problems at once."""
@@ -110,6 +122,9 @@ class RoundPlan:
                 "min_sites": 1 <= self.min_sites <= len(self.sites),
                 "least_grants": self.min_sites <= self.least_grants <= len(self.sites),
                 "round_timeout_s": math.isfinite(self.round_timeout_s) and self.round_timeout_s > 0,
+                "looks": self.looks <= set(range(1, self.rounds)),
+                "lattice": (self.lattice is not None) is bool(self.roster is not None and self.looks),
+                "sums": (0 if not self.looks else 1) <= self.sums <= wire.MAX_SUMS,
                 "node_wait_s": math.isfinite(self.node_wait_s) and self.node_wait_s >= 0,
             }.items()
             if not right
@@ -192,7 +207,8 @@ class GatedStrategy(Strategy):
         del config  # the plan's configuration is the only one
         index = self.plan.first_round + server_round - 1
         asked = tuple(site for site in self.plan.sites if site in self.granted)
-        messages = self._address(grid, asked, wire.TRAIN, index, arrays)
+        kind = wire.EVALUATE if index in self.plan.looks else wire.TRAIN
+        messages = self._address(grid, asked, kind, index, arrays)
         if not len(messages) >= self.plan.min_sites:
             self._fail(index, "too_few_sites_online", self._lost)
         self.gate.progress(RoundProgress("sent", index, tuple(self._sent), dict(self._lost)))
@@ -201,7 +217,7 @@ class GatedStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord, MetricRecord | None]:
-        """Flower's hook: review every reply, then the uniform mean of the admitted updates.
+        """Flower's hook: review every reply, then the uniform mean of the admitted updates; a look leaves the model.
 
         Raises:
             RoundFailedError: fewer than ``min_sites`` updates are admitted.
@@ -212,7 +228,7 @@ class GatedStrategy(Strategy):
         for site, content in self._match(replies):
             answered.add(site)
             try:
-                envelope, vector = read(content, self.model.vector.size)
+                envelope, vector = read(content, self.plan.size_of(index))
                 admitted[site] = self._admit(site, index, envelope, vector)
             except InvalidReplyError as refusal:
                 self._lost[site] = str(refusal)
@@ -221,6 +237,10 @@ class GatedStrategy(Strategy):
         self._silent |= {site: None for site, code in refused.items() if code == "no_reply"}
         if not len(admitted) >= self.plan.min_sites:
             self._fail(index, "too_few_updates", refused)
+        if index in self.plan.looks:
+            self.gate.looked(index, np.sum([v.astype(np.float64) for v in admitted.values()], axis=0))
+            self.close(index, self.model, tuple(s for s in self.plan.sites if s in admitted), refused)
+            return pack(self.model.vector), None
         try:
             vector, moments, used = self.plan.aggregator.step(
                 self.model.vector, [(s, admitted[s]) for s in self.plan.sites if s in admitted], self.model.moments
@@ -240,7 +260,7 @@ class GatedStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Flower's hook, unused: a metric is a release, and is admitted like any other."""
+        """Flower's hook, unused: a look is a release, and is a round of its own."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

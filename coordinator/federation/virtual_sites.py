@@ -27,7 +27,7 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from coordinator.federation.job import Job, JobError
-from policies.accounting.claims import SubsampledGaussian
+from policies.accounting.claims import SubsampledGaussian, training_of
 from policies.accounting.rdp import epsilon_nano
 from policies.ledger_service import open_accounts
 from policies.review.policy import parse as parse_policy
@@ -243,7 +243,7 @@ class VirtualSite:
 
     def update(self, round_index: int, vector: NDArray[np.float32]) -> bytes:
         """The sealed statement on what was trained in a round, counted from 0: it claims all rounds so far."""
-        whole, number, artifact = self.job.claim(), round_index + 1, pack_vector(vector)
+        whole, number, artifact = training_of(self.job.claim()), round_index + 1, pack_vector(vector)
         assert isinstance(whole, SubsampledGaussian), "the job's mechanism is the plain one"
         steps = Training.of(self.job).steps_per_round * number
         claim = SubsampledGaussian(whole.sampling_rate, whole.noise_multiplier, steps)

@@ -73,7 +73,8 @@ def _job(request: Any) -> Job:
     except UnicodeDecodeError:
         raise JobError("the configuration is not text") from None
     given = {f.name: getattr(request, f.name) for f in fields(Job)}
-    more = {"config": config, "sites": tuple(request.sites), "strategy": request.strategy or FEDAVG}
+    more = {"config": config, "sites": tuple(request.sites), "evaluate": tuple(request.evaluate)}
+    more |= {"strategy": request.strategy or FEDAVG}
     return Job(**{**given, **more})
 
 

@@ -35,7 +35,9 @@ class Policy:
     max_reid_rate: float  # largest share of synthetic images that vetting may re-identify, upper confidence bound
     mechanisms: frozenset[str]  # that may release
     modalities: frozenset[str]  # DICOM codes, (0008,0060)
-    artifact_types: frozenset[str]  # that may leave: image-set, model, update, masked-update
+    artifact_types: frozenset[
+        str
+    ]  # that may leave: image-set, model, update, masked-update, evaluation, masked-evaluation
     components: frozenset[str]  # provenance admitted of generators, encoders, ... (P6)
     levels: frozenset[str]  # claim levels admitted: "A", "A*", "B", "C"
     approvals: frozenset[str]  # roles of the persons who must have approved a release before it leaves

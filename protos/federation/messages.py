@@ -1,6 +1,6 @@
 """What the two ends of a federated round agree on: messages, records, keys, codes, the stub, the tunnel.
 
-Agent and coordinator never import each other; both import this. A run has three kinds of message, as
+Agent and coordinator never import each other; both import this. A run has four kinds of message, as
 `flwr.app.Message`. Records and keys are exact: anything missing or extra is refused by the receiver.
 
 ``query.price``, coordinator to site: one ConfigRecord ``order`` {run: str, round: int, config: bytes}
@@ -11,6 +11,8 @@ Agent and coordinator never import each other; both import this. A run has three
     protos/secagg/member.py's
 ``train``, coordinator to site: the same ``order`` and one ArrayRecord ``parameters`` {flat: (n,) float32}
     reply: the same ``answer`` and one ArrayRecord ``parameters`` {flat: (n,) float32}, or an Error
+``evaluate``, coordinator to site: as ``train``
+    reply: as to ``train``, with the noisy sums of one look (policies/tasks/evaluation.py) in place of parameters
 
 ``run`` is Lazaret's run id (not Flower's), ``round`` counts from 0 (always 0 in ``query.price``),
 ``config`` is the mechanism's public configuration, opaque here. Parameters travel as one flat tensor,
@@ -34,8 +36,9 @@ from typing import Final
 
 PRICE: Final = "query.price"
 TRAIN: Final = "train"
+EVALUATE: Final = "evaluate"
 SECURE: Final = "query.secure"
-KINDS: Final = frozenset({PRICE, TRAIN, SECURE})
+KINDS: Final = frozenset({PRICE, TRAIN, EVALUATE, SECURE})
 
 ORDER: Final = "order"
 RUN: Final = "run"
@@ -56,6 +59,7 @@ MAX_CONFIG: Final = 1 << 20  # bytes
 MAX_ENVELOPE: Final = 1 << 20  # bytes
 MAX_STEP: Final = 64  # characters
 MAX_PARAMETERS: Final = 100_000_000
+MAX_SUMS: Final = 1 << 16  # numbers of one look
 MAX_PAYLOAD: Final = 8 * MAX_PARAMETERS + (1 << 20)  # bytes: one ring element for each parameter, and some more
 MAX_OBJECTS: Final = 64  # of one message: its records, and arrays in pieces of 20 MB
 

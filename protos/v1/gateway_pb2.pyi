@@ -224,7 +224,7 @@ class OutcomeRequest(_message.Message):
     def __init__(self, key: _Optional[str] = ..., seen: _Optional[int] = ...) -> None: ...
 
 class LaunchRequest(_message.Message):
-    __slots__ = ("run", "mechanism", "config", "parameters", "sites", "rounds", "min_sites", "strategy", "all_or_none", "secure")
+    __slots__ = ("run", "mechanism", "config", "parameters", "sites", "rounds", "min_sites", "strategy", "all_or_none", "secure", "evaluate")
     RUN_FIELD_NUMBER: _ClassVar[int]
     MECHANISM_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +235,7 @@ class LaunchRequest(_message.Message):
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     ALL_OR_NONE_FIELD_NUMBER: _ClassVar[int]
     SECURE_FIELD_NUMBER: _ClassVar[int]
+    EVALUATE_FIELD_NUMBER: _ClassVar[int]
     run: str
     mechanism: str
     config: bytes
@@ -245,7 +246,8 @@ class LaunchRequest(_message.Message):
     strategy: str
     all_or_none: bool
     secure: bool
-    def __init__(self, run: _Optional[str] = ..., mechanism: _Optional[str] = ..., config: _Optional[bytes] = ..., parameters: _Optional[int] = ..., sites: _Optional[_Iterable[str]] = ..., rounds: _Optional[int] = ..., min_sites: _Optional[int] = ..., strategy: _Optional[str] = ..., all_or_none: _Optional[bool] = ..., secure: _Optional[bool] = ...) -> None: ...
+    evaluate: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., mechanism: _Optional[str] = ..., config: _Optional[bytes] = ..., parameters: _Optional[int] = ..., sites: _Optional[_Iterable[str]] = ..., rounds: _Optional[int] = ..., min_sites: _Optional[int] = ..., strategy: _Optional[str] = ..., all_or_none: _Optional[bool] = ..., secure: _Optional[bool] = ..., evaluate: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RunRequest(_message.Message):
     __slots__ = ("run",)

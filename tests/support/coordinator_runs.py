@@ -276,6 +276,15 @@ def job(rounds: int = 3, sites: tuple[str, ...] = SITES, **changes: Any) -> Job:
     return Job(**values)
 
 
+LOOKS = {"looks": 2, "noise": 20.0, "held_out": 25, "bins": 4}
+
+
+def evaluated_job(rounds: int = 2, evaluate: tuple[int, ...] = (1, 2), **changes: Any) -> Job:
+    """A run with looks at its model, as ``tests.support.federated_sites.evaluated`` prices them."""
+    config = written({**configuration(rounds), "evaluate": LOOKS})
+    return job(rounds, **{"config": config, "evaluate": evaluate, **changes})
+
+
 def secret_job(rounds: int = 2, sites: tuple[str, ...] = SITES, min_sites: int = 3, **changes: Any) -> Job:
     """A run in secret sums."""
     config = written(secret_configuration(rounds, len(sites)))

@@ -21,6 +21,7 @@ from coordinator.federation.run_controller import UpdateArtifact
 from policies.ledger_service import LedgerService
 from policies.statements import PAYLOAD_TYPE, Release
 from policies.statements import parse as parse_statement
+from policies.tasks.evaluation import EvaluationPlan
 from protos.artifacts.arrays import pack_vector
 from protos.artifacts.strict_safetensors import pack_ring
 from protos.common.dsse import key_id, open_sealed
@@ -39,6 +40,14 @@ def federated(rounds: int = 3, **changes: Any) -> Federated:
     """A small training job."""
     task = classification(size=SHAPE, rounds=rounds)
     return changed(Federated(task, linear_length(task), 1.8), **changes)
+
+
+PLAN = EvaluationPlan(looks=2, noise=20.0, held_out=25, bins=4)
+
+
+def evaluated(rounds: int = 3, **changes: Any) -> Federated:
+    """The same with looks."""
+    return federated(rounds, **{"evaluate": PLAN, **changes})
 
 
 def masked(rounds: int = 2, sites: int = 3, **changes: Any) -> FederatedMasked:
@@ -96,6 +105,9 @@ class FederatedSite:
                     payload=self.part.step(task.run, task.round_index + 1, task.step, task.payload, task.config)
                 )
             assert task.vector is not None
+            if task.kind == "evaluate":
+                sent, sums = part.look(task.run, task.round_index + 1, Update(task.vector.copy()))
+                return RoundAnswer(sent.envelope, sums.vector)
             sent, update = part.train(task.run, task.round_index + 1, Update(task.vector.copy()))
             return RoundAnswer(sent.envelope, update.vector)
         except ReviewRejectedError as refusal:

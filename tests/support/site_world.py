@@ -23,6 +23,7 @@ from agent.mechanisms.ksame.mechanism import KSame
 from agent.release.pipeline import release_synthetic
 from agent.release.ports import ApprovalPending, SignedRelease, SiteContext
 from agent.storage.examples import task_cohort
+from agent.storage.instance_index import part_of
 from agent.storage.vault import Vault
 from coordinator.admission import AdmissionService, RequestRejectedError
 from policies.governance import decisions
@@ -57,6 +58,13 @@ class MemoryCheckpointStore:
         self.blobs.pop(self.name, None)
 
 
+def in_part(selection: str | Selection, person: str) -> bool:
+    """Whether a patient is in the part of a split that is selected, by a key that a vault would have."""
+    if isinstance(selection, str) or selection.split is None:
+        return True
+    return part_of(selection.split, bytes(32), person) == selection.part
+
+
 @dataclass
 class MemoryVault:
     """The vault's port in memory. It counts how often patients are read."""
@@ -83,7 +91,7 @@ class MemoryVault:
         found = []
         for i in range(self.patients - self.unreadable):
             images = tuple(Image(dice.random(shape).astype(np.float32), str(i % 3)) for _ in range(2))
-            if f"{i:04d}" not in excluded:
+            if f"{i:04d}" not in excluded and in_part(modality, f"{i:04d}"):
                 found.append(Patient(f"{i:04d}", images))
         return Cohort(tuple(found))
 
@@ -91,7 +99,10 @@ class MemoryVault:
         """The images whose label is a class of the rule."""
         places = {name: place for place, name in enumerate(rule.classes)}
         found = []
-        for patient in self.cohort(rule.modality, rule.size).patients:
+        whom: str | Selection = rule.modality
+        if rule.split is not None:
+            whom = Selection(rule.modality, rule.size, split=rule.split, part=rule.part)
+        for patient in self.cohort(whom, rule.size).patients:
             known = [image for image in patient.images if image.label in places]
             made = tuple(Example(image.pixels[None], np.array([places[image.label]])) for image in known)
             found += [TaskPatient(patient.pseudonym, made)] if made else []

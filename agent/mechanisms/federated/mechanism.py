@@ -22,13 +22,23 @@ from numpy.typing import NDArray
 
 from agent.domain import LatticePart, TaskCohort, Update
 from agent.dp.dpsgd import PrivateSgd, SecureSumGrid, TrainingTask, noisy_part, train_privately
+from agent.dp.evaluation_sums import masked_look, private_look
 from agent.dp.noise import TAIL, Entropy, deviation
 from agent.mechanisms.common.workspace import Workspace
-from agent.mechanisms.federated.task_training import RoundSgd, engine_of, network_of, row_losses, scores, units
+from agent.mechanisms.federated.task_training import (
+    RoundSgd,
+    engine_of,
+    network_of,
+    row_losses,
+    scored,
+    scores,
+    units,
+)
 from agent.models.diffusion.edm_training import Average
 from agent.models.networks.trainable import TrainableNetwork
-from policies.accounting.claims import DistributedGaussian, SubsampledGaussian
+from policies.accounting.claims import DistributedGaussian, Evaluated, SubsampledGaussian
 from policies.tasks.bounds import TaskError
+from policies.tasks.evaluation import EvaluationPlan, SumLattice, SumLayout, plan_from
 from policies.tasks.task import WRITE_A_TASK, Task, task_from_table
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
@@ -57,6 +67,21 @@ class _OfTask:
 
     task: Task
     parameters: int  # p, that the task trains: whoever has no networks learns it here, and a site checks it
+    evaluate: EvaluationPlan | None
+
+    @property
+    def turns(self) -> int:
+        """Rounds and looks together: as often a site may be asked for something of its patients."""
+        return self.rounds + (self.evaluate.looks if self.evaluate is not None else 0)
+
+    def layout(self) -> SumLayout:
+        """The sums of one look.
+
+        Raises:
+            EvaluationError: there are none for so many outputs.
+        """
+        assert self.evaluate is not None, "a look is priced"
+        return SumLayout(self.task.kind, self.task.outputs, self.evaluate.bins)
 
     @property
     def rounds(self) -> int:
@@ -109,9 +134,13 @@ class _OfTask:
         return scores(self.task, self.network(vector, files), cohort)
 
     def to_json(self) -> str:
-        """The configuration as JSON: sorted keys, no spaces, floats that read back exactly."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return canonical({**values, "task": self.task.to_table()}).decode()
+        """The configuration as JSON: sorted keys, no spaces, floats that read back exactly.
+
+        Without looks there is no key ``evaluate``.
+        """
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "evaluate"}
+        looks = {} if self.evaluate is None else {"evaluate": self.evaluate.to_table()}
+        return canonical({**values, "task": self.task.to_table(), **looks}).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -128,12 +157,14 @@ class _OfTask:
             raise FederatedConfigError(WRITE_A_TASK)
         hints = get_type_hints(cls)
         kinds = {field.name: hints[field.name] for field in dataclasses.fields(cls)} | {"task": dict}
+        looks = {"evaluate": values.pop("evaluate")} if kinds.pop("evaluate") and "evaluate" in values else {}
         if wrong := sorted(kinds.keys() ^ values.keys()):
             raise FederatedConfigError("unknown or missing keys: " + ", ".join(wrong))
         if wrong := sorted(key for key, kind in kinds.items() if type(values[key]) is not kind):
             raise FederatedConfigError("keys of the wrong type: " + ", ".join(wrong))
         try:
-            return cls(**{**values, "task": task_from_table(values["task"])})
+            plan = {key: plan_from(value) for key, value in looks.items()}
+            return cls(**{**values, **plan, "task": task_from_table(values["task"])})
         except FederatedConfigError:
             raise
         except TaskError as fault:
@@ -165,6 +196,7 @@ class Federated(_OfTask):
     task: Task
     parameters: int  # p, that the task trains
     noise_multiplier: float  # sigma of a step at each site, in units of the task's clip
+    evaluate: EvaluationPlan | None = None  # None: nobody looks at how good the model is
 
     name: ClassVar[str] = "federated"
 
@@ -175,6 +207,8 @@ class Federated(_OfTask):
         self.claim()
         if not self.task.training.proximal * self.learning_rate <= 1.0:
             raise FederatedConfigError("task: training.proximal: at most 1 / learning_rate, else its steps overshoot")
+        if self.evaluate is not None:
+            self.layout()
 
     @property
     def steps_per_round(self) -> int:
@@ -186,11 +220,27 @@ class Federated(_OfTask):
         """Of each step: written in the task, or found for the noise."""
         return self.task.rate(self.parameters, self.noise_multiplier)
 
-    def claim(self) -> SubsampledGaussian:
-        """What all rounds together promise. It is settled before an image is read."""
-        return SubsampledGaussian(
-            self.task.training.sampling_rate, self.noise_multiplier, self.steps_per_round * self.rounds
-        )
+    def claim(self) -> SubsampledGaussian | Evaluated:
+        """What all rounds and looks together promise. It is settled before an image is read."""
+        steps = self.steps_per_round * self.rounds
+        training = SubsampledGaussian(self.task.training.sampling_rate, self.noise_multiplier, steps)
+        return training if self.evaluate is None else self.evaluate.claim(training)
+
+    def run_look(self, cohort: TaskCohort, update: Update, entropy: Entropy, files: PublicFiles = NO_FILES) -> Update:
+        """The noisy sums of one look at the global parameters ``update``: how good they are on ``cohort``.
+
+        The patients are those held out. Of an empty cohort there is as much noise: a refusal would reveal whether
+        there is a single patient.
+
+        Returns:
+            (layout.size,) sums, see :mod:`policies.tasks.evaluation`.
+        Raises:
+            ValueError: the update or the images have another shape than the configuration.
+        """
+        plan = self.evaluate
+        assert plan is not None, "a look is priced"
+        patients = scored(self.task, self.network(update.vector, files), cohort)
+        return Update(private_look(self.layout(), patients, plan.noise, entropy))
 
     def run_round(
         self,
@@ -244,6 +294,7 @@ class FederatedMasked(_OfTask):
     value_bound: float  # of each coordinate of a part; a multiple of 2^-scale
     scale: int  # a part is in steps of 2^-scale
     ring_bits: int  # sums are modulo 2^ring_bits
+    evaluate: EvaluationPlan | None = None  # None: nobody looks at how good the model is
 
     name: ClassVar[str] = "federated-masked"
     steps_per_round: ClassVar[int] = 1
@@ -273,16 +324,44 @@ class FederatedMasked(_OfTask):
             raise FederatedConfigError("scale: too small, the steps of 2^-scale are not small beside noise and clip")
         if not self._room() >= constants.clip + grid:
             raise FederatedConfigError("value_bound: too small for the noise and one patient's gradient")
+        if self.evaluate is not None:
+            self.look_ring()
 
     @property
     def learning_rate(self) -> float:
         """Of each step: written in the task, or found for the noise of the mean of all parts."""
-        return self.task.rate(self.parameters, self.claim().share / math.sqrt(self.sites))
+        return self.task.rate(self.parameters, self._training().share / math.sqrt(self.sites))
 
-    def claim(self) -> DistributedGaussian:
-        """What all rounds together promise of the sums. It is settled before an image is read."""
+    def claim(self) -> DistributedGaussian | Evaluated:
+        """What all rounds and looks together promise of the sums. It is settled before an image is read."""
+        training = self._training()
+        return training if self.evaluate is None else self.evaluate.claim(training)
+
+    def _training(self) -> DistributedGaussian:
         rate = self.task.training.sampling_rate
         return DistributedGaussian(rate, self.noise_multiplier, self.rounds, self.sites, self.honest)
+
+    def look_ring(self) -> tuple[int, SumLattice]:
+        """How many sums a look has, and the lattice that they are on.
+
+        Raises:
+            EvaluationError: there are none for so many outputs, or the noise is too small.
+        """
+        assert self.evaluate is not None, "a look is priced"
+        size = self.layout().size
+        return size, SumLattice.of(self.evaluate.claim(self._training()), self.public_patients, size)
+
+    def run_look(self, cohort: TaskCohort, update: Update, entropy: Entropy, files: PublicFiles = NO_FILES) -> Update:
+        """As ``Federated.run_look``, of a secret sum: *this site's part*, with its share of the noise.
+
+        Each number is in steps of 2^-scale, and exact.
+        """
+        _, lattice = self.look_ring()
+        assert self.evaluate is not None
+        share = self.evaluate.claim(self._training()).share
+        patients = scored(self.task, self.network(update.vector, files), cohort)
+        box = float(self.public_patients), lattice.scale
+        return Update(masked_look(self.layout(), patients, share, box, entropy))
 
     def run_round(
         self,
@@ -315,7 +394,7 @@ class FederatedMasked(_OfTask):
         return LatticePart(-whole.astype(np.int64))
 
     def _job(self) -> PrivateSgd:
-        return self._sgd(self.claim().share, 1)
+        return self._sgd(self._training().share, 1)
 
     def _grid(self) -> float:
         """A step of 2^-scale of the change, in units of the clipped sum."""

@@ -47,6 +47,7 @@ from agent.release.maker_process import MakerEndedError, MakerProcess
 from agent.release.maker_values import Result, pack
 from agent.release.pipeline import MemoryExhaustedError, release_synthetic
 from agent.release.ports import run_here
+from policies.tasks.evaluation import EvaluationPlan
 from protos.common.errors import WorkerError
 from protos.operations.confinement import REQUIRED, landlock_abi
 from protos.operations.pipe_messages import send
@@ -270,6 +271,17 @@ def test_a_part_of_a_round_is_there_what_it_is_here(mechanism: Federated | Feder
         run(mechanism.run_round, COHORT, mechanism.initial(), UnsafeSeededEntropy(1)).vector
         for run in (MakerProcess(REQUIRED), run_here)
     )
+    assert np.array_equal(there, here)
+
+
+@pytest.mark.usefixtures("ours")
+def test_a_look_at_a_model_is_there_what_it_is_here() -> None:
+    mechanism = replace(FEDERATED, evaluate=EvaluationPlan(1, 5.0, 20, 10))
+    there, here = (
+        run(mechanism.run_look, COHORT, mechanism.initial(), UnsafeSeededEntropy(1)).vector
+        for run in (MakerProcess(REQUIRED), run_here)
+    )
+    assert there.shape == (mechanism.layout().size,)
     assert np.array_equal(there, here)
 
 

@@ -25,7 +25,7 @@ from protos.identity.certificates import same_fingerprint
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.support.coordinator_runs import Grid, Host, conduct_here, job
-from tests.support.federated_sites import FederatedSite, federated
+from tests.support.federated_sites import FederatedSite, evaluated, federated
 from tests.support.federation_world import SETTINGS, Federation
 from tests.support.ledger_world import Person
 from tests.support.ports import free_port
@@ -181,6 +181,26 @@ def test_a_run_is_planned_launched_watched_and_stopped_from_the_command_line(
     assert typed(fed, "round", "stop", "run-1") == 1
     assert "run-1: finished" in out(capsys)
     assert [ward.vault.reads for ward in conducting.values()] == [1, 1]
+
+
+def test_a_run_with_looks_shows_what_they_found_as_it_goes(
+    fed: Federation, conducting: dict[str, FederatedSite], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(evaluated(rounds=1).to_json())
+    path = str(written(tmp_path, config=config, evaluate=[1]))
+    assert typed(fed, "round", "launch", path, "--run", "run-1", "--json") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["round"], line["state"]) for line in lines if line["state"] in ("closed", "evaluated")] == [
+        (1, "closed"), (2, "closed"), (2, "evaluated"),
+    ]  # fmt: skip
+    assert typed(fed, "round", "launch", path, "--run", "run-1") == 0
+    assert "round 2 of 2: evaluated north, south (accuracy " in out(capsys)
+    board = operator_client._Board(2)
+    board.take(gateway_pb2.RoundEvent(round=2, state="evaluated", sites=["north"], reason="accuracy 0.9"))
+    assert board.rows[2][1] == "north: accuracy 0.9"
+    for wrong in (["1"], [1.5], [True], [0], [1 << 40], [[1]]):
+        with pytest.raises(CoordinatorConfigError, match="evaluate: numbers of rounds"):
+            operator_client.read_job(written(tmp_path, evaluate=wrong))
 
 
 def test_a_run_that_cannot_be_is_refused_with_the_reason_and_exit_1(

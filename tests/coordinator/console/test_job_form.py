@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from coordinator.console import job_form
 from coordinator.console.job_form import JobFormError
 from coordinator.federation.job import KEYS, MASKED, PLAIN, Job, SiteCost, decide
-from tests.support.coordinator_runs import SITES, job, secret_job
+from tests.support.coordinator_runs import SITES, evaluated_job, job, secret_job
 
 COST = SiteCost("north", True, "1.000100000", "4e-06", 10, 40, "2.999900000", "")
 
 
-@pytest.mark.parametrize("made", [job(), secret_job(), job(all_or_none=True, sites=SITES[:2])])
+@pytest.mark.parametrize("made", [job(), secret_job(), job(all_or_none=True, sites=SITES[:2]), evaluated_job()])
 def test_a_jobs_form_makes_the_same_job(made: Job) -> None:
     form = job_form.from_job(made)
     again = job_form.job_of(form)
@@ -39,6 +39,10 @@ def test_a_job_file_fills_the_form_that_makes_its_job() -> None:
     }
     form = job_form.from_file(json.dumps(text).encode(), "run-1")
     assert job_form.job_of(form).claim() == made.claim()
+    looked = evaluated_job()
+    more = {"rounds": 2, "config": json.loads(looked.config), "evaluate": [1, 2]}
+    again = job_form.job_of(job_form.from_file(json.dumps({**text, **more}).encode(), "run-1"))
+    assert (again.evaluate, again.claim()) == ((1, 2), looked.claim())
     for key in text:
         with pytest.raises(JobFormError, match=key):
             job_form.from_file(json.dumps({k: v for k, v in text.items() if k != key}).encode())
@@ -104,12 +108,12 @@ name = "linear"
         job_form.from_file(json.dumps(body).encode())
 
 
-@given(st.dictionaries(st.sampled_from(sorted(job_form.from_job(job()))), st.text(max_size=30)))
+@given(st.dictionaries(st.sampled_from(sorted(job_form.from_job(evaluated_job()))), st.text(max_size=30)))
 @settings(max_examples=60, deadline=None)
 def test_whatever_is_typed_is_a_job_or_a_sentence(typed: dict[str, str]) -> None:
     problems: tuple[str, ...] = ("none",)
     try:
-        job_form.job_of({**job_form.from_job(job()), **typed})
+        job_form.job_of({**job_form.from_job(evaluated_job()), **typed})
     except JobFormError as fault:
         problems = fault.problems
     assert all(problems)
@@ -118,8 +122,8 @@ def test_whatever_is_typed_is_a_job_or_a_sentence(typed: dict[str, str]) -> None
 @pytest.mark.parametrize("mechanism", [PLAIN, MASKED])
 def test_every_key_of_a_mechanism_has_an_input_with_words(mechanism: str) -> None:
     found = job_form.inputs(job_form.blank(mechanism, SITES))
-    keys = {*KEYS[mechanism], "epsilon"} - {"parameters"}  # a price or a noise; the length is the job's
-    assert {field.name for field in found} == {f"config.{key}" for key in keys}
+    keys = {*KEYS[mechanism], "epsilon", "evaluate"} - {"parameters"}  # a price or a noise; the length is the job's
+    assert {field.name for field in found} == {f"config.{key}" for key in keys} | {"evaluate"}
     assert all(field.label and field.help for field in found)
 
 

@@ -32,6 +32,7 @@ from policies.ledger.state import Account
 from policies.review.policy import parse, preset
 from policies.review.rules import TERMS, AccountContext, review_reservation
 from policies.statements import Reservation
+from policies.tasks.evaluation import EvaluationPlan
 from protos.secagg.ring import Ring
 from protos.secagg.session import Quorum
 from tests.support.small_tasks import changed, classification
@@ -200,6 +201,12 @@ _plain = st.builds(
     st.integers(1, 10_000),
     st.integers(1, 1000),
 )
+_looked = st.builds(
+    lambda job, looks, noise: dataclasses.replace(job, evaluate=EvaluationPlan(looks, noise, 20, 10)),
+    _plain,
+    st.integers(1, 1000),
+    st.floats(1.0, 1e4),
+)
 _masked = st.builds(
     lambda q, sigma, rounds, sites, honest: changed(
         MASKED, sampling_rate=q, noise_multiplier=sigma, rounds=rounds, sites=sites, honest=min(sites, honest)
@@ -213,14 +220,14 @@ _masked = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.one_of(_plain, _masked))
+@given(st.one_of(_plain, _looked, _masked))
 def test_the_coordinator_reads_the_claim_that_the_agent_makes(mechanism):
     assert claim_of(mechanism.name, mechanism.to_json()) == mechanism.claim()
 
 
 def test_the_keys_of_a_configuration_are_those_of_the_mechanism():
     for mechanism in (PLAIN, MASKED):
-        assert KEYS[mechanism.name].keys() == {f.name for f in dataclasses.fields(mechanism)}
+        assert KEYS[mechanism.name].keys() == {f.name for f in dataclasses.fields(mechanism)} - {"evaluate"}
         values = json.loads(mechanism.to_json())
         assert all(type(values[key]) is kind for key, kind in KEYS[mechanism.name].items())
         assert TERMS[mechanism.name].claim is type(mechanism.claim())
