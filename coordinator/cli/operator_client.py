@@ -181,8 +181,10 @@ def read_job(path: Path) -> dict[str, Any]:
     if not all(type(number) is int and 0 < number < 1 << 31 for number in job.get("evaluate", [])):
         raise coordinator_errors.CoordinatorConfigError(f"{path.name}: evaluate: numbers of rounds, such as [4, 8]")
     whole = {**_UNSAID, "all_or_none": False, "secure": False, "evaluate": [], **job}
-    if isinstance(named := whole["config"].get("task"), str):
-        whole["config"] = {"parameters": job["parameters"], **whole["config"], "task": _task(path, named)}
+    if "task" in whole["config"]:
+        named = whole["config"]["task"]
+        task = _task(path, named) if isinstance(named, str) else named
+        whole["config"] = {"parameters": job["parameters"], **whole["config"], "task": task}
     return {**whole, "config": json.dumps(whole["config"]), "strategy": json.dumps(whole["strategy"])}
 
 

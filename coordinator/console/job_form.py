@@ -167,11 +167,11 @@ def from_file(raw: bytes, run: str = "") -> dict[str, str]:
     out |= {"run": run, "mechanism": mechanism, "strategy": json.dumps(values.get("strategy", json.loads(FEDAVG)))}
     out |= {"all_or_none": "on"} if values.get("all_or_none") is True else {}
     out |= {name: _typed(values.get(name, unsaid)) for name, unsaid in _TIMES.items()}
-    out |= {"evaluate": _typed(values["evaluate"])} if values.get("evaluate") else {}
     if isinstance(config.get("task"), str):
         raise JobFormError(
             [f"the job file names the task file {config['task'][:40]}: put its text into the field Task"]
         )
+    out |= {"evaluate": _typed(values["evaluate"])} if values.get("evaluate") else {}
     known = {*_fields(mechanism), "evaluate"}
     out |= {f"config.{key}": _typed(value) for key, value in config.items() if key in known}
     return out | {f"site.{site}": "on" for site in sites if isinstance(site, str)}
@@ -187,9 +187,9 @@ def job_of(form: Mapping[str, str]) -> Job:
     if mechanism not in KEYS:
         raise JobFormError([f"mechanism: one of {', '.join(KEYS)}"])
 
-    def read(name: str, label: str, kind: type) -> Any:
+    def read(name: str, label: str, of: Callable[[str], Any]) -> Any:
         try:
-            return _READ[kind](form.get(name, _DEFAULTS.get(name, "")).strip())
+            return of(form.get(name, _DEFAULTS.get(name, "")).strip())
         except TaskError as fault:
             wrong.extend(f"{label}: {problem}" for problem in fault.problems)
         except ValueError as fault:
@@ -201,12 +201,13 @@ def job_of(form: Mapping[str, str]) -> Job:
     asked = [key for key in _fields(mechanism) if key in (price, *kinds.keys() - {EPSILON, "noise_multiplier"})]
     if price == EPSILON and form.get("config.noise_multiplier", "").strip():
         wrong.append("Price of the run: leave the noise multiplier empty, it is found")
-    config = {key: read(f"config.{key}", _HELP[key][0], kinds[key]) for key in asked}
-    numbers = {name: read(name, label, int) for name, label in _NUMBERS.items()}
-    typed = [name for name in _LOOKS if form.get(name, "").strip()]
-    looks = {name: read(name, _LOOKS[name][0], list if name == "evaluate" else object) for name in typed}
+    config = {key: read(f"config.{key}", _HELP[key][0], _READ[kinds[key]]) for key in asked}
+    numbers = {name: read(name, label, _whole) for name, label in _NUMBERS.items()}
     config["parameters"] = numbers["parameters"]
-    config |= {name.removeprefix("config."): looks[name] for name in typed if name.startswith("config.")}
+    named = [name for name in _LOOKS if form.get(name, "").strip()]
+    found = {name: read(name, _LOOKS[name][0], _list if name == "evaluate" else _object) for name in named}
+    looks = found.pop("evaluate", [])
+    config |= {name.removeprefix("config."): value for name, value in found.items()}
     try:
         strategy = canonical(json_object(form.get("strategy", ""))).decode()
     except ValueError:
@@ -258,7 +259,7 @@ def _list(text: str) -> list[Any]:
         read = {}
     found = read.get("list")
     if len(read) != 1 or not isinstance(found, list):
-        raise ValueError("a JSON list, such as [8, 8]")
+        raise ValueError("a JSON list, such as [4, 8]")
     return found
 
 
@@ -269,9 +270,7 @@ def _object(text: str) -> dict[str, Any]:
         raise ValueError("a JSON object") from None
 
 
-_READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType(
-    {int: _whole, float: _real, list: _list, dict: _task, object: _object}
-)
+_READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType({int: _whole, float: _real, dict: _task})
 
 
 def _typed(value: object) -> str:

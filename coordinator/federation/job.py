@@ -57,7 +57,7 @@ class JobError(ConfigError, ValueError):
 
 
 def _configuration(mechanism: str, text: str) -> dict[str, Any]:
-    """The configuration's values: every key, none unknown or twice, every type exact; task and looks, if any, read.
+    """The configuration's values: every key, none unknown or twice, every type exact; task and looks are read.
 
     Raises:
         JobError: anything else. The keys at fault are named, all at once.
@@ -152,6 +152,16 @@ class Job:
         """
         return claim_of(self.mechanism, self.config)
 
+    def task(self) -> Task:
+        """What is trained."""
+        task: Task = _configuration(self.mechanism, self.config)["task"]
+        return task
+
+    @property
+    def priced(self) -> bool:
+        """Whether its noise is settled."""
+        return EPSILON not in json_object(self.config)
+
     @property
     def turns(self) -> int:
         """Rounds and looks together: each is a round of the ledger, in the order in which they are made."""
@@ -167,14 +177,13 @@ class Job:
 
         Raises:
             JobError: the configuration prices none.
-            EvaluationError: there are none for so many classes.
+            EvaluationError: there are none for so many outputs.
         """
         values = _configuration(self.mechanism, self.config)
         plan: EvaluationPlan | None = values["evaluate"]
         if plan is None:
             raise JobError("config: it prices no look")
-        task: Task = values["task"]
-        return SumLayout(task.kind, task.outputs, plan.bins)
+        return SumLayout(values["task"].kind, values["task"].outputs, plan.bins)
 
     def look_noise(self, sites: int) -> float:
         """Standard deviation of the noise on the sum of so many sites' looks, each of which has its share."""
@@ -192,16 +201,6 @@ class Job:
         if not self.secure or not isinstance(claim, Evaluated):
             return None
         return SumLattice.of(claim, self.task().training.public_patients, self.layout().size)
-
-    def task(self) -> Task:
-        """What is trained."""
-        task: Task = _configuration(self.mechanism, self.config)["task"]
-        return task
-
-    @property
-    def priced(self) -> bool:
-        """Whether its noise is settled."""
-        return EPSILON not in json_object(self.config)
 
     def aggregator(self) -> Strategy:
         """The strategy, read."""

@@ -33,7 +33,7 @@ from deploy.demo.train_networks import RECIPES
 from deploy.demo.twin import non_private_twin
 from deploy.phantoms import digits, scanner_files
 from policies.accounting.accountant import epsilon, tight_epsilon
-from policies.accounting.claims import Claim, KAnonymous, NoClaim, SubsampledGaussian, training_of
+from policies.accounting.claims import Claim, KAnonymous, NoClaim, SubsampledGaussian
 from policies.accounting.rounding import epsilon_text, format_rounded_up
 from protos.artifacts.arrays import unpack_vector
 
@@ -448,19 +448,17 @@ class Scene:
         people = [Patient("p", tuple(Image(p, str(c)) for p, c in zip(_large(test.images), truth, strict=True)))]
         held_out = labelled_examples(self.mechanism.task, Cohort(tuple(people)))
         order, delta = self._account()
-        rounds = []
+        claim, rounds = self.mechanism.claim(), []
+        assert isinstance(claim, SubsampledGaussian), "the demo's run has no looks"
         for number in range(1, self.scale.rounds + 1):
             say(f"round {number}")
             raw = (self.work / "coordinator" / "runs" / RUN / f"round-{number}.safetensors").read_bytes()
-            training = training_of(self.mechanism.claim())
-            assert isinstance(training, SubsampledGaussian), "the demo's rounds are in clear"
-            claim = replace(training, steps=self.mechanism.steps_per_round * number)
-            spent = epsilon([claim], delta, order)
+            made = replace(claim, steps=self.mechanism.steps_per_round * number)
+            spent = epsilon([made], delta, order)
             rounds.append(
                 {"round": number, "epsilon": spent, "accuracy": self._accuracy(unpack_vector(raw), held_out, truth)}
             )
         say("the twin without privacy")
-        claim = self.mechanism.claim()
         taking_part = [i for i, site in enumerate(SITES) if site != POOR]
         twin = non_private_twin(self.mechanism, [self._cohort(i) for i in taking_part], np.random.default_rng(0))
         self.measured = {

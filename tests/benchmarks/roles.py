@@ -32,8 +32,10 @@ from agent.dp.noise import SystemEntropy  # noqa: E402
 from agent.federation import service  # noqa: E402
 from agent.federation.supernode_process import LinkConfig, SuperNodeLink  # noqa: E402
 from agent.federation.tasks import RoundAnswer, RoundTask  # noqa: E402
-from agent.mechanisms.federated import mechanism as federated  # noqa: E402
+from agent.mechanisms.federated.mechanism import Federated  # noqa: E402
+from agent.mechanisms.federated.task_training import example_rule  # noqa: E402
 from agent.storage import projects  # noqa: E402
+from agent.storage.examples import task_cohort  # noqa: E402
 from agent.storage.site_directory import SiteDirectory as AgentHome  # noqa: E402
 from coordinator import daemon  # noqa: E402
 from coordinator.federation import run_manager  # noqa: E402
@@ -45,7 +47,6 @@ from coordinator.storage.directory import CoordinatorDirectory  # noqa: E402
 
 MODALITY: Final = "OT"
 TENSORS: Final = 320
-MOST_CLASSES: Final = 1 << 20  # the linear model has a million parameters only with very many classes
 
 
 def governed(home: Path, paced: bool) -> int:
@@ -77,10 +78,10 @@ def trained(site: AgentHome, task: RoundTask) -> RoundAnswer:
     """The same training from the same vault."""
     if task.vector is None:
         return RoundAnswer(b"-")
-    mechanism = federated.Federated.from_json(task.config.decode())
+    mechanism = Federated.from_json(task.config.decode())
     vault = projects.open_vault(site)
     try:
-        cohort = vault.cohort(MODALITY, mechanism.shape)
+        cohort = task_cohort(vault, example_rule(mechanism.task))
     finally:
         vault.close()
     return RoundAnswer(b"-", mechanism.run_round(cohort, Update(task.vector.copy()), SystemEntropy()).vector)
@@ -164,7 +165,6 @@ def hub(home: Path) -> int:
 
 def main(role: str, home: Path) -> int:
     """Play a role until told to stop."""
-    federated.MOST_CLASSES = MOST_CLASSES  # type: ignore[misc]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     roles: dict[str, Callable[[], int]] = {
         "governed": lambda: governed(home, paced=False),

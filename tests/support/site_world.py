@@ -99,8 +99,10 @@ class MemoryVault:
         """The images whose label is a class of the rule."""
         places = {name: place for place, name in enumerate(rule.classes)}
         found = []
-        which = Selection(rule.modality, rule.size, split=rule.split, part=rule.part)
-        for patient in self.cohort(which).patients:
+        whom: str | Selection = rule.modality
+        if rule.split is not None:
+            whom = Selection(rule.modality, rule.size, split=rule.split, part=rule.part)
+        for patient in self.cohort(whom, rule.size).patients:
             known = [image for image in patient.images if image.label in places]
             made = tuple(Example(image.pixels[None], np.array([places[image.label]])) for image in known)
             found += [TaskPatient(patient.pseudonym, made)] if made else []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, Self, get_type_hints
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from agent.domain import LatticePart, TaskCohort, Update
 from agent.dp.dpsgd import PrivateSgd, SecureSumGrid, TrainingTask, noisy_part, train_privately
-from agent.dp.evaluation_sums import ScoredExample, masked_look, private_look
+from agent.dp.evaluation_sums import masked_look, private_look
 from agent.dp.noise import TAIL, Entropy, deviation
 from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.federated.task_training import (
@@ -30,7 +30,7 @@ from agent.mechanisms.federated.task_training import (
     engine_of,
     network_of,
     row_losses,
-    scored_examples,
+    scored,
     scores,
     units,
 )
@@ -78,15 +78,10 @@ class _OfTask:
         """The sums of one look.
 
         Raises:
-            EvaluationError: there are none for so many classes.
+            EvaluationError: there are none for so many outputs.
         """
         assert self.evaluate is not None, "a look is priced"
         return SumLayout(self.task.kind, self.task.outputs, self.evaluate.bins)
-
-    def _scored(self, cohort: TaskCohort, update: Update, files: PublicFiles) -> Iterator[list[ScoredExample]]:
-        """What the parameters say of every patient's examples, beside what is true."""
-        network = self.network(update.vector, files)
-        return (scored_examples(self.task, network, patient) for patient in cohort.patients)
 
     @property
     def rounds(self) -> int:
@@ -242,7 +237,8 @@ class Federated(_OfTask):
         """
         plan = self.evaluate
         assert plan is not None, "a look is priced"
-        return Update(private_look(self.layout(), self._scored(cohort, update, files), plan.noise, entropy))
+        patients = scored(self.task, self.network(update.vector, files), cohort)
+        return Update(private_look(self.layout(), patients, plan.noise, entropy))
 
     def run_round(
         self,
@@ -342,7 +338,7 @@ class FederatedMasked(_OfTask):
         """How many sums a look has, and the lattice that they are on.
 
         Raises:
-            EvaluationError: there are none for so many classes, or the noise is too small.
+            EvaluationError: there are none for so many outputs, or the noise is too small.
         """
         assert self.evaluate is not None, "a look is priced"
         size = self.layout().size
@@ -358,7 +354,8 @@ class FederatedMasked(_OfTask):
         _, lattice = self.look_ring()
         assert self.evaluate is not None
         share = self.evaluate.claim(self._training()).share
-        box, patients = (float(self.public_patients), lattice.scale), self._scored(cohort, update, files)
+        patients = scored(self.task, self.network(update.vector, files), cohort)
+        box = float(self.public_patients), lattice.scale
         return LatticePart(masked_look(self.layout(), patients, share, box, entropy))
 
     @property

@@ -6,9 +6,7 @@ never on others; what the optimiser sees has its noise already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import numpy as np
@@ -17,7 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agent.domain import Cohort, Example, ExampleRule, TaskCohort, TaskPatient
+from agent.domain import Cohort, Example, ExampleRule, Split, TaskCohort, TaskPatient
 from agent.dp.clipping import ClippedSum, PrivacyUnit, RowLosses, vmap_engine
 from agent.dp.dpsgd import best_engine
 from agent.dp.evaluation_sums import ScoredExample
@@ -26,7 +24,7 @@ from agent.dp.per_example_gradients import suitable
 from agent.models.networks.public_weights import WeightFiles
 from agent.models.networks.trainable import TrainableNetwork, build
 from agent.models.transforms import Augmentation, InputPipeline, TransformError, view_seed
-from policies.tasks.task import CLASSIFICATION, MULTI_LABEL, REGRESSION, SEGMENTATION, Task
+from policies.tasks.task import CLASSIFICATION, MULTI_LABEL, SEGMENTATION, Task
 
 FEW: Final = 4  # patients of a chunk where no rule of ours is: their gradients stand beside each other in memory
 _SECRET: Final = 32  # bytes
@@ -52,8 +50,8 @@ def has_rules(network: TrainableNetwork) -> bool:
 # -- examples become rows
 
 
-def example_rule(task: Task) -> ExampleRule:
-    """Which images of the vault are the task's examples."""
+def example_rule(task: Task, split: Split | None = None, part: str = "") -> ExampleRule:
+    """Which images of the vault are the task's examples; with a split, those of the patients in a part of it."""
     seen, labels = task.input, task.labels
     return ExampleRule(
         kind=task.kind,  # type: ignore[arg-type] # one of the words that a task may have
@@ -69,6 +67,8 @@ def example_rule(task: Task) -> ExampleRule:
         classes=labels.classes,
         low=labels.low,
         high=labels.high,
+        split=split,
+        part=part,
     )
 
 
@@ -171,31 +171,28 @@ def scores(task: Task, network: TrainableNetwork, cohort: TaskCohort) -> NDArray
     return told
 
 
-def scored_examples(task: Task, network: TrainableNetwork, patient: TaskPatient) -> list[ScoredExample]:
-    """What the network says of a patient's examples, beside what is true.
-
-    An example that the transforms cannot take is left out, which hangs on this example alone.
-    """
-    seen = []
-    for example in patient.examples:
-        with suppress(TransformError):
-            seen.append(as_seen(task, example))
-    if not seen:
-        return []
-    with torch.no_grad():
-        outputs = network.trained(network.prepare(torch.from_numpy(np.stack([pixels for pixels, _ in seen]))))
-    told = _SCORES[task.kind](outputs).numpy()
-    return [ScoredExample(said, true) for said, (_, true) in zip(told, seen, strict=True)]
+def scored(task: Task, network: TrainableNetwork, cohort: TaskCohort) -> Iterator[list[ScoredExample]]:
+    """What the network says of each patient's examples, beside what is true; of one that it cannot take, nothing."""
+    for patient in cohort.patients:
+        found = []
+        for example in patient.examples:
+            try:
+                pixels, target = as_seen(task, example)
+            except TransformError:
+                continue
+            with torch.no_grad():
+                (outputs,) = network.trained(network.prepare(torch.from_numpy(pixels[None])))
+            found.append(ScoredExample(_shares(task, outputs).numpy(), target))
+        yield found
 
 
-_SCORES: Final[Mapping[str, Callable[[Tensor], Tensor]]] = MappingProxyType(
-    {
-        CLASSIFICATION: lambda outputs: outputs.softmax(dim=1),
-        MULTI_LABEL: torch.sigmoid,
-        REGRESSION: lambda outputs: outputs,
-        SEGMENTATION: lambda outputs: outputs.argmax(dim=1),
-    }
-)
+def _shares(task: Task, outputs: Tensor) -> Tensor:
+    """Of one example's outputs what a look scores: shares, probabilities, numbers, or each pixel's class."""
+    if task.kind == CLASSIFICATION:
+        return outputs.softmax(dim=0)
+    if task.kind == SEGMENTATION:
+        return outputs.argmax(dim=0)
+    return outputs.sigmoid() if task.kind == MULTI_LABEL else outputs
 
 
 # -- losses: one number for each row, of that row alone

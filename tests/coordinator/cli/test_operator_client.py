@@ -246,6 +246,59 @@ def test_a_job_file_with_a_wrong_key_names_the_keys(tmp_path: Path, changes: dic
         operator_client.read_job(written(tmp_path, **changes))
 
 
+TASK = """
+[task]
+name = "small"
+kind = "classification"
+[labels]
+classes = ["0", "1", "2"]
+[input]
+modality = "OT"
+size = [8, 8]
+[training]
+rounds = 1
+public_patients = 25
+[network]
+name = "linear"
+"""
+
+
+def test_a_job_names_a_task_file_beside_it_and_a_price_and_the_plan_tells_the_noise(
+    fed: Federation, conducting: dict[str, FederatedSite], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "small.toml").write_text(TASK)
+    path = str(written(tmp_path, config={"task": "small.toml", "epsilon": 6.0}))
+    assert typed(fed, "round", "plan", path, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["noise_multiplier"] > 0
+    for site in plan["sites"]:
+        assert 0 < float(site["pld_epsilon"]) < float(site["epsilon"]) <= 6.0
+    assert typed(fed, "round", "plan", path) == 0
+    said = out(capsys)
+    assert f"noise multiplier {plan['noise_multiplier']:g}" in said
+    assert "by PLD" in said
+    assert typed(fed, "round", "launch", path, "--run", "run-1", "--json") == 0
+    capsys.readouterr()
+    config = json.loads(json.loads((fed.root / "runs" / "run-1" / "job.json").read_text())["config"])
+    assert config["noise_multiplier"] == plan["noise_multiplier"]
+    assert typed(fed, "round", "launch", path, "--run", "run-1") == 0, "the same job file follows the run"
+    assert [ward.vault.reads for ward in conducting.values()] == [1, 1]
+    other = str(written(tmp_path, config={"task": "small.toml", "epsilon": 5.0}))
+    assert typed(fed, "round", "launch", other, "--run", "run-1") == 1
+    assert "exists with another content" in out(capsys)
+
+
+def test_a_task_file_that_is_wrong_is_refused_with_its_name_and_every_key(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(TASK.replace('"linear"', '"alexnet"').replace("[8, 8]", "[1]"))
+    with pytest.raises(CoordinatorConfigError, match=r"small\.toml: input\.size.*small\.toml: network\.name"):
+        operator_client.read_job(written(tmp_path, config={"task": "small.toml", "epsilon": 6.0}))
+    with pytest.raises(CoordinatorConfigError, match=r"^absent\.toml: No such file"):
+        operator_client.read_job(written(tmp_path, config={"task": "absent.toml", "epsilon": 6.0}))
+    (tmp_path / "bytes.toml").write_bytes(b"\xff")
+    with pytest.raises(CoordinatorConfigError, match=r"^bytes\.toml: not text"):
+        operator_client.read_job(written(tmp_path, config={"task": "bytes.toml", "epsilon": 6.0}))
+
+
 @pytest.mark.parametrize("text", ["", "nothing", "[]", "1", "null", '"x"'])
 def test_a_job_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "job.json").write_text(text)
