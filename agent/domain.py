@@ -311,6 +311,18 @@ class Update:
             raise ValueError("vector must be finite")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LatticePart:
+    """One site's part of a secret sum: whole steps of the lattice that the run's configuration names."""
+
+    steps: NDArray[np.int64]  # (p,)
+
+    def __post_init__(self) -> None:
+        """A flat vector of whole numbers."""
+        if self.steps.ndim != 1 or self.steps.dtype != np.int64 or not self.steps.size:
+            raise ValueError("steps must be a non-empty (p,) int64 array")
+
+
 class CheckpointStore(Protocol):
     """Where a checkpoint lies: a file, or a sealed row of the vault."""
 

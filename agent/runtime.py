@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
@@ -26,6 +27,7 @@ from agent.release.ports import CoordinatorClient, SiteContext
 from agent.release.recovery import present, recover
 from agent.release.unsent import listed
 from agent.storage import projects, site_directory
+from agent.storage.examples import task_cohort
 from agent.storage.read_only_access import HEAD, check_history
 from agent.storage.site_ledger import initialise_ledger, policy_in_force
 from agent.storage.vault import Vault
@@ -42,6 +44,7 @@ from protos.common.dsse import open_sealed, seal
 from protos.identity.key_files import KeyFileError
 from protos.protocol_version import COMPRESSED
 
+WEIGHTS: Final = "weights"  # folder: files of public weights, each named by its SHA-256
 ERR = Console(stderr=True, highlight=False)
 
 
@@ -140,8 +143,18 @@ def site_context(
         read=lambda envelope: _read(envelope, key),
         new_id=lambda prefix: f"{prefix}-{secrets.token_hex(8)}",
         say=say,
+        examples=partial(task_cohort, vault),
+        public_file=partial(_public_file, home),
         run=MakerProcess(home.settings().confinement),
     )
+
+
+def _public_file(home: site_directory.SiteDirectory, digest: str) -> bytes | None:
+    """A file of public weights in the folder ``weights``; whether it is the right one is for its reader to check."""
+    path = home.root / WEIGHTS / f"{digest}.safetensors"
+    if digest not in home.settings().public_components or not path.is_file():
+        return None
+    return path.read_bytes()
 
 
 def record_ledger_head(vault: Vault, store: Store) -> None:

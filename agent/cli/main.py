@@ -68,10 +68,14 @@ def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR
             from agent.cli.train_distillation import run
         case ["train", _]:
             from agent.cli.train import run
+        case ["weights", _]:
+            from agent.cli.weights import run
         case ["draw"]:
             from agent.cli.sample import run
         case ["audit"]:
             from agent.cli.audit import run
+        case ["task", _]:
+            from agent.cli.task import run
         case ["serve"]:
             from agent.cli.serve import run
         case ["backup" | "restore" | "recover" | "upgrade"]:

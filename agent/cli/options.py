@@ -31,8 +31,8 @@ SIZES: Final = ("tiny32", "small64", "small128", "auto128", "auto256", "auto512"
 
 _RELEASE: Final = "its number, as `status` shows it, or its id"
 _HOME: Final = (
-    "the site's directory. These commands need none: train, draw, deface IN OUT, audit, login make, ledger person, "
-    "ledger ask, ledger sign"
+    "the site's directory. These commands need none: train, weights, draw, deface IN OUT, audit, task, login make, "
+    "ledger person, ledger ask, ledger sign"
 )
 
 
@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_search(commands)
     _add_training(commands)
     _add_noise_audit(commands)
+    _add_tasks(commands)
     serve = add(commands, "serve", "receive images, and take part in federated rounds")
     serve.add_argument("--modality", help="DICOM modality of the cohort; without it, serve only receives")
     _project(serve)
@@ -430,6 +431,17 @@ def _add_training(commands: Any) -> None:
     for command in (remodeller, codebook):
         _seed_device(command)
         _detach(command)
+    weights = commands.add_parser("weights", help="files of public weights").add_subparsers(
+        required=True, metavar="WHAT"
+    )
+    convert = add(
+        weights, "convert", "turn a published .pt file into one that a task can name, in a confined process"
+    )
+    convert.add_argument("file", type=Path, help="of tensors; code in it is never run")
+    convert.add_argument("--out", type=Path, required=True, help="the file, safetensors")
+    convert.add_argument("--prefix", default="", help="of the names that are wanted, such as model.; it is taken off")
+    convert.set_defaults(homeless=True)
+    _json(convert)
     draw = add(commands, "draw", distillation.DRAW_HELP)
     distillation.add_draw_options(draw)
     _seed_device(draw, "the same seed gives the same images")
@@ -470,6 +482,18 @@ def _add_noise_audit(commands: Any) -> None:
     )
     audit.set_defaults(homeless=True)
     _device(audit)
+
+
+def _add_tasks(commands: Any) -> None:
+    tasks = commands.add_parser("task", help="task files of federated runs").add_subparsers(
+        required=True, dest="what"
+    )
+    check = add(tasks, "check", "read a task file, build its network, and take one step on made input")
+    check.add_argument("file", type=Path, metavar="FILE", help="TOML; see rounds.md")
+    text = "a file of public weights that the task names by its SHA-256; may be repeated"
+    check.add_argument("--weights", type=Path, action="append", default=[], metavar="FILE", help=text)
+    check.set_defaults(homeless=True)
+    _json(check)
 
 
 # -- backup, and the ledger

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from agent.domain import Update
+from agent.domain import LatticePart, TaskCohort, Update
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
 from agent.federation.part_watch import How, PartEnd, PartWatch
 from agent.mechanisms.common.workspace import Workspace
-from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
+from agent.mechanisms.federated.mechanism import Federated, FederatedConfigError, FederatedMasked, PublicFiles
+from agent.mechanisms.federated.task_training import example_rule
 from agent.release.budget import (
     best_effort,
     release_grant,
@@ -49,7 +50,7 @@ MECHANISMS: dict[str, type[Federated] | type[FederatedMasked]] = {m.name: m for 
 
 
 def read_mechanism(config: str) -> Federated | FederatedMasked:
-    """The mechanism of a public configuration: only one has these keys.
+    """The mechanism of a public configuration: only one has this key.
 
     Raises:
         FederatedConfigError: it is neither's.
@@ -170,26 +171,18 @@ class Participant:
             The site's sealed reservation: the coordinator reserves with it.
         Raises:
             ReviewRejectedError: by the site's ledger, or because the run was priced before and is spent, has no
-            proper name, is for more patients than delta allows (P1), or has larger updates than the policies admit.
+            proper name, is for more patients than delta allows (P1), has larger updates than the policies admit, or
+            is of another modality than this site takes part with.
+            FederatedConfigError: the task's network trains another number of parameters than the configuration says,
+            or begins at public weights that are not here.
         """
         if run == self.run and mechanism == self.mechanism and self.grant:
             return self._reservation(self.grant)
         if run == self.run and self.mechanism is None and self.last is not None:  # all is made, and the run goes on
             return self._reservation(self.last.signed.release.grant)
-        delta = float(self.site.ledger.account(self.site.name, mechanism.claim()).opened.delta)
-        findings = []
-        if not ID.fullmatch(run):
-            findings.append(Finding("run", "a run's name is a short lower-case identifier"))
-        if run in self.site.ledger.runs():
-            findings.append(Finding("run_spent", "this run was priced before, and its grant is spent"))
-        if not delta * mechanism.public_patients < 1:
-            findings.append(Finding("delta", "delta must be below 1 / patients, by the job's public bound"))
-        size, most = update_bytes(mechanism), self.site.ledger.policy_of(self.site.name).max_artifact_bytes
-        if not size <= most:
-            told = f"each update takes {size} bytes, and the policies admit {most}"
-            findings.append(Finding("artifact_size", told))
-        if findings:
+        if findings := list(self._findings(run, mechanism)):
             raise ReviewRejectedError("site", Verdict(tuple(findings)))
+        mechanism.network(files=self._files(mechanism))  # before anything is held: it can be built, and is so large
         self.leave_run("replaced")
         reservation = reservation_of(self.site, mechanism, self.modality, run)
         self.site.say("price", f"{mechanism.name}: reserve in the site's ledger, then at the coordinator")
@@ -198,6 +191,23 @@ class Participant:
         self.mechanism = mechanism
         self._note()
         return envelope
+
+    def _findings(self, run: str, mechanism: Federated | FederatedMasked) -> Iterator[Finding]:
+        """Why this site does not take part, before anything is held."""
+        delta = float(self.site.ledger.account(self.site.name, mechanism.claim()).opened.delta)
+        if not ID.fullmatch(run):
+            yield Finding("run", "a run's name is a short lower-case identifier")
+        if run in self.site.ledger.runs():
+            yield Finding("run_spent", "this run was priced before, and its grant is spent")
+        if not delta * mechanism.public_patients < 1:
+            yield Finding("delta", "delta must be below 1 / patients, by the job's public bound")
+        size, most = update_bytes(mechanism), self.site.ledger.policy_of(self.site.name).max_artifact_bytes
+        if not size <= most:
+            yield Finding("artifact_size", f"each update takes {size} bytes, and the policies admit {most}")
+        task = mechanism.task
+        if task.input.modality != self.modality:
+            told = f"the task is of {task.input.modality}, and this site takes part with {self.modality}"
+            yield Finding("modality", told)
 
     def _reservation(self, grant: str) -> bytes:
         store = self.site.ledger.store
@@ -316,6 +326,7 @@ class Participant:
         self.begin_round(run, round_index)
         try:
             update, persons = self.run_round(start)
+            assert isinstance(update, Update), "a run that sends unencrypted updates"
             signed = self.sign(round_index, pack_vector(update.vector))
             keep_update(self.site.vault, signed.release.release, signed.artifact)
             self._replace_last(round_index, SealedUpdate(signed, persons))
@@ -343,7 +354,7 @@ class Participant:
             raise
         return signed
 
-    def run_round(self, start: Update) -> tuple[Update, frozenset[str]]:
+    def run_round(self, start: Update) -> tuple[Update | LatticePart, frozenset[str]]:
         """What a round makes of patients' images, in a confined process; and of whom it is.
 
         Raises:
@@ -355,18 +366,43 @@ class Participant:
         self.training = True
         self.watch.changed(self)
         try:
-            cohort = self.site.vault.cohort(self.modality, self.mechanism.shape)
+            cohort, files = self._examples(), self._files(self.mechanism)
             self._check_leaving()
             bench = Workspace(say=self.watch.trains)
-            update: Update = self.site.run(self.mechanism.run_round, cohort, start, self.entropy, bench)
+            made: Update | LatticePart = self.site.run(
+                self.mechanism.run_round, cohort, start, self.entropy, bench, files
+            )
             self._check_leaving()
         finally:
             self.training = False
         persons = frozenset(patient.pseudonym for patient in cohort.patients)
         check_opt_outs(self.site, persons)
-        if update.vector.shape != start.vector.shape:
+        numbers = made.vector if isinstance(made, Update) else made.steps
+        if numbers.shape != start.vector.shape:
             raise WorkerError("what trains a round answered with other parameters than it was given: nothing left")
-        return update, persons
+        return made, persons
+
+    def _examples(self) -> TaskCohort:
+        """What the run's task finds here, of those who have not opted out.
+
+        Raises:
+            LabelTableError: there is no such table, or it declares other columns or values than the task.
+        """
+        assert self.mechanism is not None
+        return self.site.examples(example_rule(self.mechanism.task))
+
+    def _files(self, mechanism: Federated | FederatedMasked) -> PublicFiles:
+        """The files of public weights that a task begins at, of those that the site vouches for.
+
+        Raises:
+            FederatedConfigError: one is not here.
+        """
+        found = {digest: self.site.public_file(digest) for digest in mechanism.task.network.public_files}
+        if missing := [digest for digest, raw in found.items() if raw is None]:
+            raise FederatedConfigError(
+                f"task: public weights that this site does not have, or does not vouch for: {', '.join(missing)}"
+            )
+        return {digest: raw for digest, raw in found.items() if raw is not None}
 
     def _check_leaving(self) -> None:
         if self.watch.wants_to_leave(self):

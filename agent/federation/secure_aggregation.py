@@ -8,7 +8,7 @@ from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agent.domain import Update
+from agent.domain import LatticePart, Update
 from agent.errors import ReviewRejectedError
 from agent.federation.participant import Participant
 from agent.mechanisms.federated.mechanism import FederatedMasked
@@ -141,9 +141,9 @@ class SecureAggregationClient:
         self._member = None  # until its vector is sealed: whatever goes wrong from here on, it takes no further step
         part, start = self.participant, self._start
         assert start is not None
-        delta, self._persons = part.run_round(start)
-        lattice = self._session.params.ring.quantise(delta.vector)
-        message = member.answer(step, payload, lattice)
+        made, self._persons = part.run_round(start)
+        assert isinstance(made, LatticePart), "a run of secret sums"
+        message = member.answer(step, payload, made.steps)
         signed = part.sign(number, pack_ring(round.masked_vector(self._session, message)))
         part.set_out(signed)
         self._member = member

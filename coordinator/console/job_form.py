@@ -15,8 +15,10 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from coordinator.explanations import epsilon_at_least, epsilon_text, format_rounded_up, rounded_up
-from coordinator.federation.job import FEDAVG, KEYS, MASKED, PLAIN, Job, JobError, LaunchDecision, SiteCost
+from coordinator.federation.job import EPSILON, FEDAVG, KEYS, MASKED, PLAIN, Job, JobError, LaunchDecision, SiteCost
 from policies.accounting.claims import RELATION, UNIT
+from policies.tasks.bounds import TaskError
+from policies.tasks.task import task_from_json, task_from_toml
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 
@@ -47,26 +49,17 @@ class FormField:
 # label, help; in the order in which people think of them
 _HELP: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
-        "sampling_rate": ("Sampling rate", "the probability that a patient takes part in a step, above 0, at most 1"),
-        "noise_multiplier": ("Noise multiplier", "the noise's standard deviation, in bounds on one patient's part"),
-        "steps_per_round": ("Steps in each round", "a whole number; every step costs budget"),
-        "rounds": ("Rounds that are priced", "a whole number, the run's rounds or more"),
-        "clip": ("Bound on one patient's part", "the largest norm of it"),
-        "images_per_patient": ("Images of each patient", "drawn in every step; a patient counts once"),
-        "public_patients": (
-            "Patients, publicly bounded",
-            "a public number that no site exceeds; delta is below 1 / it",
+        "task": ("Task", "the text of the task file, which `lazaret-agent task check` has accepted"),
+        "epsilon": ("Price of the run", "epsilon for each patient; the noise is found for it"),
+        "noise_multiplier": (
+            "Noise multiplier",
+            "instead of a price: the noise's standard deviation, in bounds on one patient's part",
         ),
-        "learning_rate": ("Learning rate", "of the sites' own steps"),
-        "proximal": ("Proximal term", "0 for plain averaging; with the strategy fedprox its mu"),
         "sites": ("Sites that share the noise", "as many as take part"),
         "honest": ("Honest sites", "this number must keep their noise secret for the guarantee to hold"),
         "value_bound": ("Bound on a value", "of one element of an update, before it is masked"),
         "scale": ("Scale", "bits after the point in the masked sum"),
         "ring_bits": ("Ring", "bits of the masked sum's elements"),
-        "classes": ("Classes", "a JSON list of labels"),
-        "shape": ("Shape", "a JSON list: height and width of an image in pixels"),
-        "centre": ("Centre", "a JSON list: the public mean that is taken off, one number for each pixel"),
     }
 )
 _NUMBERS: Final[Mapping[str, str]] = MappingProxyType(
@@ -85,21 +78,25 @@ _DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
 
 def blank(mechanism: str, sites: Sequence[str]) -> dict[str, str]:
     """An empty form for a mechanism, every enrolled site ticked."""
-    config = {f"config.{key}": "" for key in KEYS[mechanism]}
+    config = {f"config.{key}": "" for key in _fields(mechanism)}
     return {**_DEFAULTS, "mechanism": mechanism, **config, **{f"site.{site}": "on" for site in sites}}
+
+
+def _fields(mechanism: str) -> list[str]:
+    """The keys of the configuration that a person fills in, in their order: the job's length is asked for once."""
+    return [key for key in _HELP if key in {EPSILON, *KEYS[mechanism]}]
 
 
 def inputs(values: Mapping[str, str]) -> list[FormField]:
     """The fields of the mechanism's public configuration, filled."""
-    known = KEYS[values["mechanism"]]
-    named = [(key, *_HELP[key]) for key in _HELP if key in known]
+    named = [(key, *_HELP[key]) for key in _fields(values["mechanism"])]
     return [FormField(f"config.{key}", label, text, values.get(f"config.{key}", "")) for key, label, text in named]
 
 
 def from_job(job: Job) -> dict[str, str]:
     """A job's form."""
     config = json.loads(job.config)
-    filled = {f"config.{key}": _typed(value) for key, value in config.items()}
+    filled = {f"config.{key}": _typed(value) for key, value in config.items() if key != "parameters"}
     return {
         "run": job.run,
         "mechanism": job.mechanism,
@@ -135,7 +132,11 @@ def from_file(raw: bytes, run: str = "") -> dict[str, str]:
     out = {name: _typed(values[name]) for name in ("parameters", "rounds", "min_sites")}
     out |= {"run": run, "mechanism": mechanism, "strategy": json.dumps(values.get("strategy", json.loads(FEDAVG)))}
     out |= {"all_or_none": "on"} if values.get("all_or_none") is True else {}
-    out |= {f"config.{key}": _typed(value) for key, value in config.items() if key in KEYS[mechanism]}
+    if isinstance(config.get("task"), str):
+        raise JobFormError(
+            [f"the job file names the task file {config['task'][:40]}: put its text into the field Task"]
+        )
+    out |= {f"config.{key}": _typed(value) for key, value in config.items() if key in _fields(mechanism)}
     return out | {f"site.{site}": "on" for site in sites if isinstance(site, str)}
 
 
@@ -152,12 +153,20 @@ def job_of(form: Mapping[str, str]) -> Job:
     def read(name: str, label: str, kind: type) -> Any:
         try:
             return _READ[kind](form.get(name, "").strip())
+        except TaskError as fault:
+            wrong.extend(f"{label}: {problem}" for problem in fault.problems)
         except ValueError as fault:
             wrong.append(f"{label}: {fault}")
-            return None
+        return None
 
-    config = {key: read(f"config.{key}", _HELP[key][0], kind) for key, kind in KEYS[mechanism].items()}
+    kinds = {**KEYS[mechanism], EPSILON: float}
+    price = EPSILON if form.get(f"config.{EPSILON}", "").strip() else "noise_multiplier"
+    asked = [key for key in _fields(mechanism) if key in (price, *kinds.keys() - {EPSILON, "noise_multiplier"})]
+    if price == EPSILON and form.get("config.noise_multiplier", "").strip():
+        wrong.append("Price of the run: leave the noise multiplier empty, it is found")
+    config = {key: read(f"config.{key}", _HELP[key][0], kinds[key]) for key in asked}
     numbers = {name: read(name, label, int) for name, label in _NUMBERS.items()}
+    config["parameters"] = numbers["parameters"]
     try:
         strategy = canonical(json_object(form.get("strategy", ""))).decode()
     except ValueError:
@@ -196,18 +205,12 @@ def _real(text: str) -> float:
     return number
 
 
-def _list(text: str) -> list[Any]:
-    try:
-        read = json_object(f'{{"list": {text or "null"}}}')
-    except ValueError:
-        read = {}
-    found = read.get("list")
-    if len(read) != 1 or not isinstance(found, list):
-        raise ValueError("a JSON list, such as [8, 8]")
-    return found
+def _task(text: str) -> dict[str, Any]:
+    """The tables of a task file, or of a task's JSON."""
+    return dict((task_from_json(text) if text.startswith("{") else task_from_toml(text, "")).to_table())
 
 
-_READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType({int: _whole, float: _real, list: _list})
+_READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType({int: _whole, float: _real, dict: _task})
 
 
 def _typed(value: object) -> str:

@@ -150,6 +150,7 @@ def _priced(
     if any(job.run == other.run for other, _ in context.runs.known()):
         raise JobFormError(["run: that name is taken by another run"])
     try:
+        job = context.runs.with_noise(job)
         return job, *context.runs.plan(job)
     except JobError as fault:
         raise JobFormError([str(fault)]) from None

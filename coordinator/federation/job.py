@@ -8,41 +8,41 @@ same claim. The forecast runs the real reservation's review on a draft.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from coordinator.federation.aggregation import Advancing, FedAvg, FedProx, Strategy, StrategyError, strategy_from
-from policies.accounting.claims import Claim, DistributedGaussian, SubsampledGaussian, UnsupportedClaimError
+from policies.accounting.claims import (
+    MOST_NOISE,
+    Claim,
+    DistributedGaussian,
+    SubsampledGaussian,
+    UnsupportedClaimError,
+)
 from policies.accounting.rdp import NANO, cost, epsilon_nano
 from policies.review.policy import Policy
 from policies.review.rules import TERMS, AccountContext, remaining, review_reservation
 from policies.statements import ID, Reservation
+from policies.tasks.bounds import TaskError
+from policies.tasks.task import WRITE_A_TASK, Task, Training, task_from_table
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 
 FEDAVG: Final = '{"name":"fedavg"}'
 PLAIN: Final = "federated"
 MASKED: Final = "federated-masked"
-_SHARED: Final[Mapping[str, type]] = {
-    "sampling_rate": float,
-    "noise_multiplier": float,
-    "rounds": int,
-    "clip": float,
-    "images_per_patient": int,
-    "public_patients": int,
-    "learning_rate": float,
-    "classes": list,
-    "shape": list,
-    "centre": list,
-}
+_SHARED: Final[Mapping[str, type]] = {"task": dict, "parameters": int, "noise_multiplier": float}
 # The keys of each mechanism's public configuration, and their types in JSON.
 KEYS: Final[Mapping[str, Mapping[str, type]]] = MappingProxyType(
     {
-        PLAIN: {**_SHARED, "steps_per_round": int, "proximal": float},
+        PLAIN: _SHARED,
         MASKED: {**_SHARED, "sites": int, "honest": int, "value_bound": float, "scale": int, "ring_bits": int},
     }
 )
+EPSILON: Final = "epsilon"  # in the place of noise_multiplier: the price of the run, for which the noise is found
+MOST_EPSILON: Final = 100.0
+SIGMA_GRID: Final = 1000  # noise multipliers that are found are whole thousandths
 
 
 class JobError(ConfigError, ValueError):
@@ -50,7 +50,7 @@ class JobError(ConfigError, ValueError):
 
 
 def _configuration(mechanism: str, text: str) -> dict[str, Any]:
-    """The configuration's values: every key, none unknown or twice, every type exact.
+    """The configuration's values: every key, none unknown or twice, every type exact; the task read.
 
     Raises:
         JobError: anything else. The keys at fault are named, all at once.
@@ -61,9 +61,17 @@ def _configuration(mechanism: str, text: str) -> dict[str, Any]:
         values = json_object(text)
     except ValueError:
         raise JobError("config: a JSON object of distinct keys and finite numbers") from None
-    if wrong := _at_fault(values, KEYS[mechanism]):
+    if "task" not in values and {"classes", "shape", "centre"} & values.keys():
+        raise JobError(f"config: {WRITE_A_TASK}")
+    kinds = KEYS[mechanism]
+    if EPSILON in values:
+        kinds = {EPSILON: float, **{key: kind for key, kind in kinds.items() if key != "noise_multiplier"}}
+    if wrong := _at_fault(values, kinds):
         raise JobError("config: " + "; ".join(wrong))
-    return values
+    try:
+        return {**values, "task": task_from_table(values["task"])}
+    except TaskError as fault:
+        raise JobError("; ".join(f"config: task: {problem}" for problem in fault.problems)) from None
 
 
 def _at_fault(values: Mapping[str, Any], kinds: Mapping[str, type]) -> list[str]:
@@ -74,19 +82,15 @@ def _at_fault(values: Mapping[str, Any], kinds: Mapping[str, type]) -> list[str]
 
 
 def _claim(mechanism: str, values: Mapping[str, Any]) -> Claim:
+    if "noise_multiplier" not in values:
+        raise JobError("config: its noise is not found yet: `round plan` and `round launch` find it")
+    constants, noise = values["task"].training, values["noise_multiplier"]
     try:
         if mechanism == MASKED:  # every round is one step
             return DistributedGaussian(
-                values["sampling_rate"],
-                values["noise_multiplier"],
-                values["rounds"],
-                values["sites"],
-                values["honest"],
+                constants.sampling_rate, noise, constants.rounds, values["sites"], values["honest"]
             )
-        steps = values["steps_per_round"] * values["rounds"]
-        if not min(values["steps_per_round"], values["rounds"]) >= 1:
-            raise UnsupportedClaimError("steps_per_round and rounds must be at least 1")
-        return SubsampledGaussian(values["sampling_rate"], values["noise_multiplier"], steps)
+        return SubsampledGaussian(constants.sampling_rate, noise, constants.steps_per_round * constants.rounds)
     except UnsupportedClaimError as fault:
         raise JobError(f"config: {fault}") from None
 
@@ -106,8 +110,8 @@ class Job:
 
     run: str  # name of the run
     mechanism: str  # federated, or federated-masked for secure aggregation
-    config: str  # JSON of the mechanism's public configuration
-    parameters: int  # length of the flat model
+    config: str  # JSON of the mechanism's public configuration; an epsilon may stand in the noise multiplier's place
+    parameters: int  # length of the flat model: what the task trains
     sites: tuple[str, ...]  # short names of the hospitals
     rounds: int  # of training
     min_sites: int  # of each round, and at the launch
@@ -122,8 +126,22 @@ class Job:
             raise JobError("the job needs " + "; ".join(wrong))
 
     def claim(self) -> Claim:
-        """What each site's account is charged for, all rounds together."""
+        """What each site's account is charged for, all rounds together.
+
+        Raises:
+            JobError: the job names an epsilon, and its noise is not found yet; see :func:`with_noise`.
+        """
         return claim_of(self.mechanism, self.config)
+
+    def task(self) -> Task:
+        """What is trained."""
+        task: Task = _configuration(self.mechanism, self.config)["task"]
+        return task
+
+    @property
+    def priced(self) -> bool:
+        """Whether its noise is settled."""
+        return EPSILON not in json_object(self.config)
 
     def aggregator(self) -> Strategy:
         """The strategy, read."""
@@ -152,16 +170,25 @@ class Job:
             return
         try:
             values = _configuration(self.mechanism, self.config)
-            _claim(self.mechanism, values)
+            if EPSILON not in values:
+                _claim(self.mechanism, values)
+            elif not 0.0 < values[EPSILON] <= MOST_EPSILON:
+                yield f"config: epsilon: above 0, at most {MOST_EPSILON:g}"
         except JobError as fault:
             yield str(fault)
             return
-        if not self.rounds <= values["rounds"]:
-            yield f"rounds: at most the {values['rounds']} that the configuration prices"
-        if not values["public_patients"] >= 1:
-            yield "config: public_patients of at least 1"
+        constants: Training = values["task"].training
+        if not self.rounds <= constants.rounds:
+            yield f"rounds: at most the {constants.rounds} that the task prices"
+        if values["parameters"] != self.parameters:
+            yield "parameters: those of the configuration"
         if self.mechanism != MASKED:
             return
+        yield from self._wrong_masked(values, constants)
+
+    def _wrong_masked(self, values: Mapping[str, Any], constants: Training) -> Iterator[str]:
+        if constants.steps_per_round != 1:
+            yield f"config: task: training.steps_per_round: 1 for {MASKED}"
         if values["sites"] != len(self.sites):
             yield f"sites: the {values['sites']} that the configuration names"
         needed = quorum(len(self.sites), values["honest"])
@@ -183,11 +210,11 @@ class Job:
         if self.mechanism == MASKED and not sums:
             yield "strategy: fedavg without weights, fedadam or fedyogi; the others need single updates"
         if isinstance(strategy, FedProx) and self.mechanism == PLAIN and self._proximal() != strategy.mu:
-            yield "strategy: the mu of fedprox must be the configuration's proximal"
+            yield "strategy: the mu of fedprox must be the task's training.proximal"
 
     def _proximal(self) -> float | None:
         try:
-            return float(_configuration(self.mechanism, self.config)["proximal"])
+            return self.task().training.proximal
         except JobError:  # said by _wrong_config
             return None
 
@@ -235,6 +262,49 @@ class SiteCost:
     reason: str  # why it does not fit; "" when it does
 
 
+def with_noise(job: Job, standings: Mapping[str, AccountContext]) -> Job:
+    """The job with the least noise for which no site's account is charged more than the epsilon that it names.
+
+    What the account is charged: the divergence at its fixed order, and its delta. Accounts of other orders or deltas
+    want other noise; the job has the most of them. A job whose noise is settled stays as it is.
+
+    Args:
+        standings: site -> what the ledger says of it; its account is the one of the mechanism's kind.
+    Raises:
+        JobError: no site has an account, or no noise is enough.
+    """
+    if job.priced:
+        return job
+    values = json_object(job.config)
+    most = round(values.pop(EPSILON) * NANO)
+    opened = {s.account.opened for s in standings.values() if s.account is not None}
+    accounts = {(float(one.delta), one.order) for one in opened}
+    if not accounts:
+        raise JobError("no site of the job has an account that could pay for it")
+
+    def noisy(thousandths: int) -> str:
+        return canonical({**values, "noise_multiplier": thousandths / SIGMA_GRID}).decode()
+
+    def fits(thousandths: int) -> bool:
+        claim = claim_of(job.mechanism, noisy(thousandths))
+        try:
+            return all(epsilon_nano(claim, delta, order) <= most for delta, order in accounts)
+        except (ValueError, ArithmeticError):  # next to no noise: no price can be told
+            return False
+
+    low, high = 1, int(MOST_NOISE) * SIGMA_GRID  # `low` does not fit, `high` does: a price falls as the noise grows
+    if not fits(high):
+        least = max(epsilon_nano(claim_of(job.mechanism, noisy(high)), *account) for account in accounts) / NANO
+        raise JobError(
+            f"no noise keeps the run under epsilon {most / NANO:g}: the accounts' order and delta alone are worth "
+            f"{least:.3f}, since they were opened for a larger budget"
+        )
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return replace(job, config=noisy(high))
+
+
 def forecast(
     job: Job, standings: Mapping[str, AccountContext], policies: Mapping[str, Policy], claim: Claim
 ) -> list[SiteCost]:
@@ -246,7 +316,7 @@ def forecast(
         standings: site -> what the ledger says of it; its account is the one of the mechanism's kind.
         policies: site -> the policy that binds it, its own and the federation's together (``strictest``).
     """
-    patients = _configuration(job.mechanism, job.config)["public_patients"]
+    patients = job.task().training.public_patients
     return [_site_cost(job, site, standings.get(site), policies.get(site), (claim, patients)) for site in job.sites]
 
 

@@ -9,6 +9,9 @@ from typing import Any, Final
 from coordinator.federation.events import RunEvent
 from coordinator.federation.job import FEDAVG, Job, JobError
 from coordinator.federation.run_manager import RunManager
+from policies.accounting.accountant import tight_epsilon
+from policies.accounting.claims import Claim
+from protos.common.canonical_json import json_object
 from protos.v1 import gateway_pb2
 
 _TOLD: Final = ("site", "fits", "epsilon", "delta", "amount", "left", "reason")  # of a site's cost
@@ -27,11 +30,19 @@ class Operations:
     def plan(self, request: Any) -> Any:
         """What it would cost each site."""
         try:
-            costs, decision = self.runs.plan(_job(request))
+            job = self.runs.with_noise(_job(request))
+            costs, decision = self.runs.plan(job)
+            claim = job.claim()
         except JobError as error:
             return gateway_pb2.PlanReply(refused=str(error))
-        sites = [gateway_pb2.SiteCost(**{name: getattr(c, name) for name in _TOLD}) for c in costs]
-        return gateway_pb2.PlanReply(sites=sites, refused="" if decision.go else decision.reason)
+        tight = {delta: _pld(claim, delta) for delta in {c.delta for c in costs if c.epsilon}}
+        sites = [
+            gateway_pb2.SiteCost(**{name: getattr(c, name) for name in _TOLD}, pld_epsilon=tight.get(c.delta, ""))
+            for c in costs
+        ]
+        noise: float = json_object(job.config)["noise_multiplier"]
+        refused = "" if decision.go else decision.reason
+        return gateway_pb2.PlanReply(sites=sites, refused=refused, noise_multiplier=noise)
 
     def watch(self, run: str) -> Iterator[Any]:
         """Events of a run that is known."""
@@ -44,6 +55,11 @@ class Operations:
     def stop(self, run: str) -> str:
         """Stop after the round in progress; the run's state."""
         return self.runs.stop(run)
+
+
+def _pld(claim: Claim, delta: str) -> str:
+    """Epsilon of the claim by privacy loss distributions, as decimal text."""
+    return f"{tight_epsilon([claim], float(delta)):.9f}"
 
 
 def _job(request: Any) -> Job:

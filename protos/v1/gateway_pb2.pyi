@@ -260,15 +260,17 @@ class StopReply(_message.Message):
     def __init__(self, state: _Optional[str] = ...) -> None: ...
 
 class PlanReply(_message.Message):
-    __slots__ = ("sites", "refused")
+    __slots__ = ("sites", "refused", "noise_multiplier")
     SITES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    NOISE_MULTIPLIER_FIELD_NUMBER: _ClassVar[int]
     sites: _containers.RepeatedCompositeFieldContainer[SiteCost]
     refused: str
-    def __init__(self, sites: _Optional[_Iterable[_Union[SiteCost, _Mapping]]] = ..., refused: _Optional[str] = ...) -> None: ...
+    noise_multiplier: float
+    def __init__(self, sites: _Optional[_Iterable[_Union[SiteCost, _Mapping]]] = ..., refused: _Optional[str] = ..., noise_multiplier: _Optional[float] = ...) -> None: ...
 
 class SiteCost(_message.Message):
-    __slots__ = ("site", "fits", "epsilon", "delta", "amount", "left", "reason")
+    __slots__ = ("site", "fits", "epsilon", "delta", "amount", "left", "reason", "pld_epsilon")
     SITE_FIELD_NUMBER: _ClassVar[int]
     FITS_FIELD_NUMBER: _ClassVar[int]
     EPSILON_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +278,7 @@ class SiteCost(_message.Message):
     AMOUNT_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    PLD_EPSILON_FIELD_NUMBER: _ClassVar[int]
     site: str
     fits: bool
     epsilon: str
@@ -283,7 +286,8 @@ class SiteCost(_message.Message):
     amount: int
     left: int
     reason: str
-    def __init__(self, site: _Optional[str] = ..., fits: _Optional[bool] = ..., epsilon: _Optional[str] = ..., delta: _Optional[str] = ..., amount: _Optional[int] = ..., left: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    pld_epsilon: str
+    def __init__(self, site: _Optional[str] = ..., fits: _Optional[bool] = ..., epsilon: _Optional[str] = ..., delta: _Optional[str] = ..., amount: _Optional[int] = ..., left: _Optional[int] = ..., reason: _Optional[str] = ..., pld_epsilon: _Optional[str] = ...) -> None: ...
 
 class InviteRequest(_message.Message):
     __slots__ = ("site",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,19 @@ from tests.support.coordinator_runs import admitting
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.ledger_world import Hospital, policy
 from tests.support.site_world import SHAPE, DirectCoordinatorClient, MemoryVault, admission, site_of
+from tests.support.small_tasks import changed, classification, linear_length
 
 
 def federated(rounds: int = 3, **changes: Any) -> Federated:
     """A small training job."""
-    job = Federated(0.25, 1.8, 15, rounds, 0.1, 2, 25, 40.0, ("0", "1", "2"), SHAPE, (0.0,) * 64)
-    return replace(job, **changes)
+    task = classification(size=SHAPE, rounds=rounds)
+    return changed(Federated(task, linear_length(task), 1.8), **changes)
 
 
 def masked(rounds: int = 2, sites: int = 3, **changes: Any) -> FederatedMasked:
     """A small training job in secret sums."""
-    job = FederatedMasked(
-        0.25, 1.8, rounds, 0.1, 2, 25, 4.0, ("0", "1", "2"), SHAPE, (0.0,) * 64, sites, 2, 4.0, 20, 32
-    )
-    return replace(job, **changes)
+    task = classification(size=SHAPE, rounds=rounds, steps_per_round=1, learning_rate=4.0)
+    return changed(FederatedMasked(task, linear_length(task), 1.8, sites, 2, 4.0, 20, 32), **changes)
 
 
 @dataclass

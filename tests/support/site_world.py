@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agent.domain import Cohort, Image, Patient, Scan, Selection
+from agent.domain import Cohort, Example, ExampleRule, Image, Patient, Scan, Selection, TaskCohort, TaskPatient
 from agent.errors import CoordinatorUnreachableError
 from agent.federation.participant import Participant
 from agent.mechanisms.common.linear_codec import Basis, fit_basis
@@ -21,6 +22,8 @@ from agent.mechanisms.federated.mechanism import Federated
 from agent.mechanisms.ksame.mechanism import KSame
 from agent.release.pipeline import release_synthetic
 from agent.release.ports import ApprovalPending, SignedRelease, SiteContext
+from agent.storage.examples import task_cohort
+from agent.storage.vault import Vault
 from coordinator.admission import AdmissionService, RequestRejectedError
 from policies.governance import decisions
 from policies.ledger.backends.sqlite import open_sqlite
@@ -83,6 +86,16 @@ class MemoryVault:
             if f"{i:04d}" not in excluded:
                 found.append(Patient(f"{i:04d}", images))
         return Cohort(tuple(found))
+
+    def examples(self, rule: ExampleRule) -> TaskCohort:
+        """The images whose label is a class of the rule."""
+        places = {name: place for place, name in enumerate(rule.classes)}
+        found = []
+        for patient in self.cohort(rule.modality, rule.size).patients:
+            known = [image for image in patient.images if image.label in places]
+            made = tuple(Example(image.pixels[None], np.array([places[image.label]])) for image in known)
+            found += [TaskPatient(patient.pseudonym, made)] if made else []
+        return TaskCohort(tuple(found))
 
     def alike_ids(self) -> tuple[frozenset[str], ...]:
         return ()
@@ -202,8 +215,11 @@ def site_of(folder: Path, hospital: Hospital, vault: MemoryVault, gateway: Direc
             name for i in made if (name := f"{prefix}-{hospital.name}-{i}") not in register.store.state.grants
         )
 
+    of_files = partial(task_cohort, vault) if isinstance(vault, Vault) else None
+    find: Callable[[ExampleRule], TaskCohort] = of_files or vault.examples
+    nothing: Callable[[str, str], None] = lambda _step, _detail: None  # noqa: E731 - nobody listens
     return SiteContext(
-        hospital.name, register, gateway, vault, hospital.seal, read, new_id, lambda _step, _detail: None
+        hospital.name, register, gateway, vault, hospital.seal, read, new_id, nothing, find, lambda _digest: None
     )
 
 

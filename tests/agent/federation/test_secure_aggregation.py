@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from agent.errors import ReviewRejectedError
 from agent.federation.part_watch import PartView, PartWatch
 from agent.mechanisms.federated.mechanism import FederatedMasked
+from agent.mechanisms.federated.task_training import example_rule
 from agent.service import jobs
 from agent.service.job_rules import JobSettings, Surroundings, choose
 from agent.service.jobs import Event, Job
@@ -45,8 +46,9 @@ def own_delta(ward: FederatedSite, start: np.ndarray = START) -> np.ndarray:
     mechanism = ward.part.participant.mechanism
     assert isinstance(mechanism, FederatedMasked)
     twin = type(ward.part.participant.entropy)(ward.seed)  # type: ignore[call-arg]
-    from_vault = MemoryVault(seed=ward.vault.seed).cohort("OT", mechanism.shape)
-    return np.asarray(mechanism.run_round(from_vault, replace(mechanism.initial(), vector=start), twin).vector)
+    from_vault = MemoryVault(seed=ward.vault.seed).examples(example_rule(mechanism.task))
+    made = mechanism.run_round(from_vault, replace(mechanism.initial(), vector=start), twin)
+    return np.ldexp(made.steps.astype(np.float64), -mechanism.scale)
 
 
 def test_the_hub_learns_the_sum_of_what_three_sites_trained_and_each_part_is_written_down_as_masked(

@@ -40,6 +40,7 @@ from tests.support.federation_world import Federation as Books
 from tests.support.federation_world import Site, vector
 from tests.support.flower.federation import ADD, SITES, FlowerFederation
 from tests.support.ledger_world import DP
+from tests.support.small_tasks import classification, plain_config
 
 START = np.linspace(-1.0, 1.0, 10, dtype=np.float32)
 PLAN = RoundPlan(
@@ -500,20 +501,7 @@ def test_no_more_runs_than_the_bound_go_at_once() -> None:
 # ---------------------------------------------------------------- the conductor
 
 
-CONFIG = {
-    "sampling_rate": 0.25,
-    "noise_multiplier": 1.8,
-    "steps_per_round": 15,
-    "rounds": 4,
-    "learning_rate": 0.1,
-    "images_per_patient": 2,
-    "public_patients": 40,
-    "clip": 1.0,
-    "proximal": 0.0,
-    "classes": ["0", "1"],
-    "shape": [8, 8],
-    "centre": [0.0] * 64,
-}
+CONFIG = plain_config(classification(("0", "1"), rounds=4, public_patients=40), 10)
 
 
 @pytest.fixture
