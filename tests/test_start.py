@@ -210,6 +210,7 @@ def test_what_does_not_learn_imports_no_torch() -> None:
         ("agent.cli.ledger_decisions", HEAVY | {"policies.ledger.store", "structlog"}),
         ("agent.cli.made_release", HEAVY - {"cryptography", "rich"}),
         ("agent.runtime", {"torch", "scipy", "fastapi"}),
+        ("agent.cli.cohort", {"torch", "scipy", "nibabel", "highdicom"}),
         ("agent.cli.serve", {"torch", "scipy", "fastapi"}),
         ("agent.cli.ingest", {"torch", "scipy", "fastapi", "grpc"}),
         ("agent.console.app", {"torch", "scipy"}),

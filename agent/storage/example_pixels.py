@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
 
 import numpy as np
 import pydicom
@@ -14,7 +13,7 @@ from agent.deidentify.attributes import numbers, text
 from agent.deidentify.record import grey
 from agent.domain import ExampleRule, Volume
 from agent.field_of_view import fit_to, part_for
-from agent.storage.instance_index import FaceInstance, InstanceRecord
+from agent.storage.instance_index import FaceInstance, FoundExample, InstanceRecord, Target
 from agent.storage.vault import Vault
 from agent.storage.withheld_series import volumes_of
 from agent.volumes.errors import NotDefacedError
@@ -22,18 +21,7 @@ from agent.volumes.grid import averaged, oriented, resample, spacing
 from agent.volumes.volume_io import VolumeSource
 
 _LOWEST, _HIGHEST = 0.5, 99.5  # percentiles of a volume that become 0 and 1, where the task names no window
-Target = NDArray[np.int64] | NDArray[np.float32]
 Seen = tuple[NDArray[np.float32], Target]  # pixels and target of one example
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FoundExample:
-    """One example before its pixels are opened; a series may hold several volumes."""
-
-    person: str
-    heads: tuple[InstanceRecord, ...]
-    target: Target | None  # None of a segmentation: its masks have it
-    masks: tuple[str, ...] = ()  # the names of those that are of its series
 
 
 def as_seen(vault: Vault, rule: ExampleRule, found: FoundExample) -> list[Seen | str]:

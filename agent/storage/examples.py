@@ -14,8 +14,7 @@ import numpy as np
 
 from agent.deidentify.record import NO_SERIES
 from agent.domain import Example, ExampleRule, TaskCohort, TaskKind, TaskPatient
-from agent.storage.example_pixels import FoundExample, Target, as_seen
-from agent.storage.instance_index import InstanceRecord
+from agent.storage.instance_index import FoundExample, InstanceRecord, Target
 from agent.storage.label_tables import LabelColumn, LabelTable, LabelTableError, Value, read_table, words_of
 from agent.storage.vault import Vault
 
@@ -221,6 +220,8 @@ def _examples(
     vault: Vault, rule: ExampleRule, table: LabelTable | None, tally: _Tally, without: Iterable[str]
 ) -> Iterator[tuple[str, Example]]:
     """The examples, patient after patient, one at a time."""
+    from agent.storage.example_pixels import as_seen  # noqa: PLC0415 - the readers of volumes: half a second
+
     for found in _found(vault, rule, table, tally, vault.opted_out() | set(without)):
         try:
             seen = as_seen(vault, rule, found)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from agent.deidentify.record import NO_SERIES, Record
 from agent.domain import Selection, Split
 
+Target = NDArray[np.int64] | NDArray[np.float32]  # of an example: see agent.domain.Example
 State = Literal["eligible", "unlabelled", "face", "volume", "mask", "waiting", "held"]
 
 
@@ -197,6 +198,16 @@ def counts(heads: Callable[[], Iterable[InstanceRecord]], tally: SeriesTally) ->
         instances[place] += 1
         persons.setdefault(place, set()).add(head.person)
     return tuple(StateCount(*place, instances[place], len(persons[place])) for place in sorted(instances))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundExample:
+    """One example before its pixels are opened; a series may hold several volumes."""
+
+    person: str
+    heads: tuple[InstanceRecord, ...]
+    target: Target | None  # None of a segmentation: its masks have it
+    masks: tuple[str, ...] = ()  # the names of those that are of its series
 
 
 @dataclass(frozen=True, slots=True, eq=False)
