@@ -253,6 +253,8 @@ def _add_patients(commands: Any) -> None:
     told.add_argument("--study", help="one study's pseudonym")
     told.add_argument("--out", type=Path, help="a folder (default: standard output)")
     counted = add(commands, "cohort", "count patients by modality, body part and state")
+    text = "show what this task file would find here, and what it would leave out and why"
+    counted.add_argument("task", type=Path, nargs="?", metavar="TASK.toml", help=text)
     counted.add_argument("--held", action="store_true", help="list the studies and series that are held back")
     counted.add_argument("--lift", metavar="NAME", help="use this study or series: a person has checked it")
     counted.add_argument("--same", action="store_true", help="list patient ids that count as one patient towards k")
@@ -299,6 +301,8 @@ def _of_table(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace],
     """What a table would give depends on the column and the images."""
 
     def check(arguments: argparse.Namespace) -> None:
+        if arguments.task and (arguments.table or arguments.segment or arguments.column or arguments.modality):
+            parser.error("TASK.toml: it says all of --table, --column, --segment and --modality itself")
         if arguments.table and not (arguments.column and arguments.modality):
             parser.error("--table: say --column and --modality, too")
         if arguments.segment and (arguments.table or arguments.per_study or not arguments.modality):

@@ -10,9 +10,14 @@ from agent.deidentify.ps315 import retained_attributes
 
 SEGMENTATION: Final = "1.2.840.10008.5.1.4.1.1.66.4"
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}")
-# skin, face, head, head and neck, neck, entire body, body surface: their outline is what a face is recognised by
-_OUTLINES: Final = frozenset(
-    {"39937001", "181469002", "89545001", "302549007", "69536005", "774007", "45048000", "38266002", "43109005"}
+# what a face is recognised by, in the standard's words; of what lies inside, the words after it
+_OUTLINE: Final = re.compile(
+    r"\b(?:skin|scalp|face|facial|heads?|forehead|skull|jaw|mandible|maxilla|nose|nasal|ears?|cheek|chin|lips?|eyelid|necks?"
+    r"|entire body|whole body)\b",
+    re.IGNORECASE,
+)
+_INSIDE: Final = re.compile(
+    r"lesion|lymph node|nerve|artery|vascular|muscle|of rib|inner ear|middle ear", re.IGNORECASE
 )
 
 
@@ -30,7 +35,7 @@ class Segment:
             raise ValueError("a segment has a short name of a-z, 0-9, _ and -, which begins with a letter")
         if retained_attributes.concept(self.scheme, self.code) is None:
             raise ValueError("code: not one of the standard's coded concepts (PS3.16) in this scheme")
-        if self.meant[1] in _OUTLINES:
+        if _OUTLINE.search(self.meaning) and not _INSIDE.search(self.meaning):
             raise ValueError("code: the outline of a head shows its face")
 
     @property

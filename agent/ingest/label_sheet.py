@@ -30,6 +30,7 @@ MAX_ROWS: Final = 500_000
 MAX_LINE: Final = 64 * 2**10  # characters
 MAX_KEY: Final = 128  # characters
 TOLD: Final = 1000  # row numbers of one finding
+_MOST_ZEROS: Final = 9  # before a number
 _SEPARATORS: Final = (";", ",", "\t", "|")
 _MONTHS: Final = "jan|feb|m[aä]r|apr|ma[iyj]|jun|jul|aug|sep|o[ck]t|nov|de[cz]"
 _DATE: Final = re.compile(
@@ -67,6 +68,7 @@ NOTES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "repeated": "says again what an earlier row says: counted once",
         "unmatched": "the key matches nothing in the vault: left out; import again when the images are in",
+        "unmatched_zeros": "the same, and with zeros before it the key would match: the spreadsheet dropped them",
         "unmatched_date": "the same, and the key looks like a date: the spreadsheet may have changed it",
         "shared": "the files of more than one patient say this key: each of them has the row",
     }
@@ -375,10 +377,16 @@ class _Reader:
             self.tally.add("key_unreadable", number)
             return frozenset()
         if not owners:
-            self.tally.add("unmatched_date" if _DATE.fullmatch(key) else "unmatched", number)
+            self.tally.add(self._unmatched(key), number)
         elif len({person for person, _ in owners}) > 1:
             self.tally.add("shared", number)  # and nobody's row depends on another's files (P1)
         return owners
+
+    def _unmatched(self, key: str) -> str:
+        """What a spreadsheet may have done to a key that matches nothing. No other key is taken for it."""
+        if key.isdecimal() and any(self._owners("0" * zeros + key) for zeros in range(1, _MOST_ZEROS)):
+            return "unmatched_zeros"
+        return "unmatched_date" if _DATE.fullmatch(key) else "unmatched"
 
     def _put(self, own: Own, number: int, values: tuple[Value, ...]) -> None:
         earlier, before = self.found.setdefault(own, (number, values))

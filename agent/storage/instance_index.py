@@ -49,8 +49,9 @@ class InstanceRecord:
         return not back.isdisjoint((self.study, self.series, *self.uids))
 
     def encode(self) -> bytes:
-        """As JSON."""
-        return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
+        """As JSON; ``masks`` of a mask alone, so that an older program reads a vault without masks."""
+        named = (name for name in self.__slots__ if name != "masks" or self.masks)
+        return json.dumps({name: getattr(self, name) for name in named}).encode()
 
 
 def decode(raw: bytes) -> InstanceRecord:

@@ -123,6 +123,59 @@ def test_cohort_shows_what_a_task_would_find_and_what_it_would_leave_out_to_the_
     assert (site / "agent.log").read_text() == log, "no count is logged"
 
 
+TASK = """
+[task]
+name = "grades"
+kind = "classification"
+
+[labels]
+table = "findings"
+columns = ["grade"]
+classes = ["low", "high"]
+
+[input]
+modality = "MR"
+size = [8, 8]
+
+[training]
+public_patients = 100
+
+[network]
+name = "linear"
+"""
+
+
+def test_a_task_file_shows_what_the_task_would_find_here(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = table(tmp_path, "P-0,1,low,mass,61.5", "P-1,0,high,none,5")
+    told(capsys, site, "labels", "import", str(path), "--key", "patient-id")
+    (tmp_path / "task.toml").write_text(TASK)
+    found = told(capsys, site, "cohort", str(tmp_path / "task.toml"))
+    words = ("cohort", "--table", "findings", "--column", "grade", "--modality", "MR", "--size", "8,8")
+    assert found == told(capsys, site, *words)
+    assert (found["patients"], found["examples"]) == (2, 3)
+
+
+def test_a_file_that_is_no_task_or_that_the_table_does_not_fit_is_a_sentence_with_file_and_key(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = table(tmp_path, "P-0,1,low,mass,61.5")
+    told(capsys, site, "labels", "import", str(path), "--key", "patient-id")
+    for text, why in (
+        (TASK.replace('"linear"', '"my.module"'), "task.toml: network.name: must be one of"),
+        (TASK.replace('"high"', '"higher"'), "does not declare all classes"),
+        (TASK.replace('"findings"', '"other"'), "no label table of that name"),
+    ):
+        (tmp_path / "task.toml").write_text(text)
+        status, _, err = typed(capsys, site, "cohort", str(tmp_path / "task.toml"))
+        assert status == 1
+        assert why in err.replace("\n", " ")
+    status, _, err = typed(capsys, site, "cohort", str(tmp_path / "nothing.toml"))
+    assert status == 1
+    assert "nothing.toml: not found" in err
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -144,6 +197,7 @@ def test_columns_that_no_task_learns_together_are_a_sentence(
     "words",
     [
         ("--table", "t"),
+        ("task.toml", "--modality", "MR"),
         ("--column", "c"),
         ("--per-study",),
         ("--modality", "MR"),

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 
 from agent.deidentify.admission_rules import AdmissionRules, as_table, rules_from
+from agent.deidentify.ps315 import retained_attributes
 from agent.deidentify.segment_list import Segment
 from tests.support.segmentations import LISTED
 
 
 def test_a_segment_has_the_standards_words_and_an_older_code_means_the_same() -> None:
     assert Segment("liver", "10200004").meaning == "Liver"
+    for inside in ("312501005", "18234004", "12872006", "95324001", "15924003"):  # a node, a nerve, a rib's head, ...
+        if retained_attributes.concept("SCT", inside):
+            Segment("inside", inside)
     older = Segment("liver", "T-62000", "SRT")
     assert older.meant == ("SCT", "10200004")
 
@@ -26,6 +30,10 @@ def test_a_segment_has_the_standards_words_and_an_older_code_means_the_same() ->
         (("head", "69536005"), "shows its face"),
         (("face", "89545001"), "shows its face"),
         (("neck", "T-D1600", "SRT"), "shows its face"),
+        (("skull", "89546000"), "shows its face"),
+        (("jaw", "91609006"), "shows its face"),
+        (("nose", "113179006"), "shows its face"),
+        (("body", "38266002"), "shows its face"),
     ],
 )
 def test_what_is_no_listed_code_or_outlines_a_head_is_refused(words: tuple[str, ...], why: str) -> None:

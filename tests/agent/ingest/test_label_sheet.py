@@ -245,6 +245,16 @@ def test_keys_that_match_nothing_are_left_out_and_told_and_those_of_two_patients
     assert set(found.rows) == {("P-1", "P-1"), ("a", "a"), ("b", "b")}
 
 
+def test_zeros_that_a_spreadsheet_dropped_are_told_and_no_other_key_is_taken(
+    tmp_path: Path, declaration: SheetDeclaration
+) -> None:
+    (tmp_path / "labels.csv").write_text("\n".join([TITLES, *(GOOD.replace("P-1", key) for key in ("17", "18"))]))
+    known = {"00017": frozenset({("a", "a")})}
+    found = read_sheet(tmp_path / "labels.csv", declaration, lambda key: known.get(key, frozenset()))
+    assert said(found) == [("unmatched", "", (3,)), ("unmatched_zeros", "", (2,))]
+    assert found.rows == {}
+
+
 def test_a_key_that_is_no_plain_text_is_a_fault(tmp_path: Path, declaration: SheetDeclaration) -> None:
     def refuses(_key: str) -> frozenset[Own]:
         raise ValueError("SECRET")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -540,6 +541,13 @@ def test_another_patients_mask_of_the_same_series_uid_is_nobodys_target(vault: V
     scanned(vault, 1, masked=False)
     vault.keep(image(900, 2, **a_mask(key_of(99, 8), b"not even opened")))
     assert left_out(vault, SEGMENTS) == {"no_mask": (5, 1)}
+
+
+def test_the_head_of_an_image_is_written_as_before_masks_came_in(vault: Vault) -> None:
+    scanned(vault, 1)
+    written_as = {head.kind: json.loads(head.encode()) for head in vault.heads()}
+    assert "masks" not in written_as["image"]
+    assert written_as["mask"]["masks"] == key_of(1, 8)
 
 
 def test_a_mask_in_a_study_that_is_held_back_is_not_used(vault: Vault) -> None:
