@@ -32,7 +32,7 @@ from deploy.demo.train_networks import RECIPES
 from deploy.demo.twin import non_private_twin
 from deploy.phantoms import digits, scanner_files
 from policies.accounting.accountant import epsilon, tight_epsilon
-from policies.accounting.claims import Claim, KAnonymous, NoClaim
+from policies.accounting.claims import Claim, KAnonymous, NoClaim, SubsampledGaussian
 from policies.accounting.rounding import epsilon_text, format_rounded_up
 from protos.artifacts.arrays import unpack_vector
 
@@ -445,17 +445,18 @@ class Scene:
         test = self.split.held_out
         pictures, truth = _large(test.images), np.array([str(label) for label in test.labels])
         order, delta = self._account()
-        rounds = []
+        whole, rounds = self.mechanism.claim(), []
+        assert isinstance(whole, SubsampledGaussian), "the demo's run has no looks"
         for number in range(1, self.scale.rounds + 1):
             say(f"round {number}")
             raw = (self.work / "coordinator" / "runs" / RUN / f"round-{number}.safetensors").read_bytes()
-            claim = replace(self.mechanism.claim(), steps=self.mechanism.steps_per_round * number)
+            claim = replace(whole, steps=self.mechanism.steps_per_round * number)
             spent = epsilon([claim], delta, order)
             rounds.append(
                 {"round": number, "epsilon": spent, "accuracy": self._accuracy(unpack_vector(raw), pictures, truth)}
             )
         say("the twin without privacy")
-        claim = self.mechanism.claim()
+        claim = whole
         taking_part = [i for i, site in enumerate(SITES) if site != POOR]
         twin = non_private_twin(self.mechanism, [self._cohort(i) for i in taking_part], np.random.default_rng(0))
         self.measured = {
