@@ -528,7 +528,7 @@ def test_a_poisoned_site_does_not_move_the_model_far_under_a_robust_strategy(
 
 
 def test_an_update_that_is_not_the_one_that_was_sealed_or_of_another_round_is_not_aggregated(fed: Federation) -> None:
-    kept: dict[str, Message] = {}
+    kept: dict[str, Any] = {}
 
     def twist(site: str, message: Message, reply: Message) -> list[Message]:
         if message.metadata.message_type != "train":
@@ -536,8 +536,8 @@ def test_an_update_that_is_not_the_one_that_was_sealed_or_of_another_round_is_no
         if site == "west":
             reply.content["parameters"] = pack(np.zeros(195, np.float32))
         if site == "south" and message.metadata.group_id == "1":
-            reply.content["answer"] = kept["south"].content["answer"]
-        kept[site] = reply
+            reply.content["answer"] = kept["south"]
+        kept[site] = reply.content["answer"]
         return [reply]
 
     fed.grid.twist = twist
