@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -90,8 +91,9 @@ class _Patience:
         """
         people = end.reason == NOT_APPROVED_YET
         self.until += seconds if end.reason == "too_few_updates" else 0.0
-        if closed > self.closed or people:
-            self.until, self.closed = time.monotonic() + PATIENCE_S, closed
+        if closed > self.closed or people or (self.said is not None and self.said.reason == NOT_APPROVED_YET):
+            self.until = math.inf if people else time.monotonic() + PATIENCE_S
+            self.closed = closed
             self.pause = self.pause if people and end == self.said else 0.0
         told, self.said = not people or end != self.said, end
         return told

@@ -99,8 +99,12 @@ class FederatedSite:
         self.asked.append((task.kind, task.round_index, task.step))
         part = self.part.participant
         try:
+            if task.kind == "plan":
+                part.consider(task.run, read_mechanism(task.config.decode()), task.terms)
+                return RoundAnswer()
             if task.kind == "price":
-                return RoundAnswer(part.join(task.run, read_mechanism(task.config.decode())))
+                return RoundAnswer(part.join(task.run, read_mechanism(task.config.decode()), task.terms))
+            part.same_terms(task.run, task.terms)
             if task.kind == "secure":
                 return RoundAnswer(
                     payload=self.part.step(task.run, task.round_index + 1, task.step, task.payload, task.config)
@@ -113,7 +117,7 @@ class FederatedSite:
             return RoundAnswer(sent.envelope, update.vector)
         except ReviewRejectedError as refusal:
             rules = {f.rule for f in refusal.verdict.findings}
-            raise TaskDeclinedError("budget" if "budget" in rules else "policy") from None
+            raise TaskDeclinedError(next((one for one in ("budget", "waiting") if one in rules), "policy")) from None
 
     def account(self, kind: str = "rdp") -> tuple[int, int]:
         """(held, spent) in the site's own ledger."""
