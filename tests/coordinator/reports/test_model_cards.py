@@ -18,7 +18,7 @@ def test_a_card_names_the_certificate_where_a_look_was_paid_for_and_says_so_wher
         return _metrics(Item("run-1", {"parts": [{"claim": claim_json(claim)} for claim in claims]}))
 
     assert "in the certificate beside the model" in told(DP, LOOKED)
-    assert "nobody paid for a look" in told(DP, DP)
+    assert "nobody paid for one" in told(DP, DP)
 
 
 @pytest.mark.parametrize(
