@@ -109,7 +109,8 @@ def _metrics(item: Item) -> str:
             "How good it is was looked at on held-out patients, in sums with noise, within the epsilon above: the "
             'figures stand with their intervals in the certificate beside the model, under "evaluation".'
         )
-    return "The ledger holds no accuracy: metrics of a model are a release of their own, and nobody paid for one. " + OPEN
+    told = "The ledger holds no accuracy: metrics of a model are a release of their own, and nobody paid for one. "
+    return told + OPEN
 
 
 def _model_card(inputs: ReportInputs, item: Item) -> Document:
