@@ -603,7 +603,7 @@ def test_the_command_says_what_it_saw_and_needs_no_site(capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["passed"] is True
     assert {check["part"] for check in told["checks"]} == {"shipped"}
-    assert len(told["checks"]) == 9
+    assert len(told["checks"]) == 10
 
 
 def test_the_command_fails_when_the_noise_does(capsys, monkeypatch):
