@@ -100,7 +100,7 @@ class RoundPlan:
     config: bytes  # the mechanism's public configuration
     min_sites: int  # in each round
     least_grants: int  # at the price
-    round_timeout_s: float  # from sending to the last usable reply of a site that trains
+    round_timeout_s: float  # from sending to the last usable reply of a site that trains, or looks at a model
     node_wait_s: float  # how long to wait for expected sites that are offline
     aggregator: Aggregator = field(default_factory=FedAvg)
     roster: Mapping[str, bytes] | None = None  # secure aggregation: site -> enrolled Ed25519 key
@@ -330,7 +330,7 @@ class GatedStrategy(Strategy):
                 nodes[site],
                 kind,
                 # Expired when the round is over: a site that comes back late must not start on it.
-                ttl=self.plan.round_timeout_s if kind == wire.TRAIN else self.plan.step_timeout_s,
+                ttl=self.plan.round_timeout_s if kind in (wire.TRAIN, wire.EVALUATE) else self.plan.step_timeout_s,
                 group_id=str(index),
             )
             for site in sites

@@ -95,7 +95,7 @@ class Sites:
 
 def _good(message: Message, value: float = 1.0) -> Message:
     records: dict[str, Any] = {"answer": ConfigRecord({"envelope": b"e"})}
-    if message.metadata.message_type == "train":
+    if message.metadata.message_type in ("train", wire.EVALUATE):
         records["parameters"] = pack(np.full(4, value, np.float32))
     return Message(RecordDict(records), reply_to=message)
 
@@ -387,5 +387,7 @@ def test_each_message_has_its_own_time_and_says_how_long_a_round_may_take() -> N
 
     _conduct(answer, WAITED)
     assert seen == {wire.PLAN: (150.0, 3_600), wire.PRICE: (150.0, 3_600), wire.TRAIN: (4_000.0, 3_600)}
+    _conduct(answer, replace(WAITED, rounds=2, looks=frozenset({1}), sums=4))
+    assert seen[wire.EVALUATE] == (4_000.0, 3_600)
     _conduct(answer)
     assert seen[wire.TRAIN] == (5.0, None), "as before jobs named their times"
