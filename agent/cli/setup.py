@@ -32,7 +32,7 @@ from policies.governance.cli import read_person
 from policies.ledger.approvals import APPROVING
 from policies.ledger.backends.sqlite import open_read_only
 from policies.ledger.read_only import read_store
-from policies.review.policy import Policy, named, preset
+from policies.review.policy import named, preset
 from policies.review.policy import parse as parse_policy
 from protos.common.dsse import key_id
 from protos.common.durable_files import create_file, finish_interrupted
@@ -299,18 +299,13 @@ def _join(home: SiteDirectory, given: enrolment.Given | None, wait: float, repor
     return False
 
 
-def _approving(policy: Policy) -> frozenset[str]:
-    """The roles whose persons a policy wants to approve releases or runs."""
-    return (policy.approvals | policy.run_approvals) & APPROVING
-
-
 def _people(home: SiteDirectory, arguments: argparse.Namespace, report: SetupReport) -> None:
-    """Appoint the first person of each role that the policy wants to approve something, or that an option names."""
-    wanted = {role for role in APPROVING if getattr(arguments, role)} | _approving(home.policy())
+    """Appoint the first person of each role that the policy wants to approve releases, or that an option names."""
+    wanted = {role for role in APPROVING if getattr(arguments, role)} | (home.policy().approvals & APPROVING)
     if (home.root / "ledger.db").exists():
         disk, origin = open_read_only(home.root / "ledger.db"), site_directory.origin(home.settings().site)
         with read_store(disk, origin, home.sign_key()) as store:
-            wanted = (wanted | _approving(site_policy(home, store))) - store.state.office()
+            wanted = (wanted | (site_policy(home, store).approvals & APPROVING)) - store.state.office()
     for role in sorted(wanted):
         question = f"first person of {role}: NAME and PUBLIC-KEY, as `ledger person` printed it (Enter: later)"
         person = questions.ask_pair(f"--{role}", getattr(arguments, role), question, read_person)

@@ -20,8 +20,8 @@ from protos.federation.round_times import RoundTerms
 ACTION: Final = "run"  # what persons sign: run NAME SHA-256
 NOTE: Final = "plans"  # of the vault: by run, those that were asked for
 MOST: Final = 16  # plans that are kept: a coordinator that asks for more loses its oldest
-# what of a configuration, or of the task in it, says which patients and images of theirs are used
-_COHORT: Final = ("classes", "shape", "images_per_patient", "labels", "input")
+# what of a task says which patients and images of theirs are used
+_COHORT: Final = ("labels", "input")
 _START: Final = ("network", "seed")
 _NO_EVALUATION: Final = "none"
 

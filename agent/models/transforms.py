@@ -49,8 +49,9 @@ from monai.transforms.spatial.dictionary import (
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agent.errors import TransformError
 from policies.tasks.transforms import TransformSpec
-from protos.common.errors import TrainingError, out_of_memory
+from protos.common.errors import out_of_memory
 
 _PICTURE, _MASK = "pixels", "mask"
 _VALUES: Final[Mapping[str, type[Any]]] = {  # of the picture alone, by the parameters of the task
@@ -83,10 +84,6 @@ _IN_SPACE: Final = ("Orientation", "Spacing")  # that need to know where the pic
 
 Picture = NDArray[np.float32]  # (channels, *size)
 Mask = NDArray[np.int64]  # (*size)
-
-
-class TransformError(TrainingError, ValueError):
-    """A picture cannot be brought into the form that the task wants. The text names the transform, never a value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -70,7 +70,8 @@ def _price(plan: RunPlan, state: State, site: str) -> str:
         epsilon = epsilon_nano(claim, float(account.opened.delta), account.opened.order)
     except (UnsupportedClaimError, ValueError, ArithmeticError):
         return "it cannot be priced"
-    return f"epsilon {epsilon_text(f'{epsilon // _NANO}.{epsilon % _NANO:09d}')} at delta {account.opened.delta}"
+    whole, rest = divmod(epsilon, _NANO)
+    return f"epsilon {epsilon_text(f'{whole}.{rest:09d}')} at delta {account.opened.delta}"
 
 
 def _day(seconds: int) -> str:

@@ -224,7 +224,7 @@ def job_of(form: Mapping[str, str]) -> Job:
             strategy=strategy,
             all_or_none="all_or_none" in form,
             secure=mechanism == MASKED,
-            evaluate=tuple(looks.get("evaluate") or ()),
+            evaluate=tuple(looks),
             **numbers,
         )
     except JobError as fault:

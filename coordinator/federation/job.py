@@ -24,6 +24,7 @@ from policies.accounting.claims import (
     UnsupportedClaimError,
 )
 from policies.accounting.rdp import NANO, cost, epsilon_nano
+from policies.accounting.rounding import epsilon_text
 from policies.review.policy import Policy
 from policies.review.rules import TERMS, AccountContext, remaining, review_reservation
 from policies.statements import ID, Reservation
@@ -367,7 +368,7 @@ def with_noise(job: Job, standings: Mapping[str, AccountContext]) -> Job:
     if job.priced:
         return job
     values = json_object(job.config)
-    most = round(values.pop(EPSILON) * NANO)
+    most = math.floor(values.pop(EPSILON) * NANO)
     opened = {s.account.opened for s in standings.values() if s.account is not None}
     accounts = {(float(one.delta), one.order) for one in opened}
     if not accounts:
@@ -385,10 +386,10 @@ def with_noise(job: Job, standings: Mapping[str, AccountContext]) -> Job:
 
     low, high = 1, int(MOST_NOISE) * SIGMA_GRID  # `low` does not fit, `high` does: a price falls as the noise grows
     if not fits(high):
-        least = max(epsilon_nano(claim_of(job.mechanism, noisy(high)), *account) for account in accounts) / NANO
+        least = max(epsilon_nano(claim_of(job.mechanism, noisy(high)), *account) for account in accounts)
         raise JobError(
-            f"no noise keeps the run under epsilon {most / NANO:g}: the accounts' order and delta alone are worth "
-            f"{least:.3f}, since they were opened for a larger budget"
+            f"no noise keeps the run under epsilon {epsilon_text(_decimal(most))}: the accounts' order and delta alone "
+            f"are worth {epsilon_text(_decimal(least))}, since they were opened for a larger budget"
         )
     while high - low > 1:
         middle = (low + high) // 2

@@ -11,6 +11,7 @@ from coordinator.federation.job import APPROVAL_DAYS, FEDAVG, Job, JobError
 from coordinator.federation.run_manager import RunManager
 from policies.accounting.accountant import tight_epsilon
 from policies.accounting.claims import Claim
+from policies.accounting.rounding import format_rounded_up
 from protos.common.canonical_json import json_object
 from protos.federation import round_times
 from protos.v1 import gateway_pb2
@@ -61,7 +62,7 @@ class Operations:
 
 def _pld(claim: Claim, delta: str) -> str:
     """Epsilon of the claim by privacy loss distributions, as decimal text."""
-    return f"{tight_epsilon([claim], float(delta)):.9f}"
+    return format_rounded_up(tight_epsilon([claim], float(delta)))
 
 
 def _job(request: Any) -> Job:

@@ -21,9 +21,9 @@ from agent.dp.dpsgd import best_engine
 from agent.dp.evaluation_sums import ScoredExample
 from agent.dp.noise import Entropy
 from agent.dp.per_example_gradients import suitable
+from agent.errors import TransformError
 from agent.models.networks.public_weights import WeightFiles
 from agent.models.networks.trainable import TrainableNetwork, build
-from agent.models.transforms import Augmentation, InputPipeline, TransformError, view_seed
 from policies.tasks.task import CLASSIFICATION, MULTI_LABEL, SEGMENTATION, Task
 
 FEW: Final = 4  # patients of a chunk where no rule of ours is: their gradients stand beside each other in memory
@@ -128,6 +128,8 @@ def _views(task: Task, patient: TaskPatient, number: int, secret: bytes) -> list
         seen = as_seen(task, example)
         if not constants.augmentation:
             return [seen]
+        from agent.models.transforms import Augmentation, view_seed  # noqa: PLC0415 - MONAI costs seconds
+
         vary = Augmentation(constants.augmentation, task.input.size)
         mask = seen[1] if task.kind == SEGMENTATION else None
         views = []
@@ -150,6 +152,8 @@ def as_seen(task: Task, example: Example) -> _View:
         raise ValueError("the images do not have the configured shape")
     if not task.input.transforms:
         return example.pixels, example.target
+    from agent.models.transforms import InputPipeline  # noqa: PLC0415 - MONAI costs seconds
+
     mask = example.target if task.kind == SEGMENTATION else None
     pixels, turned = InputPipeline(task.input.transforms, task.input.size)(example.pixels, mask)  # type: ignore[arg-type]
     return pixels, example.target if turned is None else turned

@@ -16,11 +16,6 @@ from math import gcd
 from typing import Any, Final
 
 import torch
-from monai.networks.nets.densenet import DenseNet
-from monai.networks.nets.resnet import ResNet
-from monai.networks.nets.segresnet import SegResNet
-from monai.networks.nets.unet import UNet
-from monai.networks.nets.vit import ViT
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -145,6 +140,8 @@ class ResidualNetwork(StagedNetwork):
     def __init__(self, options: Options, shape: Shape, block: str, layers: tuple[int, ...]) -> None:
         """MONAI's, of 2-D pictures."""
         super().__init__()
+        from monai.networks.nets.resnet import ResNet  # noqa: PLC0415 - it costs seconds
+
         self.net = ResNet(
             block,
             list(layers),
@@ -179,6 +176,8 @@ class DenselyConnected(StagedNetwork):
         """MONAI's DenseNet-121, of pictures or volumes."""
         super().__init__()
         sizes = {"init_features": 2 * options["growth"], "growth_rate": options["growth"]}
+        from monai.networks.nets.densenet import DenseNet  # noqa: PLC0415 - it costs seconds
+
         self.net = DenseNet(shape.dimensions, shape.channels, shape.outputs, **sizes)  # type: ignore[arg-type]
 
     @property
@@ -207,6 +206,8 @@ class VisionTransformer(StagedNetwork):
         """MONAI's, without its tanh and without the norms that it never calls."""
         super().__init__()
         width = options["width"]
+        from monai.networks.nets.vit import ViT  # noqa: PLC0415 - it costs seconds
+
         self.net = ViT(
             shape.channels,
             shape.size,
@@ -261,6 +262,8 @@ class UShaped(StagedNetwork):
         """MONAI's; its instance norms keep no statistics."""
         super().__init__()
         levels = options["levels"]
+        from monai.networks.nets.unet import UNet  # noqa: PLC0415 - it costs seconds
+
         self.net = UNet(
             shape.dimensions,
             shape.channels,
@@ -303,6 +306,8 @@ class ResidualSegmenter(StagedNetwork):
         """MONAI's, which has group norm by itself."""
         super().__init__()
         levels = options["levels"]
+        from monai.networks.nets.segresnet import SegResNet  # noqa: PLC0415 - it costs seconds
+
         self.net = SegResNet(
             shape.dimensions,
             options["width"],

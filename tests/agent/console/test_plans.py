@@ -8,32 +8,15 @@ from pathlib import Path
 import pytest
 
 from agent.federation import run_plan
-from agent.federation.run_plan import RunPlan
 from agent.storage import projects
-from policies.accounting.claims import SubsampledGaussian
 from policies.ledger.approvals import refusal
-from policies.statements import claim_json
-from protos.federation.round_times import RoundTerms
-from tests.agent.console.hospital import Client, Hospital, hospital, serving, words
-
-PLAN = RunPlan(
-    "run-1",
-    "federated",
-    '{"classes":["0","1"],"rounds":3}',
-    claim_json(SubsampledGaussian(0.25, 1.8, 45)),
-    3,
-    "OT",
-    "main",
-    RoundTerms(600, 4_000_000_000),
-)
+from tests.agent.console.hospital import PLAN, Client, Hospital, hospital, serving, wants_runs_approved, words
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Hospital]:
     with hospital(tmp_path) as one:
-        policy = one.home.root / "policy.toml"
-        roles = 'run_approvals = ["compliance", "hospital"]'
-        policy.write_text(policy.read_text().replace("run_approvals = []", roles))
+        wants_runs_approved(one)
         vault = projects.open_vault(one.home)
         vault.change_note(run_plan.NOTE, lambda note: run_plan.with_plan(note, PLAN))
         vault.close()

@@ -186,5 +186,7 @@ def test_a_policy_of_before_runs_were_approved_wants_nobody(tmp_path: Path) -> N
 def test_what_a_person_approves_names_task_patients_start_price_evaluation_and_rounds(people: People) -> None:
     facts = people.plan().facts()
     assert {"task", "cohort", "start", "price", "evaluation", "rounds", "round_seconds", "approve_by"} <= set(facts)
-    assert (facts["start"], facts["evaluation"], facts["rounds"]) == ("zeros", "none", 3)
+    assert (facts["evaluation"], facts["rounds"]) == ("none", 3)
+    other = replace(JOB, task=replace(JOB.task, seed=JOB.task.seed + 1))
+    assert people.plan(other).facts()["start"] != facts["start"]
     assert RunPlan.of_note(people.plan().to_note()) == people.plan()

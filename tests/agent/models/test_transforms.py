@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from agent.errors import TransformError
 from agent.models import transforms
-from agent.models.transforms import Augmentation, InputPipeline, TransformError, view_seed
+from agent.models.transforms import Augmentation, InputPipeline, view_seed
 from policies.tasks.transforms import AUGMENTATION, INPUT, TransformSpec
 
 PICTURE = np.random.default_rng(0).random((1, 20, 30)).astype(np.float32) * 200 - 50

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from agent.domain import Cohort, Image, Patient, SyntheticSet
+from agent.domain import Cohort, Image, Patient, SyntheticSet, Update
 from agent.dp.noise import SystemEntropy
 from agent.errors import CohortTooSmallError, DivergedError, SiteStorageError
 from agent.evaluation.k_selection import Menu
@@ -31,6 +31,7 @@ from agent.evaluation.utility import Recipe
 from agent.mechanisms.common.workspace import Workspace, is_stage
 from agent.mechanisms.distillation.teacher_student import Distilled
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
+from agent.mechanisms.federated.task_training import labelled_examples
 from agent.mechanisms.ksalsa.mechanism import KSalsa
 from agent.mechanisms.ksalsa.style_alignment import Alignment
 from agent.mechanisms.registry import MECHANISMS
@@ -267,20 +268,17 @@ def _tensors(raw: bytes) -> int:
 @pytest.mark.usefixtures("ours")
 @pytest.mark.parametrize("mechanism", [FEDERATED, MASKED])
 def test_a_part_of_a_round_is_there_what_it_is_here(mechanism: Federated | FederatedMasked) -> None:
-    there, here = (
-        run(mechanism.run_round, COHORT, mechanism.initial(), UnsafeSeededEntropy(1)).vector
-        for run in (MakerProcess(REQUIRED), run_here)
-    )
-    assert np.array_equal(there, here)
+    given = labelled_examples(mechanism.task, COHORT), mechanism.initial(), UnsafeSeededEntropy(1)
+    there, here = (run(mechanism.run_round, *given) for run in (MakerProcess(REQUIRED), run_here))
+    assert type(there) is type(here)
+    assert np.array_equal(*(one.vector if isinstance(one, Update) else one.steps for one in (there, here)))
 
 
 @pytest.mark.usefixtures("ours")
 def test_a_look_at_a_model_is_there_what_it_is_here() -> None:
     mechanism = replace(FEDERATED, evaluate=EvaluationPlan(1, 5.0, 20, 10))
-    there, here = (
-        run(mechanism.run_look, COHORT, mechanism.initial(), UnsafeSeededEntropy(1)).vector
-        for run in (MakerProcess(REQUIRED), run_here)
-    )
+    given = labelled_examples(mechanism.task, COHORT), mechanism.initial(), UnsafeSeededEntropy(1)
+    there, here = (run(mechanism.run_look, *given).vector for run in (MakerProcess(REQUIRED), run_here))
     assert there.shape == (mechanism.layout().size,)
     assert np.array_equal(there, here)
 

@@ -8,22 +8,20 @@ from typing import Any
 import numpy as np
 
 from agent.domain import Update
-from agent.mechanisms.federated.mechanism import FEATURES, Federated
+from agent.mechanisms.federated.mechanism import Federated
 
 
 class Made(Federated):
-    """``federated`` by its name, with as many parameters as its learning rate says."""
+    """``federated`` by its name, with as many parameters as its configuration says."""
 
     __slots__ = ()
 
-    @property
-    def parameters(self) -> int:
-        """Length of the flat model."""
-        return int(self.learning_rate)
+    def network(self, vector: Any = None, files: Any = None) -> Any:
+        """None is built."""
 
-    def run_round(self, cohort: Any, update: Update, entropy: Any, bench: Any = None) -> Update:
+    def run_round(self, cohort: Any, update: Update, entropy: Any, bench: Any = None, files: Any = None) -> Update:
         """The model with 1 added, in place where that may be."""
-        del cohort, entropy, bench
+        del cohort, entropy, bench, files
         vector = update.vector if update.vector.flags.writeable else update.vector.copy()
         vector += np.float32(1)
         return Update(vector)
@@ -31,9 +29,12 @@ class Made(Federated):
 
 def configuration(parameters: int, rounds: int) -> bytes:
     """Of a run of so many parameters."""
-    values = {
-        **{"sampling_rate": 0.25, "noise_multiplier": 8.0, "steps_per_round": 1, "rounds": rounds, "clip": 0.1},
-        **{"images_per_patient": 1, "public_patients": 250, "learning_rate": float(parameters), "proximal": 0.0},
-        **{"classes": ["0", "1"], "shape": [32, 32], "centre": [0.0] * FEATURES},
+    training = {"sampling_rate": 0.25, "rounds": rounds, "steps_per_round": 1, "clip": 0.1, "public_patients": 250}
+    task = {
+        "task": {"name": "made", "kind": "classification"},
+        "labels": {"classes": ["0", "1"]},
+        "input": {"modality": "OT", "size": [32, 32]},
+        "training": {**training, "images_per_patient": 1, "learning_rate": 1.0},
+        "network": {"name": "linear"},
     }
-    return json.dumps(values, sort_keys=True).encode()
+    return json.dumps({"task": task, "parameters": parameters, "noise_multiplier": 8.0}, sort_keys=True).encode()
