@@ -22,7 +22,6 @@ NOTE: Final = "plans"  # of the vault: by run, those that were asked for
 MOST: Final = 16  # plans that are kept: a coordinator that asks for more loses its oldest
 # what of a task says which patients and images of theirs are used
 _COHORT: Final = ("labels", "input")
-_START: Final = ("network", "seed")
 _NO_EVALUATION: Final = "none"
 
 Standing = Literal["approved", "waiting", "refused"]
@@ -47,14 +46,15 @@ class RunPlan:
         task = values.get("task")
         inner: Mapping[str, Any] = {**values, **(task if isinstance(task, dict) else {})}
         chosen = {key: inner[key] for key in _COHORT if key in inner}
-        start = {key: inner[key] for key in _START if key in inner}
+        named = inner.get("task")  # the section of that name: the task's own name, kind and seed
+        start = {"network": inner.get("network"), "seed": named.get("seed") if isinstance(named, dict) else None}
         evaluation = inner.get("evaluate")
         return {
             "run": self.run,
             "mechanism": self.mechanism,
             "task": sha256(self.config.encode()),
             "cohort": sha256(canonical({**chosen, "modality": self.modality, "project": self.project})),
-            "start": sha256(canonical(start)) if start else "zeros",
+            "start": sha256(canonical(start)),
             "price": dict(self.claim),
             "evaluation": sha256(canonical(evaluation)) if evaluation else _NO_EVALUATION,
             "rounds": self.rounds,

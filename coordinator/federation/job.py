@@ -388,8 +388,8 @@ def with_noise(job: Job, standings: Mapping[str, AccountContext]) -> Job:
     if not fits(high):
         least = max(epsilon_nano(claim_of(job.mechanism, noisy(high)), *account) for account in accounts)
         raise JobError(
-            f"no noise keeps the run under epsilon {epsilon_text(_decimal(most))}: the accounts' order and delta alone "
-            f"are worth {epsilon_text(_decimal(least))}, since they were opened for a larger budget"
+            f"no noise keeps the run under epsilon {epsilon_text(_decimal(most))}: the accounts' order and delta "
+            f"alone are worth {epsilon_text(_decimal(least))}, since they were opened for a larger budget"
         )
     while high - low > 1:
         middle = (low + high) // 2

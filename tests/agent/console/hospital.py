@@ -283,10 +283,3 @@ PLAN = RunPlan(
     "main",
     RoundTerms(600, 4_000_000_000),
 )
-
-
-def wants_runs_approved(place: Hospital) -> None:
-    """Its policy wants both roles to approve the plans of runs."""
-    policy = place.home.root / "policy.toml"
-    roles = 'run_approvals = ["compliance", "hospital"]'
-    policy.write_text(policy.read_text().replace("run_approvals = []", roles))

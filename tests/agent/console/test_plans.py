@@ -10,13 +10,12 @@ import pytest
 from agent.federation import run_plan
 from agent.storage import projects
 from policies.ledger.approvals import refusal
-from tests.agent.console.hospital import PLAN, Client, Hospital, hospital, serving, wants_runs_approved, words
+from tests.agent.console.hospital import BOTH, PLAN, Client, Hospital, hospital, serving, words
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Hospital]:
-    with hospital(tmp_path) as one:
-        wants_runs_approved(one)
+    with hospital(tmp_path, run_approvals=BOTH) as one:
         vault = projects.open_vault(one.home)
         vault.change_note(run_plan.NOTE, lambda note: run_plan.with_plan(note, PLAN))
         vault.close()

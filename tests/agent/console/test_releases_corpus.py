@@ -36,7 +36,7 @@ from policies.statements import Release, parse
 from protos.web.client_certificates import PinnedCertificates
 from protos.web.login_cli import FOLDER
 from protos.web.settings import ConsoleSettings
-from tests.agent.console.hospital import BOTH, PLAN, ROLES, Hospital, hospital, wants_runs_approved
+from tests.agent.console.hospital import BOTH, PLAN, ROLES, Hospital, hospital
 from tests.support.console_attack import Trial
 from tests.support.corpus import CORPUS, Form, Heard, Side
 from tests.support.ledger_world import policy
@@ -132,13 +132,12 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
     """All of it, once."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        hospital(tmp_path_factory.mktemp("place")) as place,
+        hospital(tmp_path_factory.mktemp("place"), run_approvals=BOTH) as place,
     ):
         heard = Heard.listening(patch)
         patch.setattr(proposals, "read_all_forms", lambda: (FORM,))
         patch.setattr(proposals, "check_proposal", lambda *_: CheckedProposal())  # the reader has tests of its own
         (place.home.root / "ingest.toml").write_text(INGEST)
-        wants_runs_approved(place)
         release = place.release()
         place.refuse(2, source=CORPUS[0])
         has_jobs(place, release)
