@@ -1,7 +1,7 @@
 """Short commands beside a running service: asked over its socket, or with a ledger that the command opens itself.
 
 And how many lines each side types, the approvers' among them, until the first image is in the vault. Then images
-that come in beside a training (:mod:`tests.benchmarks.beside`). Some fifteen minutes.
+that come in beside a training (:mod:`tests.benchmarks.beside`). Some seven minutes.
 Wall-clock times of whole processes, in turn; a ratio is that of the medians.
 """
 
