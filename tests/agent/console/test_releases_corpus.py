@@ -215,7 +215,8 @@ def _side(place: Hospital, context: SiteConsoleContext) -> Side:
 def _happens(place: Hospital, context: SiteConsoleContext, trial: Trial, release: str) -> None:
     """A site's days: after each of them, whatever was not there before is tried."""
     clerk, draft = Clerk(place, context), place.home.root / policy_pages.FILE
-    tighter, looser = policy(approvals=BOTH, k_min=7), policy(approvals='["compliance"]')
+    tighter = policy(approvals=BOTH, run_approvals=BOTH, k_min=7)
+    looser = policy(approvals='["compliance"]', run_approvals=BOTH)
     with open_ingest(place.home, MAIN) as way:
         way.inbox.put(ReceivedFile("dimse", "PACS1", b"no image either"))
     draft.write_text(looser)
