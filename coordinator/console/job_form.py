@@ -59,6 +59,7 @@ class FormField:
     label: str
     help: str
     value: str
+    required: bool = True
 
 
 # label, help; in the order in which people think of them
@@ -121,8 +122,11 @@ def _fields(mechanism: str) -> list[str]:
 def inputs(values: Mapping[str, str]) -> list[FormField]:
     """The fields of the mechanism's public configuration, filled."""
     named = [(key, *_HELP[key]) for key in _fields(values["mechanism"])]
-    own = [FormField(f"config.{key}", label, text, values.get(f"config.{key}", "")) for key, label, text in named]
-    return own + [FormField(name, *told, values.get(name, "")) for name, told in _LOOKS.items()]
+    own = [
+        FormField(f"config.{key}", *told, values.get(f"config.{key}", ""), key not in (EPSILON, "noise_multiplier"))
+        for key, *told in named
+    ]
+    return own + [FormField(name, *told, values.get(name, ""), required=False) for name, told in _LOOKS.items()]
 
 
 def from_job(job: Job) -> dict[str, str]:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from coordinator.explanations import RULES, epsilon_text, explain, format_rounded_up
-from coordinator.federation.events import ENDS, RunEvent
+from coordinator.federation.events import ENDS, NOT_APPROVED_YET, RunEvent
 from coordinator.federation.job import Job
 from policies.accounting.rdp import epsilon_of
 from policies.ledger.state import State
@@ -263,6 +263,10 @@ def _seat(site: str, job: Job, entries: RunEntries, heard: _Heard, state: str) -
     if grant is None:
         asked = bool(heard.out.get(0)) or bool(heard.granted) or state in ("finished", "failed")
         words = ("not in the run", "no") if asked else ("not asked yet", "")
+        if state == "waiting" and heard.last is not None and heard.last.reason == NOT_APPROVED_YET:
+            words = (
+                ("its persons decide", "warn") if site in heard.last.sites else ("not asked for its price yet", "")
+            )
         return SiteRound(site, *words, rounds, "", out)
     granted, used, delta, order = grant
     spent = _spent(used, delta, order)

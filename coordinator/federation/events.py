@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 ENDS: Final = frozenset({"finished", "failed", "stopped"})
+NOT_APPROVED_YET: Final = "not_approved_yet"  # why a run waits: persons at its sites decide
 
 
 @dataclass(frozen=True, slots=True)

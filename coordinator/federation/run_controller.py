@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 from coordinator.admission import AdmissionService, RequestRejectedError
 from coordinator.federation.aggregation import Moments, strategy_from
 from coordinator.federation.evaluation import Estimate, LookSums, best, estimates, to_table
-from coordinator.federation.events import EventStream, RunEvent, RunQueue
+from coordinator.federation.events import NOT_APPROVED_YET, EventStream, RunEvent, RunQueue
 from coordinator.federation.job import Job
 from coordinator.federation.run_process import RunLostError
 from coordinator.federation.strategy import (
     AWAY,
-    NOT_APPROVED_YET,
     RoundFailedError,
     RoundModel,
     RoundPlan,

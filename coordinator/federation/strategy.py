@@ -28,6 +28,7 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from coordinator.federation.aggregation import Aggregator, FedAvg, Moments, NoAggregateError, vector_problem
+from coordinator.federation.events import NOT_APPROVED_YET
 from coordinator.federation.replies import InvalidReplyError, error_name, pack, read
 from protos.artifacts.arrays import pack_vector
 from protos.common.errors import TrainingError
@@ -39,7 +40,6 @@ _POLL_S: Final = 0.2
 SLUG: Final = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")  # a code
 AWAY: Final = frozenset({"offline", "no_reply"})  # codes of sites that may come back
 WAITING: Final = "waiting"  # the code of a site whose persons have not approved the run yet
-NOT_APPROVED_YET: Final = "not_approved_yet"
 
 
 @dataclass(frozen=True, slots=True)
