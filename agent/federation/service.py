@@ -200,11 +200,10 @@ class TaskHandler:
             if made:
                 self._settle_pace()
         finally:
-            if made:  # outside the lock, and for refusals too
-                elapsed = self.clock() - began
-                pace = self.participant.look_pace if task.kind == "evaluate" else self.participant.pace
-                leaves = pace.leaves(task.run, elapsed, task.terms.seconds)
-                self.stop.wait(response_delay(elapsed, task.terms.seconds, leaves))
+            if made:  # outside the lock, and for refusals too; by what was priced, whatever the message says
+                elapsed, seconds = self.clock() - began, self.participant.terms.seconds
+                leaves = self.participant.paces.leaves(task.run, elapsed, seconds)
+                self.stop.wait(response_delay(elapsed, seconds, leaves))
             elif task.kind in ("plan", "price"):  # of a price each is an entry of this site's ledger
                 self.stop.wait(PRICE_S)
         if not made:
@@ -264,7 +263,7 @@ class TaskHandler:
 
     def _show(self, task: RoundTask, why: str) -> None:
         """To the site's own people; the coordinator hears a code."""
-        if task.kind in ("train", "secure"):
+        if task.kind in ("train", "evaluate", "secure"):
             self.participant.watch.came_to_nothing(self.participant, task.round_index + 1, why)
 
     def _plan(self, task: RoundTask) -> RoundAnswer:
@@ -287,7 +286,8 @@ class TaskHandler:
     def _evaluate(self, task: RoundTask) -> RoundAnswer:
         assert task.vector is not None
         number = task.round_index + 1
-        signed, sums = self.participant.look(task.run, number, Update(task.vector.copy()))
+        self.participant.same_terms(task.run, task.terms)
+        signed, sums = self.participant.look(task.run, number, Update(task.vector))
         self.log.info("look", run=task.run, round=number, release=signed.release.release)
         return RoundAnswer(signed.envelope, sums.vector)
 
