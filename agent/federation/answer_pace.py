@@ -4,9 +4,9 @@ An answer leaves at one of a few times (:mod:`protos.federation.round_times`). T
 still tell twice as many patients from half of them, and, round after round, on which side of such a time the draws of
 patients fall. So the time is chosen once in a run, in its first round: that by which a site with as many patients as
 the job's public bound would be ready, on this machine. A look reads other patients than a round: of both, the part of
-the bound that the job names counts, and each has a time of its own. What a round takes without a patient is measured by one more
-round of nobody, of which nothing is kept: in seconds of work, which other programs on the machine hardly change.
-Pure: all seconds come from outside.
+the bound that the job names counts, and each has a time of its own. What a round takes without a patient is measured
+by one more round of nobody, of which nothing is kept: in seconds of work, which other programs on the machine hardly
+change. Pure: all seconds come from outside.
 """
 
 from __future__ import annotations
