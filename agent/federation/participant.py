@@ -233,7 +233,8 @@ class Participant:
         Raises:
             ReviewRejectedError: by the site's ledger, or because the run was priced before and is spent, has no
             proper name, is for more patients than delta allows (P1), has larger updates than the policies admit, or
-            is of another modality than this site takes part with; or as :meth:`consider`.
+            is of another modality than this site takes part with, or of labels that this site does not declare; or
+            as :meth:`consider`.
             FederatedConfigError: the task's network trains another number of parameters than the configuration says,
             or begins at public weights that are not here.
         """
@@ -269,6 +270,8 @@ class Participant:
         if task.input.modality != self.modality:
             told = f"the task is of {task.input.modality}, and this site takes part with {self.modality}"
             yield Finding("modality", told)
+        if misfit := self.site.label_misfit(examples_of(mechanism, TRAINED)):
+            yield Finding("labels", misfit)
 
     def _reservation(self, grant: str) -> bytes:
         store = self.site.ledger.store

@@ -250,9 +250,10 @@ class TaskHandler:
                 raise TaskDeclinedError("unavailable") from None
             except CoordinatorUnreachableError:
                 raise
-            except (FederatedConfigError, UnsupportedClaimError):
+            except (FederatedConfigError, UnsupportedClaimError) as fault:
                 self.log.warning("declined", run=task.run, rules=["configuration"])
-                self._show(task, "it is not of the configuration that was priced")
+                priced = "it is not of the configuration that was priced"
+                self._show(task, str(fault) if task.kind == "price" else priced)
                 raise TaskDeclinedError("mechanism") from None
             except Exception as fault:  # noqa: BLE001 - one code for every cause, since some depend on patients (P14)
                 self.log.warning("declined", run=task.run, rules=[type(fault).__name__])
@@ -265,6 +266,8 @@ class TaskHandler:
         """To the site's own people; the coordinator hears a code."""
         if task.kind in ("train", "evaluate", "secure"):
             self.participant.watch.came_to_nothing(self.participant, task.round_index + 1, why)
+        elif task.kind == "price":
+            self.participant.site.say("price", f"{task.run}: this site takes no part: {why}")
 
     def _plan(self, task: RoundTask) -> RoundAnswer:
         self.participant.consider(task.run, read_mechanism(task.config.decode()), task.terms)
