@@ -190,8 +190,9 @@ class Participant:
         """May this run be priced here, as far as persons are asked? If not yet, they can see it from now on.
 
         Raises:
-            ReviewRejectedError: persons have not approved the plan (``waiting``), or have refused it (``plan``); or a
-                round of it would last longer than this site allows, or it has no proper name.
+            ReviewRejectedError: persons have not approved the plan (``waiting``), have refused it (``plan``), or were
+                to decide by a day that is over (``approve_by``); or a round of it would last longer than this site
+                allows, or it has no proper name.
         """
         if not ID.fullmatch(run):
             raise _no("run", "a run's name is a short lower-case identifier")
@@ -204,8 +205,11 @@ class Participant:
         if not wanted:
             return
         plan, state = self.plan_of(run, mechanism, terms), self.site.ledger.store.state
+        standing = run_plan.standing(state, plan, wanted)
+        if run_plan.is_over(terms, standing, self.now()):
+            raise _no("approve_by", "the day by which persons were to approve the run is over, or it names none")
         self._show(plan)
-        match run_plan.standing(state, plan, wanted):
+        match standing:
             case "refused":
                 raise _no("plan", "a person at this site has refused the plan of this run")
             case "waiting":
