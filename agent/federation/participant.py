@@ -530,10 +530,6 @@ class Participant:
         check_opt_outs(self.site, persons)
         return made, persons
 
-    def settle_pace(self) -> None:
-        """Choose when the answers of this run leave, if that is open; an update is sealed by now."""
-        self.paces.settle(self.clock, self.effort, self.terms.seconds)
-
     def _files(self, mechanism: Federated | FederatedMasked) -> PublicFiles:
         """The files of public weights that a task begins at, of those that the site vouches for.
 

@@ -223,9 +223,10 @@ class TaskHandler:
                     raise TaskDeclinedError("unavailable") from None
 
     def _settle_pace(self) -> None:
-        """Choose when the answers of this run leave, if they have no time yet."""
+        """Choose when the answers of this run leave, if they have no time yet; an update is sealed by now."""
+        part = self.participant
         try:
-            self.participant.settle_pace()
+            part.paces.settle(part.clock, part.effort, part.terms.seconds)
         except Exception as fault:  # noqa: BLE001 - the update is sealed, and what was to be measured is no part of it
             self.log.warning("pace_unknown", run=self.participant.run, fault=type(fault).__name__)
 
