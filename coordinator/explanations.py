@@ -73,6 +73,14 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "round": ("The training round is not covered by a grant, or named where none belongs.", _AGAIN),
         "waiting": ("Persons at the site have not approved the run's plan yet.", "Wait for them, or ask the site."),
         "plan": ("A person at the site has refused the run's plan.", "Ask the site; another plan is another run."),
+        "approve_by": (
+            "The day by which persons were to approve the run is over, or the run names none.",
+            "Launch another run, under another name.",
+        ),
+        "labels": (
+            "The hospital's label table is not what the task needs, or is missing.",
+            "The agent shows what does not fit; correct the table (`labels import`) or the task.",
+        ),
         "round_seconds": (
             "A round of the run would last longer than the site allows.",
             "Name fewer round_seconds, or ask the site.",

@@ -32,7 +32,7 @@ from agent.dp.clipping import (
     trainable,
     vmap_engine,
 )
-from agent.dp.noise import Entropy, deviation, draw_uniforms, noisy_sum, snap_to_lattice
+from agent.dp.noise import Entropy, deviation, draw_uniforms, lattice_steps, noisy_sum
 from agent.errors import DivergedError, OtherRunError, TrainingCheckpointError
 from agent.models.training_loop import (
     PostStepHook,
@@ -203,9 +203,7 @@ def noisy_part(  # noqa: PLR0913 - as train_privately, and the box
     refuse_batch_statistics(model)
     total = clipped_sum(model, loss, _batch(units, job, entropy), job.clip).numpy()
     spread = deviation(job.clip, job.noise_multiplier, len(total), box.grid)
-    lattice = snap_to_lattice(np.clip(total, -box.bound, box.bound), spread, box.grid, entropy)
-    whole: NDArray[np.float64] = np.rint(lattice / box.grid)
-    return whole
+    return lattice_steps(np.clip(total, -box.bound, box.bound), spread, box.grid, entropy)
 
 
 class _Drawn(Sequence[PrivacyUnit]):

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.dp.noise import Entropy, deviation, noisy_sum, snap_to_lattice
+from agent.dp.noise import Entropy, deviation, lattice_steps, noisy_sum
 from policies.tasks.evaluation import SumBlock, SumLayout, bin_of
 
 Point = NDArray[np.float64] | None  # (size of the block,), of the unit simplex; None: the image has no target here
@@ -81,8 +81,8 @@ def masked_look(
     most, scale = lattice
     grid = 2.0**-scale
     spread = deviation(1.0, noise, layout.size, grid)
-    whole = snap_to_lattice(np.clip(look_sums(layout, patients), 0.0, most), spread, grid, entropy)
-    return np.rint(whole / grid).astype(np.int64)
+    whole = lattice_steps(np.clip(look_sums(layout, patients), 0.0, most), spread, grid, entropy)
+    return whole.astype(np.int64)
 
 
 def patient_part(layout: SumLayout, examples: Sequence[ScoredExample]) -> NDArray[np.float64]:

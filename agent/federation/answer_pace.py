@@ -3,16 +3,17 @@
 An answer leaves at one of a few times (:mod:`protos.federation.round_times`). The next of them after a training would
 still tell twice as many patients from half of them, and, round after round, on which side of such a time the draws of
 patients fall. So the time is chosen once in a run, in its first round: that by which a site with as many patients as
-the job's public bound would be ready, on this machine. What a round takes without a patient is measured by one more
-round of nobody, of which nothing is kept: in seconds of work, which other programs on the machine hardly change.
-Pure: all seconds come from outside.
+the job's public bound would be ready, on this machine. A look reads other patients than a round: of both, the part of
+the bound that the job names counts, and each has a time of its own. What a round takes without a patient is measured
+by one more round of nobody, of which nothing is kept: in seconds of work, which other programs on the machine hardly
+change. Pure: all seconds come from outside.
 """
 
 from __future__ import annotations
 
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from protos.federation.round_times import HEADROOM, answer_time
@@ -34,7 +35,7 @@ class RoundWork:
     training: float  # seconds, from them
     effort: float  # seconds of work in it
     patients: int  # that the round could draw from
-    bound: int  # the job's public bound of a site's patients
+    bound: int  # of them, by the job's public bound of a site's patients
 
     def expected(self, empty: float) -> float:
         """The seconds that a site of ``bound`` patients would take; ``empty``: the effort of a round of nobody.
@@ -119,3 +120,36 @@ class AnswerPace:
             return max(first, time)
         self.chosen = max(self.chosen, time)  # once it was missed, it is not missed again and again
         return self.chosen
+
+
+@dataclass(slots=True)
+class RunPaces:
+    """When the answers of rounds and of looks leave: what was made last says by which time its answer does.
+
+    A masked round and a masked look are asked for in the same words, so the question does not say which it is.
+    """
+
+    rounds: AnswerPace = field(default_factory=AnswerPace)
+    looks: AnswerPace = field(default_factory=AnswerPace)
+    last: AnswerPace | None = None  # of what was begun last
+    _nobody: Callable[[], object] | None = None  # a round or look of nobody, to be measured
+
+    def begun(self, *, look: bool) -> None:
+        """A round or a look is begun: from here on its answer, or its refusal, leaves by its own time."""
+        self.last, self._nobody = self.looks if look else self.rounds, None
+
+    def made(self, run: str, work: RoundWork, of_nobody: Callable[[], object]) -> None:
+        """It was made; ``of_nobody`` is the same of no patient."""
+        assert self.last is not None, "it was begun"
+        self.last.trained(run, work)
+        self._nobody = of_nobody
+
+    def settle(self, clock: Callable[[], float], effort: Callable[[], float], round_seconds: int) -> None:
+        """Choose the time of what was made last, if it is open. What a round of nobody makes is dropped."""
+        nobody, self._nobody = self._nobody, None
+        if nobody is not None and self.last is not None:
+            self.last.settle(nobody, clock, effort, round_seconds)
+
+    def leaves(self, run: str, elapsed: float, round_seconds: int) -> float:
+        """See :meth:`AnswerPace.leaves`, of what was begun last."""
+        return (self.last or self.rounds).leaves(run, elapsed, round_seconds)

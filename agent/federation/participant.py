@@ -25,9 +25,9 @@ from agent.domain import Update
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
 from agent.federation import run_plan
-from agent.federation.answer_pace import AnswerPace, RoundWork
+from agent.federation.answer_pace import RoundWork, RunPaces
 from agent.federation.part_watch import How, PartEnd, PartWatch
-from agent.federation.run_mechanism import MECHANISMS, Made, examples_of, update_bytes
+from agent.federation.run_mechanism import MECHANISMS, Made, examples_of, patients_bound, update_bytes
 from agent.federation.run_plan import RunPlan
 from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.federated.mechanism import Federated, FederatedConfigError, FederatedMasked, PublicFiles
@@ -102,9 +102,7 @@ class Participant:
     terms: RoundTerms = field(default_factory=RoundTerms)  # of the run that was priced
     clock: Callable[[], float] = lambda: 0.0  # seconds, for what a round takes; without one nothing takes any time
     effort: Callable[[], float] = lambda: 0.0  # seconds of work in trainings so far
-    pace: AnswerPace = field(default_factory=AnswerPace)  # of rounds
-    look_pace: AnswerPace = field(default_factory=AnswerPace)
-    _nobody: tuple[AnswerPace, Callable[[], Update]] | None = None  # a round or look of nobody, to be measured
+    paces: RunPaces = field(default_factory=RunPaces)  # when answers leave
 
     def resume(self) -> bool:
         """Take up the part that an earlier process had open; False when there is none.
@@ -192,8 +190,9 @@ class Participant:
         """May this run be priced here, as far as persons are asked? If not yet, they can see it from now on.
 
         Raises:
-            ReviewRejectedError: persons have not approved the plan (``waiting``), or have refused it (``plan``); or a
-                round of it would last longer than this site allows, or it has no proper name.
+            ReviewRejectedError: persons have not approved the plan (``waiting``), have refused it (``plan``), or were
+                to decide by a day that is over (``approve_by``); or a round of it would last longer than this site
+                allows, or it has no proper name.
         """
         if not ID.fullmatch(run):
             raise _no("run", "a run's name is a short lower-case identifier")
@@ -206,8 +205,11 @@ class Participant:
         if not wanted:
             return
         plan, state = self.plan_of(run, mechanism, terms), self.site.ledger.store.state
+        standing = run_plan.standing(state, plan, wanted)
+        if run_plan.is_over(terms, standing, self.now()):
+            raise _no("approve_by", "the day by which persons were to approve the run is over, or it names none")
         self._show(plan)
-        match run_plan.standing(state, plan, wanted):
+        match standing:
             case "refused":
                 raise _no("plan", "a person at this site has refused the plan of this run")
             case "waiting":
@@ -235,7 +237,8 @@ class Participant:
         Raises:
             ReviewRejectedError: by the site's ledger, or because the run was priced before and is spent, has no
             proper name, is for more patients than delta allows (P1), has larger updates than the policies admit, or
-            is of another modality than this site takes part with; or as :meth:`consider`.
+            is of another modality than this site takes part with, or of labels that this site does not declare; or
+            as :meth:`consider`.
             FederatedConfigError: the task's network trains another number of parameters than the configuration says,
             or begins at public weights that are not here.
         """
@@ -271,6 +274,8 @@ class Participant:
         if task.input.modality != self.modality:
             told = f"the task is of {task.input.modality}, and this site takes part with {self.modality}"
             yield Finding("modality", told)
+        if misfit := self.site.label_misfit(examples_of(mechanism, TRAINED)):
+            yield Finding("labels", misfit)
 
     def _reservation(self, grant: str) -> bytes:
         store = self.site.ledger.store
@@ -481,7 +486,7 @@ class Participant:
         """
         assert self.mechanism is not None
         bench = Workspace(say=self.watch.trains)
-        made, persons = self._make(self.mechanism.run_round, TRAINED, start, self.entropy, bench)
+        made, persons = self._make(self.mechanism.run_round, TRAINED, start, bench)
         if _numbers(made).shape != start.vector.shape:
             raise WorkerError("what trains a round answered with other parameters than it was given: nothing left")
         return made, persons
@@ -495,40 +500,35 @@ class Participant:
             WorkerError: they are of another size than was priced; nothing of them leaves.
         """
         assert self.mechanism is not None
-        sums, persons = self._make(self.mechanism.run_look, HELD_OUT, model, self.entropy)
+        sums, persons = self._make(self.mechanism.run_look, HELD_OUT, model)
         if _numbers(sums).shape != (self.mechanism.layout().size,):
             raise WorkerError("what looks at a model answered with other sums than were priced: nothing left")
         return sums, persons
 
-    def _make(self, call: Callable[..., Made], part: str, *given: Any) -> tuple[Made, frozenset[str]]:
+    def _make(
+        self, call: Callable[..., Made], part: str, model: Update, *bench: Workspace
+    ) -> tuple[Made, frozenset[str]]:
         """What a confined process makes of the patients in a part; and of whom it is."""
         assert self.mechanism is not None
         self.training, began, before = True, self.clock(), self.effort()
+        self.paces.begun(look=part == HELD_OUT)
         self.watch.changed(self)
         try:
             cohort, files = self.site.examples(examples_of(self.mechanism, part)), self._files(self.mechanism)
             read = self.clock()
             self._check_leaving()
-            made: Made = self.site.run(call, cohort, *given, files)
+            made: Made = self.site.run(call, cohort, model, self.entropy, *bench, files)
             self._check_leaving()
             taken = read - began, self.clock() - read, self.effort() - before
-            pace = self.pace if part == TRAINED else self.look_pace
-            pace.trained(self.run, RoundWork(*taken, len(cohort.patients), self.mechanism.public_patients))
-            self._nobody = pace, partial(self.site.run, call, replace(cohort, patients=()), *given, files)
+            work = RoundWork(*taken, len(cohort.patients), patients_bound(self.mechanism, part))
+            silent = [Workspace() for _ in bench]  # a round of nobody is no step of the run, and is shown to nobody
+            nobody = replace(cohort, patients=()), model, self.entropy, *silent, files
+            self.paces.made(self.run, work, partial(self.site.run, call, *nobody))
         finally:
             self.training = False
         persons = frozenset(patient.pseudonym for patient in cohort.patients)
         check_opt_outs(self.site, persons)
         return made, persons
-
-    def settle_pace(self) -> None:
-        """Choose when the answers of this run leave, if that is open; an update is sealed by now.
-
-        What a round or a look of nobody makes is dropped: it is noise that depends on no patient.
-        """
-        nobody, self._nobody = self._nobody, None
-        if nobody is not None:
-            nobody[0].settle(nobody[1], self.clock, self.effort, self.terms.seconds)
 
     def _files(self, mechanism: Federated | FederatedMasked) -> PublicFiles:
         """The files of public weights that a task begins at, of those that the site vouches for.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from agent.domain import ExampleRule, LatticePart, Split, Update
@@ -39,3 +40,10 @@ def examples_of(mechanism: Federated | FederatedMasked, part: str) -> ExampleRul
     """
     rule, plan = example_rule(mechanism.task), mechanism.evaluate
     return rule if plan is None else replace(rule, split=Split(SPLIT, plan.shares), part=part)
+
+
+def patients_bound(mechanism: Federated | FederatedMasked, part: str) -> int:
+    """How many of a site's patients are in a part at most, by the job's public bound and the part's share."""
+    plan = mechanism.evaluate
+    share = 100 if plan is None else plan.shares[part]
+    return math.ceil(mechanism.public_patients * share / 100)

@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, Self
 
-from policies.ledger.approvals import refusal
+from policies.ledger.approvals import RUN_PLAN, refusal
 from policies.ledger.state import State
 from protos.common.canonical_json import JsonValue, canonical, json_object
 from protos.federation.round_times import RoundTerms
 
 ACTION: Final = "run"  # what persons sign: run NAME SHA-256
 NOTE: Final = "plans"  # of the vault: by run, those that were asked for
+# the coordinator begins when the day of approval is over, with the sites that have approved: so long it may take
+BEGUN_WITHIN_S: Final = 86_400
 MOST: Final = 16  # plans that are kept: a coordinator that asks for more loses its oldest
 # what of a task says which patients and images of theirs are used
 _COHORT: Final = ("labels", "input")
@@ -72,7 +74,7 @@ class RunPlan:
     @property
     def serial(self) -> str:
         """Under which they do. Nobody can ask for other words under it: see :mod:`policies.ledger.approvals`."""
-        return f"release-run-{self.digest[:32]}"
+        return f"{RUN_PLAN}{self.digest[:32]}"
 
     def words(self) -> tuple[str, str, str]:
         """Action, subject and value of an approval."""
@@ -118,6 +120,15 @@ def standing(state: State, plan: RunPlan, wanted: frozenset[str]) -> Standing:
     if is_refused(state, plan):
         return "refused"
     return "waiting" if missing_roles(state, plan, wanted) else "approved"
+
+
+def is_over(terms: RoundTerms, standing: Standing, now: float) -> bool:
+    """Whether the plan of a run that is not priced has had its time: an approval is none for whenever one likes.
+
+    A plan that names no day is over, too.
+    """
+    more = BEGUN_WITHIN_S if standing == "approved" else 0
+    return not terms.approve_by or not now < terms.approve_by + more
 
 
 def kept(note: Any) -> dict[str, RunPlan]:

@@ -200,11 +200,10 @@ class TaskHandler:
             if made:
                 self._settle_pace()
         finally:
-            if made:  # outside the lock, and for refusals too
-                elapsed = self.clock() - began
-                pace = self.participant.look_pace if task.kind == "evaluate" else self.participant.pace
-                leaves = pace.leaves(task.run, elapsed, task.terms.seconds)
-                self.stop.wait(response_delay(elapsed, task.terms.seconds, leaves))
+            if made:  # outside the lock, and for refusals too; by what was priced, whatever the message says
+                elapsed, seconds = self.clock() - began, self.participant.terms.seconds
+                leaves = self.participant.paces.leaves(task.run, elapsed, seconds)
+                self.stop.wait(response_delay(elapsed, seconds, leaves))
             elif task.kind in ("plan", "price"):  # of a price each is an entry of this site's ledger
                 self.stop.wait(PRICE_S)
         if not made:
@@ -224,9 +223,10 @@ class TaskHandler:
                     raise TaskDeclinedError("unavailable") from None
 
     def _settle_pace(self) -> None:
-        """Choose when the answers of this run leave, if they have no time yet."""
+        """Choose when the answers of this run leave, if they have no time yet; an update is sealed by now."""
+        part = self.participant
         try:
-            self.participant.settle_pace()
+            part.paces.settle(part.clock, part.effort, part.terms.seconds)
         except Exception as fault:  # noqa: BLE001 - the update is sealed, and what was to be measured is no part of it
             self.log.warning("pace_unknown", run=self.participant.run, fault=type(fault).__name__)
 
@@ -251,9 +251,10 @@ class TaskHandler:
                 raise TaskDeclinedError("unavailable") from None
             except CoordinatorUnreachableError:
                 raise
-            except (FederatedConfigError, UnsupportedClaimError):
+            except (FederatedConfigError, UnsupportedClaimError) as fault:
                 self.log.warning("declined", run=task.run, rules=["configuration"])
-                self._show(task, "it is not of the configuration that was priced")
+                priced = "it is not of the configuration that was priced"
+                self._show(task, str(fault) if task.kind == "price" else priced)
                 raise TaskDeclinedError("mechanism") from None
             except Exception as fault:  # noqa: BLE001 - one code for every cause, since some depend on patients (P14)
                 self.log.warning("declined", run=task.run, rules=[type(fault).__name__])
@@ -264,8 +265,10 @@ class TaskHandler:
 
     def _show(self, task: RoundTask, why: str) -> None:
         """To the site's own people; the coordinator hears a code."""
-        if task.kind in ("train", "secure"):
+        if task.kind in ("train", "evaluate", "secure"):
             self.participant.watch.came_to_nothing(self.participant, task.round_index + 1, why)
+        elif task.kind == "price":
+            self.participant.site.say("price", f"{task.run}: this site takes no part: {why}")
 
     def _plan(self, task: RoundTask) -> RoundAnswer:
         self.participant.consider(task.run, read_mechanism(task.config.decode()), task.terms)
@@ -287,7 +290,8 @@ class TaskHandler:
     def _evaluate(self, task: RoundTask) -> RoundAnswer:
         assert task.vector is not None
         number = task.round_index + 1
-        signed, sums = self.participant.look(task.run, number, Update(task.vector.copy()))
+        self.participant.same_terms(task.run, task.terms)
+        signed, sums = self.participant.look(task.run, number, Update(task.vector))
         self.log.info("look", run=task.run, round=number, release=signed.release.release)
         return RoundAnswer(signed.envelope, sums.vector)
 

@@ -148,6 +148,7 @@ class SiteContext:
     examples: Callable[[ExampleRule], TaskCohort]  # what a federated task finds here, without those who opted out
     # SHA-256 -> the file of public weights, if it is here and the site vouches for it
     public_file: Callable[[str], bytes | None]
+    label_misfit: Callable[[ExampleRule], str]  # why what is declared of labels here is not a task's; "": it is
     owner: LedgerOwner | None = None  # None: this process writes the ledger
     grant: str = ""  # the name under which the next price is reserved; "": a new one
     run: Run = run_here

@@ -93,7 +93,7 @@ def plans(note: Any, state: State, policy: Policy, now: float | None = None) -> 
         missing = run_plan.missing_roles(state, plan, policy.run_approvals)
         standing = run_plan.standing(state, plan, policy.run_approvals)
         given = tuple(sorted(state.approvals(plan.serial, *plan.words())))
-        late = bool(plan.terms.approve_by) and not moment < plan.terms.approve_by
+        late = not moment < plan.terms.approve_by  # that names no day, too: this site makes nothing of it
         found.append(PlanView(plan, standing, given, tuple(sorted(missing)), late))
     return found
 

@@ -15,7 +15,15 @@ import numpy as np
 from agent.deidentify.record import NO_SERIES
 from agent.domain import Example, ExampleRule, TaskCohort, TaskKind, TaskPatient
 from agent.storage.instance_index import FoundExample, InstanceRecord, Target
-from agent.storage.label_tables import LabelColumn, LabelTable, LabelTableError, Value, read_table, words_of
+from agent.storage.label_tables import (
+    LabelColumn,
+    LabelTable,
+    LabelTableError,
+    Value,
+    read_declaration,
+    read_table,
+    words_of,
+)
 from agent.storage.vault import Vault
 
 REASONS: Final[Mapping[str, str]] = {
@@ -155,15 +163,39 @@ def _said(rule: ExampleRule, target: Target) -> list[str]:
 # -- labels
 
 
+def label_misfit(vault: Vault, rule: ExampleRule) -> str:
+    """Why the rule's table is not what the task needs, by its declaration alone; "" where it is. No row is used."""
+    try:
+        if _has_table(rule):
+            _require_declared(rule, read_declaration(vault, rule.table))
+    except LabelTableError as fault:
+        return str(fault)
+    return ""
+
+
+def _has_table(rule: ExampleRule) -> bool:
+    return bool(rule.table) and rule.kind != "segmentation"
+
+
 def _table(vault: Vault, rule: ExampleRule) -> LabelTable | None:
     """The rule's table, which declares all that the rule names.
 
     Raises:
         LabelTableError: it does not.
     """
-    if not rule.table or rule.kind == "segmentation":
+    if not _has_table(rule):
         return None
     table = read_table(vault, rule.table)
+    _require_declared(rule, table)
+    return table
+
+
+def _require_declared(rule: ExampleRule, table: LabelTable) -> None:
+    """Columns, their kinds, values and bounds.
+
+    Raises:
+        LabelTableError: the table declares others than the rule names.
+    """
     columns = [table.columns[table.column(name)] for name in rule.columns]
     wanted = {"classification": ("binary", "category"), "regression": ("number",)}.get(rule.kind, ("binary",))
     if rule.kind == "multi-label" and rule.classes:
@@ -176,7 +208,12 @@ def _table(vault: Vault, rule: ExampleRule) -> LabelTable | None:
         declared = column.values or ("no", "yes")
         if rule.kind != "regression" and not set(rule.classes) <= set(declared):
             raise LabelTableError(f"{rule.table}.{column.name}: the table does not declare all classes of the task")
-    return table
+    for column, low, high in zip(columns, rule.low, rule.high, strict=False):
+        if rule.kind == "regression" and not max(low, column.low) < min(high, column.high):
+            raise LabelTableError(
+                f"{rule.table}.{column.name}: the table's bounds, {column.low:g} to {column.high:g} {column.unit}, "
+                f"and the task's, {low:g} to {high:g}, do not overlap: perhaps the units differ"
+            )
 
 
 def _target(rule: ExampleRule, table: LabelTable | None, head: InstanceRecord) -> Target | str:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
 
@@ -148,11 +148,16 @@ class LabelTable:
 
 
 def _decoded(raw: bytes) -> LabelTable:
+    declared, written = _declared(raw)
+    return replace(declared, rows={(person, name): tuple(map(_value, values)) for person, name, values in written})
+
+
+def _declared(raw: bytes) -> tuple[LabelTable, list[Any]]:
+    """The table without its rows, and these as they are written."""
     version, _, body = raw.partition(b"\n")
     said = json.loads(body)
     columns = tuple(LabelColumn(n, k, tuple(v), u, low, high) for n, k, v, u, low, high in said["columns"])
-    rows = {(person, name): tuple(map(_value, values)) for person, name, values in said["rows"]}
-    return LabelTable(said["name"], said["key"], said["level"], columns, rows, version.decode())
+    return LabelTable(said["name"], said["key"], said["level"], columns, {}, version.decode()), said["rows"]
 
 
 def _value(said: Any) -> Value:
@@ -182,10 +187,23 @@ def read_table(vault: Vault, name: str) -> LabelTable:
     Raises:
         LabelTableError: there is none of that name.
     """
+    return _decoded(_raw(vault, name))
+
+
+def read_declaration(vault: Vault, name: str) -> LabelTable:
+    """What a label table declares, which is public: the same without its rows.
+
+    Raises:
+        LabelTableError: there is none of that name.
+    """
+    return _declared(_raw(vault, name))[0]
+
+
+def _raw(vault: Vault, name: str) -> bytes:
     raw = vault.place(_PLACE + name).read() if _NAME.fullmatch(name) else None
     if raw is None:
         raise LabelTableError("there is no label table of that name: `labels list` shows their names")
-    return _decoded(raw)
+    return raw
 
 
 def keep_table(vault: Vault, table: LabelTable) -> LabelTable:

@@ -18,6 +18,7 @@ ASKING: Final = ROLES - {"auditor"}  # who only looks on asks for nothing
 # or whoever may ask could keep it for other words, and nothing could be decided under it ever again.
 FIXED: Final = ("amend-", "refuse-", "release-")
 UNASKED: Final = frozenset({"amend", "refuse", "release", "run"})  # what is decided under such a serial
+RUN_PLAN: Final = "release-run-"  # a run's plan: then follows the beginning of its SHA-256
 
 
 def refusal(release: str) -> str:

@@ -22,7 +22,7 @@ from agent.mechanisms.federated.mechanism import Federated
 from agent.mechanisms.ksame.mechanism import KSame
 from agent.release.pipeline import release_synthetic
 from agent.release.ports import ApprovalPending, SignedRelease, SiteContext
-from agent.storage.examples import task_cohort
+from agent.storage.examples import label_misfit, task_cohort
 from agent.storage.instance_index import part_of
 from agent.storage.vault import Vault
 from coordinator.admission import AdmissionService, RequestRejectedError
@@ -229,9 +229,9 @@ def site_of(folder: Path, hospital: Hospital, vault: MemoryVault, gateway: Direc
     of_files = partial(task_cohort, vault) if isinstance(vault, Vault) else None
     find: Callable[[ExampleRule], TaskCohort] = of_files or vault.examples
     nothing: Callable[[str, str], None] = lambda _step, _detail: None  # noqa: E731 - nobody listens
-    return SiteContext(
-        hospital.name, register, gateway, vault, hospital.seal, read, new_id, nothing, find, lambda _digest: None
-    )
+    fits = partial(label_misfit, vault) if isinstance(vault, Vault) else lambda _rule: ""
+    said = hospital.seal, read, new_id, nothing
+    return SiteContext(hospital.name, register, gateway, vault, *said, find, lambda _digest: None, fits)
 
 
 @dataclass

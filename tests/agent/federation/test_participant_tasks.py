@@ -1,4 +1,4 @@
-"""Before anything is held a site builds what a run would train: another length, modality or no file is refused."""
+"""Before anything is held a site builds what a run would train, and looks what its labels declare."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ import safetensors.torch
 from agent import runtime
 from agent.domain import Update
 from agent.errors import ReviewRejectedError
+from agent.federation.tasks import RoundTask, TaskDeclinedError
 from agent.mechanisms.federated.mechanism import Federated, FederatedConfigError
 from agent.mechanisms.federated.task_training import network_of
 from agent.storage import site_directory
+from agent.storage.label_tables import LabelColumn, LabelTable, keep_table
 from policies.review.policy import preset
 from policies.tasks.networks import NetworkSpec
-from policies.tasks.task import Input
+from policies.tasks.task import Input, Labels
 from tests.support.federated_sites import FederatedSite, federated, federated_site, granted, masked, part
 from tests.support.federation_world import SETTINGS
+from tests.support.ledger_world import Hospital, policy
+from tests.support.site_world import admission
 from tests.support.small_tasks import changed, classification
+from tests.support.vault_records import key_of, open_vault, record
 
 CNN = NetworkSpec("small-cnn", {"width": 8, "convolutions": 2, "pooled": 1})
 
@@ -52,6 +57,46 @@ def test_a_task_of_another_modality_is_refused_and_nothing_is_held(site: Federat
     with pytest.raises(ReviewRejectedError, match="modality"):
         part(site).join("run-1", other)
     untouched(site)
+
+
+def labelled(*classes: str, table: str = "findings") -> Federated:
+    """A run that learns a column of a table."""
+    job = federated()
+    labels = Labels(table=table, columns=("grade",), classes=classes)
+    return replace(job, task=replace(job.task, labels=labels))
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (labelled("low", "middle", "highest"), "findings.grade: the table does not declare all classes of the task"),
+        (labelled("low", "middle", "high", table="others"), "there is no label table of that name"),
+    ],
+)
+def test_a_task_of_labels_that_the_site_does_not_declare_is_refused_before_a_price_and_its_people_hear_why(
+    tmp_path: Path, job: Federated, why: str
+) -> None:
+    """Found out in the first round, it would burn one round after another, and tell the coordinator less."""
+    hospital, told = Hospital("site-a"), list[str]()
+    vault = open_vault(tmp_path)
+    site = FederatedSite(
+        tmp_path,
+        hospital,
+        admission(tmp_path / "hub.db", policy(), hospital),
+        vault=vault,  # type: ignore[arg-type]
+    )
+    column = LabelColumn("grade", "category", ("low", "middle", "high"))
+    owner = key_of(1, 3)
+    keep_table(vault, LabelTable("findings", "patient-id", "patient", (column,), {(owner, owner): (1,)}))
+    vault.keep(record(1, 1))
+    part(site).site = replace(part(site).site, say=lambda _, detail: told.append(detail))
+    with pytest.raises(TaskDeclinedError, match="policy"):
+        site.handle(RoundTask("run-1", "price", 0, job.to_json().encode()))
+    assert (site.account(), part(site).run, part(site).site.ledger.store.state.grants) == ((0, 0), "", {})
+    assert told == [next(line for line in told if line.startswith(f"run-1: this site takes no part: labels: {why}"))]
+    site.handle(RoundTask("run-2", "price", 0, labelled("low", "middle", "high").to_json().encode()))
+    assert site.account()[0] > 0
+    vault.close()
 
 
 def test_a_public_start_that_the_site_does_not_vouch_for_is_refused_and_one_that_it_has_is_trained(

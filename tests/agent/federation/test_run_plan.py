@@ -141,6 +141,68 @@ def test_a_refusal_by_one_person_stands_whoever_approves(people: People) -> None
     assert run_plan.standing(people.store.state, plan, WANTED) == "refused"
 
 
+def test_a_refusal_is_of_the_plan_and_of_no_other_under_the_runs_name(people: People) -> None:
+    plan, other = people.plan(), people.plan(federated(rounds=4))
+    with pytest.raises(InvalidEntryError, match="plan of its own SHA-256"):  # the words are of another plan
+        people.sign("officer", refusal(plan.serial), "refuse", "run-1", f"{other.digest} purpose")
+    with pytest.raises(InvalidEntryError, match="plan of its own SHA-256"):  # the words refuse nothing
+        people.sign("officer", refusal(plan.serial), *plan.words())
+    assert not run_plan.is_refused(people.store.state, plan)
+    people.sign("officer", refusal(other.serial), "refuse", "run-1", f"{other.digest} purpose")
+    people.approve(plan)
+    p = part(people.site)
+    assert rules(lambda: p.consider("run-1", federated(rounds=4), TERMS)) == {"plan"}
+    p.consider("run-1", JOB, TERMS)
+
+
+DAY = TERMS.approve_by
+
+
+@pytest.mark.parametrize(
+    ("now", "by", "persons", "found"),
+    [
+        (DAY - 1.0, DAY, (), {"waiting"}),
+        (float(DAY), DAY, (), {"approve_by"}),
+        (float(DAY), DAY, ("officer",), {"approve_by"}),
+        (DAY + 3_600.0, DAY, ("officer", "physician"), set()),
+        (DAY + 86_400.0, DAY, ("officer", "physician"), {"approve_by"}),
+        (0.0, 0, ("officer", "physician"), {"approve_by"}),
+        (float(DAY), 0, ("officer", "physician"), {"approve_by"}),
+    ],
+)
+def test_an_approval_is_good_until_the_run_begins_after_its_day_and_no_longer(
+    people: People, now: float, by: int, persons: tuple[str, ...], found: set[str]
+) -> None:
+    """The coordinator begins when the day is over, with those that have approved; and not whenever it likes."""
+    p, terms = part(people.site), RoundTerms(3_600, by)
+    p.now = lambda: now
+    if persons:
+        people.approve(people.plan(terms=terms), *persons)
+    if not found:
+        assert p.join("run-1", JOB, terms)
+        return
+    for act in (p.consider, p.join):
+        assert rules(lambda act=act: act("run-1", JOB, terms)) == found
+    assert people.site.account() == (0, 0)
+    assert bool(run_plan.kept(people.site.vault.note(run_plan.NOTE))) is (found == {"waiting"}), "nobody is asked"
+
+
+def test_a_run_that_was_priced_in_time_goes_on_whatever_its_day(people: People) -> None:
+    people.approve(people.plan())
+    p = part(people.site)
+    p.now = lambda: DAY - 1.0
+    envelope = p.join("run-1", JOB, TERMS)
+    p.now = lambda: DAY + 1e7
+    assert p.join("run-1", JOB, TERMS) == envelope
+
+
+def test_a_site_whose_policy_wants_nobody_asks_for_no_day(tmp_path: Path) -> None:
+    hospital = Hospital("site-a", policy())
+    w = FederatedSite(tmp_path, hospital, admission(tmp_path / "hub.db", policy(), hospital))
+    part(w).now = lambda: float(DAY)
+    assert part(w).join("run-1", JOB, RoundTerms(3_600, 1))
+
+
 def test_who_was_dismissed_has_approved_nothing(people: People) -> None:
     plan = people.plan()
     people.approve(plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,9 @@ from agent.deidentify.masks import clean_mask
 from agent.deidentify.prescan import EXPLICIT_LE
 from agent.deidentify.record import Record, keyed_name
 from agent.domain import Example, ExampleRule, Split, TaskCohort, TaskPatient
-from agent.storage import examples
-from agent.storage.examples import survey, task_cohort
-from agent.storage.label_tables import LabelColumn, LabelTable, LabelTableError, keep_table
+from agent.storage import examples, label_tables
+from agent.storage.examples import label_misfit, survey, task_cohort
+from agent.storage.label_tables import LabelColumn, LabelTable, LabelTableError, keep_table, read_declaration
 from agent.storage.vault import Vault
 from tests.support.instances import WHO, mr, written
 from tests.support.segmentations import LISTED, abdomen, drawing, mask
@@ -36,6 +37,7 @@ COLUMNS = (
 )
 ROW = (1, 0, (0,), 60.0)
 RULE = ExampleRule("classification", "OT", (8, 8), table="t", columns=("grade",), classes=("low", "high"))
+AGE = ExampleRule("regression", "OT", (8, 8), table="t", columns=("age",), low=(0.0,), high=(120.0,))
 
 
 def person(number: int) -> str:
@@ -152,6 +154,7 @@ def test_a_number_is_scaled_by_the_tasks_public_bounds_and_cut_there(vault: Vaul
         (ExampleRule("multi-label", "OT", (8, 8), table="t", columns=("grade",)), "takes binary"),
         (ExampleRule("multi-label", "OT", (8, 8), table="t", columns=("grade",), classes=("low",)), "takes several"),
         (ExampleRule("regression", "OT", (8, 8), table="t", columns=("grade",), low=(0,), high=(1,)), "takes number"),
+        (replace(AGE, low=(365.0,), high=(36_500.0,)), "0 to 120 a, and the task's, 365 to 36500, do not overlap"),
     ],
 )
 def test_a_task_that_names_what_the_table_does_not_declare_is_refused(
@@ -162,6 +165,22 @@ def test_a_task_that_names_what_the_table_does_not_declare_is_refused(
     for act in (task_cohort, survey):
         with pytest.raises(LabelTableError, match=why):
             act(vault, rule)
+    assert re.search(why, label_misfit(vault, rule))
+
+
+def test_whether_a_table_fits_is_told_without_a_row_of_it(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_patient(vault, ROW)
+
+    def read(*_: object) -> None:
+        raise AssertionError("a row was read")
+
+    monkeypatch.setattr(label_tables, "_value", read)
+    for rule in (RULE, replace(AGE, low=(18.0,), high=(200.0,)), replace(RULE, table="", columns=())):
+        assert label_misfit(vault, rule) == ""
+    assert read_declaration(vault, "t").rows == {}
+    assert read_declaration(vault, "t").columns == COLUMNS
+    with pytest.raises(AssertionError, match="a row was read"):  # a red control
+        task_cohort(vault, RULE)
 
 
 def test_rows_of_studies_series_and_images_reach_what_they_name(vault: Vault) -> None:
