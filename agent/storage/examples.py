@@ -14,6 +14,7 @@ import numpy as np
 
 from agent.deidentify.record import NO_SERIES
 from agent.domain import Example, ExampleRule, TaskCohort, TaskKind, TaskPatient
+from agent.errors import SiteStorageError
 from agent.storage.instance_index import FoundExample, InstanceRecord, Target
 from agent.storage.label_tables import LabelColumn, LabelTable, LabelTableError, Value, read_table, words_of
 from agent.storage.vault import Vault
@@ -36,6 +37,7 @@ REASONS: Final[Mapping[str, str]] = {
     "too_small": "smaller than the task's size: images are not enlarged",
     "blank": "it shows one value everywhere",
     "gone": "it was deleted meanwhile",
+    "unreadable": "its file, or that of a mask of it, cannot be read",
 }
 
 
@@ -219,7 +221,10 @@ def _number(rule: ExampleRule, at: int, column: LabelColumn, value: Value) -> fl
 def _examples(
     vault: Vault, rule: ExampleRule, table: LabelTable | None, tally: _Tally, without: Iterable[str]
 ) -> Iterator[tuple[str, Example]]:
-    """The examples, patient after patient, one at a time."""
+    """The examples, patient after patient, one at a time.
+
+    A failure that one patient's file brings about leaves out that file alone; faults of the machine end the making.
+    """
     from agent.storage.example_pixels import as_seen  # noqa: PLC0415 - the readers of volumes: half a second
 
     for found in _found(vault, rule, table, tally, vault.opted_out() | set(without)):
@@ -227,6 +232,13 @@ def _examples(
             seen = as_seen(vault, rule, found)
         except KeyError:
             tally.add("gone", found.heads)
+            continue
+        except (MemoryError, SiteStorageError):
+            raise
+        except Exception as fault:  # noqa: BLE001 - whatever the readers raise: a patient decides over nobody else's part
+            if isinstance(fault, OSError) and fault.errno is not None:  # readers of files in memory name no number
+                raise
+            tally.add("unreadable", found.heads)
             continue
         for one in seen:
             if isinstance(one, str):

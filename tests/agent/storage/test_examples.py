@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from agent.deidentify.masks import clean_mask
 from agent.deidentify.prescan import EXPLICIT_LE
 from agent.deidentify.record import Record, keyed_name
 from agent.domain import Example, ExampleRule, Split, TaskCohort, TaskPatient
-from agent.storage import examples
+from agent.storage import example_pixels, examples
+from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.examples import survey, task_cohort
 from agent.storage.label_tables import LabelColumn, LabelTable, LabelTableError, keep_table
 from agent.storage.vault import Vault
@@ -239,6 +241,52 @@ def test_a_part_of_a_split_has_its_patients_only_and_the_parts_are_all(vault: Va
     assert not parts[0] & parts[1]
     assert parts[0] | parts[1] == {person(n) for n in range(30)}
     assert all(parts)
+
+
+@pytest.mark.parametrize("rule", [replace(RULE, window=(0.0, 500.0)), replace(RULE, spacing=(1.0, 1.0))])
+def test_a_file_that_cannot_be_read_leaves_out_its_own_patient_alone(vault: Vault, rule: ExampleRule) -> None:
+    good = written(mr())
+    vault.keep_all(
+        [image(1, 0, payload=good), image(2, 1, payload=good[: len(good) // 2]), image(3, 2, payload=b"1")]
+    )
+    by_patient(vault, ROW, ROW, ROW)
+    found = targets(vault, rule)
+    assert person(0) in found
+    assert person(2) not in found
+    assert left_out(vault, rule)["unreadable"][1] == 3 - len(found)
+
+
+@pytest.mark.parametrize("fault", [ValueError(), OSError("no header"), KeyError("1"), IndexError(), RuntimeError()])
+def test_whatever_the_reader_of_a_file_raises_is_an_answer(
+    vault: Vault, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    vault.keep_all([image(1, 0), image(2, 1)])
+    by_patient(vault, ROW, ROW)
+    monkeypatch.setattr(example_pixels, "as_seen", once(fault))
+    assert list(targets(vault, RULE)) == [person(1)]
+
+
+@pytest.mark.parametrize("fault", [MemoryError(), VaultError("the disk failed"), OSError(errno.EIO, "the disk")])
+def test_a_fault_of_the_machine_ends_the_making(
+    vault: Vault, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    vault.keep(image(1, 0))
+    by_patient(vault, ROW)
+    monkeypatch.setattr(example_pixels, "as_seen", once(fault))
+    with pytest.raises(type(fault)):
+        task_cohort(vault, RULE)
+
+
+def once(fault: Exception) -> Callable[..., Any]:
+    """How the first example is seen: not at all."""
+    faults, as_seen = [fault], example_pixels.as_seen
+
+    def seen(*given: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return as_seen(*given)
+
+    return seen
 
 
 def test_a_short_series_waits(vault: Vault) -> None:
