@@ -235,8 +235,8 @@ def _examples(
             continue
         except (MemoryError, SiteStorageError):
             raise
-        except Exception as fault:  # noqa: BLE001 - whatever the readers raise: a patient decides over nobody else's part
-            if isinstance(fault, OSError) and fault.errno is not None:  # readers of files in memory name no number
+        except Exception as fault:  # whatever a reader raises
+            if isinstance(fault, OSError) and fault.errno is not None:  # of a disk: readers of bytes name no number
                 raise
             tally.add("unreadable", found.heads)
             continue
