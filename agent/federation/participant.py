@@ -506,7 +506,8 @@ class Participant:
         self.training, began, before = True, self.clock(), self.effort()
         self.watch.changed(self)
         try:
-            cohort, files = self.site.examples(examples_of(self.mechanism, part)), self._files(self.mechanism)
+            cohort = self.site.examples(examples_of(self.mechanism, part, self.run))
+            files = self._files(self.mechanism)
             read = self.clock()
             self._check_leaving()
             made: Made = self.site.run(call, cohort, *given, files)

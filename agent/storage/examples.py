@@ -16,7 +16,15 @@ from agent.deidentify.record import NO_SERIES
 from agent.domain import Example, ExampleRule, TaskCohort, TaskKind, TaskPatient
 from agent.errors import SiteStorageError
 from agent.storage.instance_index import FoundExample, InstanceRecord, Target
-from agent.storage.label_tables import LabelColumn, LabelTable, LabelTableError, Value, read_table, words_of
+from agent.storage.label_tables import (
+    LabelColumn,
+    LabelTable,
+    LabelTableError,
+    Value,
+    read_table,
+    stay_with,
+    words_of,
+)
 from agent.storage.vault import Vault
 
 REASONS: Final[Mapping[str, str]] = {
@@ -116,10 +124,14 @@ def task_cohort(vault: Vault, rule: ExampleRule, without: Iterable[str] = ()) ->
         rule: public.
         without: pseudonyms that may not take part.
     Raises:
-        LabelTableError: there is no such table, or it declares other columns or values than the task.
+        LabelTableError: there is no such table, it declares other columns or values than the task, or it was replaced
+            since the run began.
     """
+    table = _table(vault, rule)
+    if rule.run and table is not None:
+        stay_with(vault, rule.run, table)
     patients: dict[str, list[Example]] = {}
-    for person, example in _examples(vault, rule, _table(vault, rule), _Tally(), without):
+    for person, example in _examples(vault, rule, table, _Tally(), without):
         patients.setdefault(person, []).append(example)
     return TaskCohort(tuple(TaskPatient(person, tuple(patients[person])) for person in sorted(patients)))
 

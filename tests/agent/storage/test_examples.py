@@ -23,7 +23,17 @@ from agent.domain import Example, ExampleRule, Split, TaskCohort, TaskPatient
 from agent.storage import example_pixels, examples
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.examples import survey, task_cohort
-from agent.storage.label_tables import LabelColumn, LabelTable, LabelTableError, keep_table
+from agent.storage.label_tables import (
+    USED,
+    LabelColumn,
+    LabelTable,
+    LabelTableError,
+    TableUse,
+    forget_patients,
+    keep_table,
+    read_table,
+    tables_used,
+)
 from agent.storage.vault import Vault
 from tests.support.instances import WHO, mr, written
 from tests.support.segmentations import LISTED, abdomen, drawing, mask
@@ -164,6 +174,45 @@ def test_a_task_that_names_what_the_table_does_not_declare_is_refused(
     for act in (task_cohort, survey):
         with pytest.raises(LabelTableError, match=why):
             act(vault, rule)
+
+
+def test_a_run_stays_with_the_version_that_it_began_with(vault: Vault) -> None:
+    vault.keep_all([image(1, 0), image(2, 1)])
+    by_patient(vault, ROW, ROW)
+    first, run = read_table(vault, "t").version, replace(RULE, run="run-1")
+    assert list(targets(vault, run)) == [person(0), person(1)]
+    assert tables_used(vault.note(USED)) == {"run-1": TableUse("run-1", "t", first)}
+    forget_patients(vault, {person(1)})
+    assert list(targets(vault, run)) == [person(0)], "who opts out is in no round from then on"
+    by_patient(vault, (1, 2, (), 1.0), ROW)
+    with pytest.raises(
+        LabelTableError, match=rf"began with version {first[:12]} .* table was replaced .* `jobs cancel`"
+    ) as refused:
+        task_cohort(vault, run)
+    assert read_table(vault, "t").version[:12] in str(refused.value)
+    task_cohort(vault, replace(RULE, run="run-2"))
+    by_patient(vault, ROW, ROW)
+    assert task_cohort(vault, run).patients, "the former table is imported again"
+
+
+def test_without_a_run_or_a_table_nothing_is_noted(vault: Vault) -> None:
+    vault.keep(image(1, 0, label="high"))
+    by_patient(vault, ROW)
+    task_cohort(vault, RULE)
+    survey(vault, replace(RULE, run="run-1"))
+    task_cohort(vault, replace(RULE, run="run-1", table="", columns=()))
+    assert vault.note(USED) is None
+
+
+def test_the_test_of_versions_sees_a_run_that_takes_whatever_is_there(
+    vault: Vault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red control: without the check a run goes on with the table that replaced its own."""
+    monkeypatch.setattr(examples, "stay_with", lambda *_: None)
+    vault.keep(image(1, 0))
+    for row, learned in ((ROW, [[0]]), ((1, 2, (), 1.0), [[1]])):
+        by_patient(vault, row)
+        assert targets(vault, replace(RULE, run="run-1")) == {person(0): learned}
 
 
 def test_rows_of_studies_series_and_images_reach_what_they_name(vault: Vault) -> None:
