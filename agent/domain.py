@@ -233,6 +233,7 @@ class ExampleRule:
     split: Split | None = None
     part: str = ""  # of the split: the patients of this part only
     min_instances: int = 1  # a series with fewer is not complete yet, and waits
+    run: str = ""  # the federated run that asks: it stays with the version of the table that it began with
 
     def __post_init__(self) -> None:
         """Refuse what could select nothing, or everything by mistake. What a task may say is checked by the task."""

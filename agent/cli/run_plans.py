@@ -13,7 +13,8 @@ from agent.federation import run_plan
 from agent.service import run_plans
 from agent.service.commands import PROGRAM
 from agent.service.run_plans import PlanView
-from agent.storage import read_only_access
+from agent.storage import label_tables, read_only_access
+from agent.storage.label_tables import TableUse
 from agent.storage.site_directory import SiteDirectory, origin
 from agent.storage.site_ledger import site_policy
 from policies.governance import cli
@@ -37,10 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
         read_store(disk, origin(home.settings().site), home.sign_key()) as store,
         read_only_access.notes(home) as notes,
     ):
-        note = notes.note(run_plan.NOTE) if notes is not None else None
-        views, state = run_plans.plans(note, store.state, site_policy(home, store)), store.state
+        note, used = (notes.note(name) if notes is not None else None for name in (run_plan.NOTE, label_tables.USED))
+        views, state = run_plans.plans(note, store.state, site_policy(home, store), used=used), store.state
     if arguments.command == "run list":
         return _list(views, arguments.json)
+    learned = label_tables.tables_used(used).get(arguments.run)
+    kept = any(view.plan.run == arguments.run for view in views)
+    if arguments.command == "run show" and learned is not None and not kept:
+        return _show_labels(learned, arguments.json)
     view = run_plans.plan_named(views, arguments.run)
     if arguments.command == "run show" and arguments.json:
         sys.stdout.write(json.dumps({**run_plans.told(view), "config": json.loads(view.plan.config)}) + "\n")
@@ -73,6 +78,16 @@ def _show(view: PlanView, state: State, site: str) -> None:
         long = isinstance(value, list) and len(value) > 2 * _DIGITS and not isinstance(value[0], str)
         shown = f"{json.dumps(value[:_DIGITS])[:-1]}, … {len(value)} numbers]" if long else json.dumps(value)
         say(f"  {key} = {shown}")
+
+
+def _show_labels(used: TableUse, as_json: bool) -> int:
+    """Of a run without a plan: it is over, or nobody was asked to approve it."""
+    if as_json:
+        sys.stdout.write(json.dumps({"run": used.run, "labels": run_plans.labels_told(used)}) + "\n")
+        return 0
+    say(f"run {used.run}: no plan of it is kept, since it is over, or the policy wants no approval of runs")
+    say(f"it learned from the {used.words()}; this stays here")
+    return 0
 
 
 def _next_step(view: PlanView) -> None:

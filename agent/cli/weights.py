@@ -52,7 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     say(f"{arguments.out}: {made.kept} tensors")
     if made.left_out:
-        say(f"{made.left_out} left out, which a network with group norm has no use for: {', '.join(made.names)}, ...")
+        norms = "which the scales and shifts hold now" if arguments.statistics else "which group norms do not have"
+        more = ", ..." if made.left_out > len(made.names) else ""
+        names = ", ".join(made.names) + more
+        say(f"{made.left_out} left out: statistics of batch norms, {norms}, and what no network here has: {names}")
     say("if no patient of the cohort is in them, vouch for it in site.toml's public_components:")
     say(digest)
     return 0

@@ -27,7 +27,7 @@ from agent.service.process_monitoring import ServiceStatus, read_status
 from agent.service.proposal_form import ProposalForm
 from agent.service.run_plans import PlanView
 from agent.service.site import perform
-from agent.storage import projects
+from agent.storage import label_tables, projects
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.vault import Vault
@@ -184,8 +184,8 @@ class SiteConsoleContext:
     def plans(self) -> list[PlanView]:
         """The plans of federated runs that were asked for, and how each stands."""
         with self.vault() as vault:
-            note = vault.note(run_plan.NOTE)
-        return run_plans.plans(note, self.ledger.read().state, self.policy(), self.now().timestamp())
+            note, used = vault.note(run_plan.NOTE), vault.note(label_tables.USED)
+        return run_plans.plans(note, self.ledger.read().state, self.policy(), self.now().timestamp(), used)
 
     def clear(self, release: str) -> bytes:
         """The artifact of a release that waits, as persons look at it.

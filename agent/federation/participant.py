@@ -514,7 +514,8 @@ class Participant:
         self.paces.begun(look=part == HELD_OUT)
         self.watch.changed(self)
         try:
-            cohort, files = self.site.examples(examples_of(self.mechanism, part)), self._files(self.mechanism)
+            cohort = self.site.examples(examples_of(self.mechanism, part, self.run))
+            files = self._files(self.mechanism)
             read = self.clock()
             self._check_leaving()
             made: Made = self.site.run(call, cohort, model, self.entropy, *bench, files)

@@ -32,13 +32,13 @@ def update_bytes(mechanism: Federated | FederatedMasked) -> int:
     return vector_bytes(mechanism.parameters)
 
 
-def examples_of(mechanism: Federated | FederatedMasked, part: str) -> ExampleRule:
+def examples_of(mechanism: Federated | FederatedMasked, part: str, run: str = "") -> ExampleRule:
     """Whom a round trains on, or whom a look is at: other patients, by a keyed hash and for ever.
 
     The division has one name, so that every run with the same share holds out the same patients. Without looks all
     are trained on.
     """
-    rule, plan = example_rule(mechanism.task), mechanism.evaluate
+    rule, plan = replace(example_rule(mechanism.task), run=run), mechanism.evaluate
     return rule if plan is None else replace(rule, split=Split(SPLIT, plan.shares), part=part)
 
 

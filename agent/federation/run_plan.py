@@ -48,6 +48,8 @@ class RunPlan:
         task = values.get("task")
         inner: Mapping[str, Any] = {**values, **(task if isinstance(task, dict) else {})}
         chosen = {key: inner[key] for key in _COHORT if key in inner}
+        if isinstance(training := inner.get("training"), dict):  # how many of a patient's images a step sees
+            chosen["images_per_patient"] = training.get("images_per_patient")
         named = inner.get("task")  # the section of that name: the task's own name, kind and seed
         start = {"network": inner.get("network"), "seed": named.get("seed") if isinstance(named, dict) else None}
         evaluation = inner.get("evaluate")

@@ -11,6 +11,7 @@ from agent.errors import CommandError
 from agent.federation import run_plan
 from agent.federation.run_plan import RunPlan, Standing
 from agent.service.commands import PROGRAM
+from agent.storage.label_tables import TableUse, tables_used
 from policies.accounting.claims import UnsupportedClaimError
 from policies.accounting.rdp import epsilon_nano
 from policies.accounting.rounding import epsilon_text
@@ -34,6 +35,7 @@ class PlanView:
     given: tuple[str, ...]  # roles that have approved it
     missing: tuple[str, ...]
     late: bool  # its day is over
+    labels: TableUse | None = None  # what it learns from here, once its first round has begun; not part of the plan
 
     @property
     def open(self) -> bool:
@@ -58,6 +60,7 @@ class PlanView:
             f"to be approved by: {_day(plan.terms.approve_by)}",
             f"approved by: {', '.join(self.given) or 'nobody yet'}; missing: {', '.join(self.missing) or 'nobody'}",
             f"SHA-256 of the plan, which is what a person signs: {plan.digest}",
+            *([f"it learns from the {self.labels.words()}; this stays here"] if self.labels else []),
         ]
 
 
@@ -78,7 +81,7 @@ def _day(seconds: int) -> str:
     return f"{utc(seconds, MINUTE)} UTC" if seconds else "no day is named"
 
 
-def plans(note: Any, state: State, policy: Policy, now: float | None = None) -> list[PlanView]:
+def plans(note: Any, state: State, policy: Policy, now: float | None = None, used: Any = None) -> list[PlanView]:
     """All that were asked for and whose run is not over here.
 
     Args:
@@ -86,7 +89,9 @@ def plans(note: Any, state: State, policy: Policy, now: float | None = None) -> 
         state: the fold of the site's ledger.
         policy: that binds the site.
         now: seconds since 1970.
+        used: of the vault, see :func:`agent.storage.label_tables.tables_used`.
     """
+    labels = tables_used(used)
     moment = time.time() if now is None else now
     found = []
     for plan in run_plan.kept(note).values():
@@ -94,7 +99,7 @@ def plans(note: Any, state: State, policy: Policy, now: float | None = None) -> 
         standing = run_plan.standing(state, plan, policy.run_approvals)
         given = tuple(sorted(state.approvals(plan.serial, *plan.words())))
         late = not moment < plan.terms.approve_by  # that names no day, too: this site makes nothing of it
-        found.append(PlanView(plan, standing, given, tuple(sorted(missing)), late))
+        found.append(PlanView(plan, standing, given, tuple(sorted(missing)), late, labels.get(plan.run)))
     return found
 
 
@@ -141,4 +146,10 @@ def told(view: PlanView) -> Mapping[str, Any]:
         "approved": list(view.given),
         "missing": list(view.missing),
         "late": view.late,
+        "labels": labels_told(view.labels),
     }
+
+
+def labels_told(used: TableUse | None) -> Mapping[str, str] | None:
+    """The version of a label table that a run learns from, as JSON."""
+    return {"table": used.table, "version": used.version} if used else None

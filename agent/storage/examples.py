@@ -14,6 +14,7 @@ import numpy as np
 
 from agent.deidentify.record import NO_SERIES
 from agent.domain import Example, ExampleRule, TaskCohort, TaskKind, TaskPatient
+from agent.errors import SiteStorageError
 from agent.storage.instance_index import FoundExample, InstanceRecord, Target
 from agent.storage.label_tables import (
     LabelColumn,
@@ -22,6 +23,7 @@ from agent.storage.label_tables import (
     Value,
     read_declaration,
     read_table,
+    stay_with,
     words_of,
 )
 from agent.storage.vault import Vault
@@ -44,6 +46,7 @@ REASONS: Final[Mapping[str, str]] = {
     "too_small": "smaller than the task's size: images are not enlarged",
     "blank": "it shows one value everywhere",
     "gone": "it was deleted meanwhile",
+    "unreadable": "its file, or that of a mask of it, cannot be read",
 }
 
 
@@ -122,10 +125,14 @@ def task_cohort(vault: Vault, rule: ExampleRule, without: Iterable[str] = ()) ->
         rule: public.
         without: pseudonyms that may not take part.
     Raises:
-        LabelTableError: there is no such table, or it declares other columns or values than the task.
+        LabelTableError: there is no such table, it declares other columns or values than the task, or it was replaced
+            since the run began.
     """
+    table = _table(vault, rule)
+    if rule.run and table is not None:
+        stay_with(vault, rule.run, table)
     patients: dict[str, list[Example]] = {}
-    for person, example in _examples(vault, rule, _table(vault, rule), _Tally(), without):
+    for person, example in _examples(vault, rule, table, _Tally(), without):
         patients.setdefault(person, []).append(example)
     return TaskCohort(tuple(TaskPatient(person, tuple(patients[person])) for person in sorted(patients)))
 
@@ -256,7 +263,10 @@ def _number(rule: ExampleRule, at: int, column: LabelColumn, value: Value) -> fl
 def _examples(
     vault: Vault, rule: ExampleRule, table: LabelTable | None, tally: _Tally, without: Iterable[str]
 ) -> Iterator[tuple[str, Example]]:
-    """The examples, patient after patient, one at a time."""
+    """The examples, patient after patient, one at a time.
+
+    A failure that one patient's file brings about leaves out that file alone; faults of the machine end the making.
+    """
     from agent.storage.example_pixels import as_seen  # noqa: PLC0415 - the readers of volumes: half a second
 
     for found in _found(vault, rule, table, tally, vault.opted_out() | set(without)):
@@ -264,6 +274,13 @@ def _examples(
             seen = as_seen(vault, rule, found)
         except KeyError:
             tally.add("gone", found.heads)
+            continue
+        except (MemoryError, SiteStorageError):
+            raise
+        except Exception as fault:  # whatever a reader raises
+            if isinstance(fault, OSError) and fault.errno is not None:  # of a disk: readers of bytes name no number
+                raise
+            tally.add("unreadable", found.heads)
             continue
         for one in seen:
             if isinstance(one, str):

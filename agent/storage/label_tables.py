@@ -26,6 +26,8 @@ RARE: Final = 11  # a value of fewer patients is told to be rare, to the site al
 MAX_COLUMNS: Final = 64
 MAX_VALUES: Final = 64  # of a category: one of more is free text
 MAX_TEXT: Final = 64  # characters of a declared value
+USED: Final = "label_tables_used"  # of the vault: by run, the table and its version
+MOST_RUNS: Final = 256  # runs of which that is kept: a further one loses the oldest
 _NO_CLASS: Final = ("a number", "missing", "none of them")  # words for what is no declared value
 _PLACE: Final = "labels/"
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}")
@@ -258,6 +260,44 @@ def forget_patients(vault: Vault, persons: Set[str]) -> int:
 
         vault.place(_PLACE + name).change(change)
     return gone
+
+
+# -- the version that a run uses, noted at the site alone: it hangs on patients (P8)
+
+
+@dataclass(frozen=True, slots=True)
+class TableUse:
+    """Which version of a table a federated run learns from."""
+
+    run: str
+    table: str
+    version: str
+
+    def words(self) -> str:
+        """For persons at the site."""
+        return f"label table {self.table}, version {self.version}"
+
+
+def tables_used(note: Any) -> dict[str, TableUse]:
+    """What is noted under ``USED``, by run, the oldest first."""
+    return {run: TableUse(run, table, version) for run, (table, version) in (note or {}).items()}
+
+
+def stay_with(vault: Vault, run: str, table: LabelTable) -> None:
+    """Note that a run learns from this version of a table, and from no other from now on.
+
+    Raises:
+        LabelTableError: the run began with another one.
+    """
+    using = [table.name, table.version]
+    began = (vault.note(USED) or {}).get(run)
+    if began is None:
+        vault.change_note(USED, lambda note: dict([*{**(note or {}), run: using}.items()][-MOST_RUNS:]))
+    elif began != using:
+        raise LabelTableError(
+            f"the run {run} began with version {began[1][:12]} of the label table {began[0]}, and the table was "
+            f"replaced by version {table.version[:12]}: leave the run by `jobs cancel`, or import the former again"
+        )
 
 
 # -- what is told of a table, to the site alone

@@ -48,6 +48,12 @@ KEYS: Final[Mapping[str, Mapping[str, type]]] = MappingProxyType(
         MASKED: {**_SHARED, "sites": int, "honest": int, "value_bound": float, "scale": int, "ring_bits": int},
     }
 )
+_KIND: Final[Mapping[type, str]] = {  # JSON tells 4 from 4.0, and so do the bytes that sites sign
+    float: "a number with a point, such as 4.0",
+    int: "a whole number without a point, such as 4",
+    dict: "a JSON object; in a job file, the name of a task file",
+}
+_OTHER: Final = "of the wrong type"
 EPSILON: Final = "epsilon"  # in the place of noise_multiplier: the price of the run, for which the noise is found
 MOST_EPSILON: Final = 100.0
 SIGMA_GRID: Final = 1000  # noise multipliers that are found are whole thousandths
@@ -90,7 +96,8 @@ def _at_fault(values: Mapping[str, Any], kinds: Mapping[str, type]) -> list[str]
     """What is wrong with the keys, and with the types of their values."""
     wrong = [f"{key}: unknown or missing" for key in sorted(kinds.keys() ^ values.keys())]
     common = sorted(kinds.keys() & values.keys())
-    return wrong + [f"{key}: of the wrong type" for key in common if type(values[key]) is not kinds[key]]
+    wrong += [f"{key}: {_KIND.get(kinds[key], _OTHER)}" for key in common if type(values[key]) is not kinds[key]]
+    return wrong
 
 
 def _claim(mechanism: str, values: Mapping[str, Any]) -> Claim:

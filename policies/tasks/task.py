@@ -353,6 +353,10 @@ class Task:
         for number, one in enumerate(self.input.transforms):
             if one.name in _BY_THE_VAULT:
                 yield f"input.transforms.{number}.name: leave {one.name} out, and say input.spacing"
+        if self.input.size[0] != self.input.size[1]:
+            for number, one in enumerate(self.training.augmentation):
+                if one.name == "RandRotate90":  # else no example could be turned, and nobody would take part
+                    yield f"training.augmentation.{number}.name: RandRotate90 needs equal first sides in input.size"
 
 
 def _labels_problems(kind: str, labels: Labels) -> Iterator[str]:

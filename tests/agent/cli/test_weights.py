@@ -37,6 +37,23 @@ def test_a_file_is_converted_and_its_digest_told(tmp_path: Path, capsys: pytest.
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("more", "norms"),
+    [((), "which group norms do not have"), (("--statistics",), "which the scales and shifts hold now")],
+)
+def test_what_is_left_out_is_said_as_the_option_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], norms: str
+) -> None:
+    value = {"bn.weight": torch.ones(3), "bn.running_mean": torch.ones(3), "bn.running_var": torch.ones(3)}
+    assert _typed(tmp_path, value, *more) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"2 left out: statistics of batch norms, {norms}," in said
+    assert "bn.running_mean, bn.running_var if no patient" in said, "two names of two, and no more"
+    many = {"w": torch.ones(2), **{f"bn{n}.running_mean": torch.ones(3) for n in range(7)}}
+    assert _typed(tmp_path, many, *more) == 0
+    assert "bn4.running_mean, ... if no patient" in " ".join(capsys.readouterr().out.split())
+
+
 class _Code:
     def __reduce__(self) -> object:
         return print, ("it ran",)

@@ -251,4 +251,9 @@ def test_what_a_person_approves_names_task_patients_start_price_evaluation_and_r
     assert (facts["evaluation"], facts["rounds"]) == ("none", 3)
     other = replace(JOB, task=replace(JOB.task, seed=JOB.task.seed + 1))
     assert people.plan(other).facts()["start"] != facts["start"]
+    training = replace(JOB.task.training, images_per_patient=JOB.task.training.images_per_patient + 1)
+    more = replace(JOB, task=replace(JOB.task, training=training))
+    assert people.plan(more).facts()["cohort"] != facts["cohort"], "the rule says how many images a patient has in it"
+    faster = replace(JOB.task.training, learning_rate=39.0)
+    assert people.plan(replace(JOB, task=replace(JOB.task, training=faster))).facts()["cohort"] == facts["cohort"]
     assert RunPlan.of_note(people.plan().to_note()) == people.plan()

@@ -11,6 +11,7 @@ from agent.federation import run_plan
 from agent.federation.run_plan import RunPlan
 from agent.service import run_plans
 from agent.storage import projects
+from agent.storage.label_tables import LabelColumn, LabelTable, keep_table, stay_with
 from policies.accounting.claims import SubsampledGaussian
 from policies.ledger.backends.sqlite import open_read_only
 from policies.ledger.read_only import read_store
@@ -84,7 +85,8 @@ def test_a_plan_is_shown_and_approved_by_both_and_stands_on_the_status_until_the
     assert "compliance and hospital must approve it" in status
     assert "lazaret-agent run show run-1" in status
     shown = typed(*at(asked), "run", "show", "run-1").out
-    for words in ("3 rounds of at most 600 seconds", plan().digest, "public start: zeros", "evaluation: none"):
+    start = f"public start: {plan().facts()['start']}"
+    for words in ("3 rounds of at most 600 seconds", plan().digest, start, "evaluation: none"):
         assert words in shown
     assert "epsilon" in shown
     assert "centre = [0.0, 0.0, 0.0, … 64 numbers]" in shown
@@ -139,8 +141,34 @@ def test_a_run_that_was_not_asked_for_has_no_plan(asked: Site, typed: Typed) -> 
     )
 
 
+def begin(site: Site, *runs: str) -> str:
+    """Their first rounds read the label table; its version."""
+    vault = projects.open_vault(site.home)
+    columns = (LabelColumn("grade", "category", ("low", "high")),)
+    table = keep_table(vault, LabelTable("t", "patient-id", "patient", columns, {("p", "p"): (0,)}))
+    for run in runs:
+        stay_with(vault, run, table)
+    vault.close()
+    return table.version
+
+
+def test_a_run_names_the_version_of_the_label_table_that_it_learns_from(asked: Site, typed: Typed) -> None:
+    assert "label table" not in typed(*at(asked), "run", "show", "run-1").out
+    version = begin(asked, "run-1", "run-0")
+    shown = typed(*at(asked), "run", "show", "run-1").out
+    assert f"it learns from the label table t, version {version}" in " ".join(shown.split())
+    told = json.loads(typed(*at(asked), "run", "show", "run-1", "--json").out)
+    assert told["labels"] == {"table": "t", "version": version}
+    assert (told["digest"], version in json.dumps(plan().facts())) == (plan().digest, False), "no part of the plan"
+    over = typed(*at(asked), "run", "show", "run-0")
+    assert (over.status, f"label table t, version {version}" in " ".join(over.out.split())) == (0, True)
+    assert json.loads(typed(*at(asked), "run", "show", "run-0", "--json").out)["labels"] == told["labels"]
+    assert typed(*at(asked), "run", "approve", "run-0", "--person", "x", "--key", "x").status == 1
+
+
 def test_plans_can_be_read_by_a_program(asked: Site, typed: Typed) -> None:
     (one,) = json.loads(typed(*at(asked), "run", "list", "--json").out)
     assert (one["run"], one["standing"], one["missing"]) == ("run-1", "waiting", ["compliance", "hospital"])
+    assert one["labels"] is None
     shown = json.loads(typed(*at(asked), "run", "show", "run-1", "--json").out)
     assert (shown["digest"], shown["config"]) == (plan().digest, CONFIG)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,21 @@ from agent.deidentify.masks import clean_mask
 from agent.deidentify.prescan import EXPLICIT_LE
 from agent.deidentify.record import Record, keyed_name
 from agent.domain import Example, ExampleRule, Split, TaskCohort, TaskPatient
-from agent.storage import examples, label_tables
+from agent.storage import example_pixels, examples, label_tables
+from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.examples import label_misfit, survey, task_cohort
-from agent.storage.label_tables import LabelColumn, LabelTable, LabelTableError, keep_table, read_declaration
+from agent.storage.label_tables import (
+    USED,
+    LabelColumn,
+    LabelTable,
+    LabelTableError,
+    TableUse,
+    forget_patients,
+    keep_table,
+    read_declaration,
+    read_table,
+    tables_used,
+)
 from agent.storage.vault import Vault
 from tests.support.instances import WHO, mr, written
 from tests.support.segmentations import LISTED, abdomen, drawing, mask
@@ -183,6 +196,45 @@ def test_whether_a_table_fits_is_told_without_a_row_of_it(vault: Vault, monkeypa
         task_cohort(vault, RULE)
 
 
+def test_a_run_stays_with_the_version_that_it_began_with(vault: Vault) -> None:
+    vault.keep_all([image(1, 0), image(2, 1)])
+    by_patient(vault, ROW, ROW)
+    first, run = read_table(vault, "t").version, replace(RULE, run="run-1")
+    assert list(targets(vault, run)) == [person(0), person(1)]
+    assert tables_used(vault.note(USED)) == {"run-1": TableUse("run-1", "t", first)}
+    forget_patients(vault, {person(1)})
+    assert list(targets(vault, run)) == [person(0)], "who opts out is in no round from then on"
+    by_patient(vault, (1, 2, (), 1.0), ROW)
+    with pytest.raises(
+        LabelTableError, match=rf"began with version {first[:12]} .* table was replaced .* `jobs cancel`"
+    ) as refused:
+        task_cohort(vault, run)
+    assert read_table(vault, "t").version[:12] in str(refused.value)
+    task_cohort(vault, replace(RULE, run="run-2"))
+    by_patient(vault, ROW, ROW)
+    assert task_cohort(vault, run).patients, "the former table is imported again"
+
+
+def test_without_a_run_or_a_table_nothing_is_noted(vault: Vault) -> None:
+    vault.keep(image(1, 0, label="high"))
+    by_patient(vault, ROW)
+    task_cohort(vault, RULE)
+    survey(vault, replace(RULE, run="run-1"))
+    task_cohort(vault, replace(RULE, run="run-1", table="", columns=()))
+    assert vault.note(USED) is None
+
+
+def test_the_test_of_versions_sees_a_run_that_takes_whatever_is_there(
+    vault: Vault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red control: without the check a run goes on with the table that replaced its own."""
+    monkeypatch.setattr(examples, "stay_with", lambda *_: None)
+    vault.keep(image(1, 0))
+    for row, learned in ((ROW, [[0]]), ((1, 2, (), 1.0), [[1]])):
+        by_patient(vault, row)
+        assert targets(vault, replace(RULE, run="run-1")) == {person(0): learned}
+
+
 def test_rows_of_studies_series_and_images_reach_what_they_name(vault: Vault) -> None:
     one, two = image(1, 0, study=9), image(2, 0)
     vault.keep_all([one, two])
@@ -258,6 +310,52 @@ def test_a_part_of_a_split_has_its_patients_only_and_the_parts_are_all(vault: Va
     assert not parts[0] & parts[1]
     assert parts[0] | parts[1] == {person(n) for n in range(30)}
     assert all(parts)
+
+
+@pytest.mark.parametrize("rule", [replace(RULE, window=(0.0, 500.0)), replace(RULE, spacing=(1.0, 1.0))])
+def test_a_file_that_cannot_be_read_leaves_out_its_own_patient_alone(vault: Vault, rule: ExampleRule) -> None:
+    good = written(mr())
+    vault.keep_all(
+        [image(1, 0, payload=good), image(2, 1, payload=good[: len(good) // 2]), image(3, 2, payload=b"1")]
+    )
+    by_patient(vault, ROW, ROW, ROW)
+    found = targets(vault, rule)
+    assert person(0) in found
+    assert person(2) not in found
+    assert left_out(vault, rule)["unreadable"][1] == 3 - len(found)
+
+
+@pytest.mark.parametrize("fault", [ValueError(), OSError("no header"), KeyError("1"), IndexError(), RuntimeError()])
+def test_whatever_the_reader_of_a_file_raises_is_an_answer(
+    vault: Vault, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    vault.keep_all([image(1, 0), image(2, 1)])
+    by_patient(vault, ROW, ROW)
+    monkeypatch.setattr(example_pixels, "as_seen", once(fault))
+    assert list(targets(vault, RULE)) == [person(1)]
+
+
+@pytest.mark.parametrize("fault", [MemoryError(), VaultError("the disk failed"), OSError(errno.EIO, "the disk")])
+def test_a_fault_of_the_machine_ends_the_making(
+    vault: Vault, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    vault.keep(image(1, 0))
+    by_patient(vault, ROW)
+    monkeypatch.setattr(example_pixels, "as_seen", once(fault))
+    with pytest.raises(type(fault)):
+        task_cohort(vault, RULE)
+
+
+def once(fault: Exception) -> Callable[..., Any]:
+    """How the first example is seen: not at all."""
+    faults, as_seen = [fault], example_pixels.as_seen
+
+    def seen(*given: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return as_seen(*given)
+
+    return seen
 
 
 def test_a_short_series_waits(vault: Vault) -> None:

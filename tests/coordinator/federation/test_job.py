@@ -297,6 +297,18 @@ def test_the_strictest_account_says_the_noise_and_a_site_without_one_says_nothin
         with_noise(_asking(3.0), {"site-c": AccountContext(None)})
 
 
+@pytest.mark.parametrize("epsilon", [4, True, "4.0", None])
+def test_a_price_without_a_point_is_refused_with_what_to_write(epsilon):
+    with pytest.raises(JobError, match=r"config: epsilon: a number with a point, such as 4\.0$"):
+        _asking(epsilon)
+
+
+def test_a_count_with_a_point_and_a_task_that_is_none_are_refused_with_what_to_write():
+    values = {**json.loads(PLAIN.to_json()), "parameters": 130.0, "task": "chest.toml"}
+    with pytest.raises(JobError, match=r"parameters: a whole number .*; task: a JSON object; in a job file"):
+        claim_of("federated", json.dumps(values))
+
+
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, 101.0])
 def test_an_epsilon_that_no_run_can_have_is_refused(epsilon):
     with pytest.raises(JobError, match="epsilon: above 0"):
@@ -304,7 +316,7 @@ def test_an_epsilon_that_no_run_can_have_is_refused(epsilon):
 
 
 def test_an_epsilon_below_what_the_accounts_order_alone_costs_has_no_noise():
-    with pytest.raises(JobError, match=r"no noise keeps the run under epsilon 3: .* worth 3\.393"):
+    with pytest.raises(JobError, match=r"no noise keeps the run under epsilon 3: .* worth 3\.4, "):
         with_noise(_asking(3.0), {site: AccountContext(_account()) for site in SITES})
 
 

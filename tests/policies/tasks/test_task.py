@@ -231,6 +231,11 @@ def test_a_linear_layer_may_go_farther_than_a_whole_network() -> None:
         ("classification", {"training__views": 2}, "training.views: more than 1 needs an augmentation"),
         ("classification", {"training__proximal": 2.0, "training__learning_rate": 1.0}, "training.proximal: at most"),
         ("classification", {"training__augmentation": [{"name": "ScaleIntensity"}]}, "draws no numbers"),
+        (
+            "classification",
+            {"input__size": [32, 48], "training__augmentation": [{"name": "RandRotate90"}]},
+            "training.augmentation.0.name: RandRotate90 needs equal first sides in input.size",
+        ),
         ("classification", {"network__name": "alexnet"}, "network.name: must be one of"),
         ("classification", {"network__name": "unet"}, "network.name: unet does not give a number for each picture"),
         ("segmentation", {"network__name": "resnet18"}, "network.name: resnet18 takes 2-D input"),
@@ -238,6 +243,11 @@ def test_a_linear_layer_may_go_farther_than_a_whole_network() -> None:
 )
 def test_what_is_wrong_is_told_with_its_file_and_key(kind: str, values: dict[str, Any], told: str) -> None:
     assert any(problem.startswith("t.toml: ") and told in problem for problem in problems(kind, **values))
+
+
+def test_a_quarter_turn_of_what_is_square_is_a_task() -> None:
+    told = changed("classification", training__augmentation=[{"name": "RandRotate90"}])
+    assert task_from_table(told, "t.toml").training.augmentation[0].name == "RandRotate90"
 
 
 def test_every_problem_of_every_table_is_told_at_once() -> None:
