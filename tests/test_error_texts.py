@@ -64,7 +64,7 @@ ALLOWED: Final = {  # module::function -> why its text may hold what is marked
     "agent/console/policy.py::approve": "a person is one who logs in to the console",
     "agent/console/releases.py::require_own_word": "a person is one who logs in to the console",
     "agent/service/job_proposals.py::_role": "a person is one who logs in to the console",
-    "agent/federation/secure_aggregation.py::_protocol": "of a message of the coordinator; the text stays at the site",
+    "agent/federation/secure_aggregation.py::_protocol": "of a coordinator's message; the text stays at the site",
     "agent/ingest/patient_lists.py::_participants": "names of columns that `--patient-column` and its like gave",
     "agent/ingest/retrieval.py::narrowed": "the query's own check says which option is wrong, and no value",
     "agent/mechanisms/centroids/codebook.py::codebook_from": OURS,

@@ -226,7 +226,7 @@ def test_memory_that_somebody_could_still_change_is_not_opened(
 
 @pytest.fixture
 def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A confined process may import what stands for patients and noise in tests; nobody has worked as its user yet."""
+    """A confined process may import what stands for patients and noise in tests; its user is new here."""
     for copied in ("tests/support", "deploy/phantoms"):
         shutil.copytree(ROOT / copied, tmp_path / copied, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
