@@ -122,9 +122,10 @@ def _fields(mechanism: str) -> list[str]:
 def inputs(values: Mapping[str, str]) -> list[FormField]:
     """The fields of the mechanism's public configuration, filled."""
     named = [(key, *_HELP[key]) for key in _fields(values["mechanism"])]
+    instead = (EPSILON, "noise_multiplier")  # one of the two
     own = [
-        FormField(f"config.{key}", *told, values.get(f"config.{key}", ""), key not in (EPSILON, "noise_multiplier"))
-        for key, *told in named
+        FormField(f"config.{key}", label, text, values.get(f"config.{key}", ""), key not in instead)
+        for key, label, text in named
     ]
     return own + [FormField(name, *told, values.get(name, ""), required=False) for name, told in _LOOKS.items()]
 
