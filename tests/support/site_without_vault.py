@@ -38,4 +38,5 @@ def pipeline_site(site: Site, folder: Path) -> PipelineSite:
         say=lambda *_: None,
         examples=lambda rule: TaskCohort(()),
         public_file=lambda digest: None,
+        label_misfit=lambda rule: "",
     )
