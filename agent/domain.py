@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,6 +154,106 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """What a network sees at once, and what it should say of it."""
+
+    pixels: NDArray[np.float32]  # (channels, *size): (c, h, w) or (c, k, h, w)
+    # classification: (1,) int64, which class. Multi-label and regression: (n,) float32 in [0, 1], NaN where it is
+    # missing, which costs nothing. Segmentation: (*size) int64, which segment, 0 for none
+    target: NDArray[np.int64] | NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        """Refuse what is not finite, and a target that is neither whole numbers nor numbers in [0, 1]."""
+        if self.pixels.ndim not in (3, 4) or self.pixels.dtype != np.float32 or not self.pixels.size:
+            raise ValueError("pixels must be a non-empty (c, h, w) or (c, k, h, w) float32 array")
+        if not bool(np.isfinite(self.pixels).all()):
+            raise ValueError("pixels must be finite")
+        target = self.target
+        if target.dtype not in (np.int64, np.float32) or not target.size:
+            raise ValueError("a target is a non-empty array of int64 or float32")
+        if target.dtype == np.int64 and target.shape not in ((1,), self.pixels.shape[1:]):
+            raise ValueError("a class is (1,), a mask as large as the pixels")
+        if target.dtype == np.float32 and target.ndim != 1:
+            raise ValueError("findings and numbers are (n,)")
+        known = target[~np.isnan(target)]
+        if not bool((known >= 0).all() and (target.dtype == np.int64 or (known <= 1).all())):
+            raise ValueError("a class is not negative, and findings and numbers lie in [0, 1] or are missing")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskPatient:
+    """The unit of privacy of a task: all examples of one person."""
+
+    pseudonym: str
+    examples: tuple[Example, ...]
+
+    def __post_init__(self) -> None:
+        """A patient has a pseudonym and at least one example."""
+        if not self.pseudonym or not self.examples:
+            raise ValueError("a patient needs a pseudonym and an example")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskCohort:
+    """The patients that a task trains on, each once, in pseudonym order, all examples of one form."""
+
+    patients: tuple[TaskPatient, ...]
+
+    def __post_init__(self) -> None:
+        """Order and uniqueness make a run deterministic and patients countable."""
+        if not all(a.pseudonym < b.pseudonym for a, b in pairwise(self.patients)):
+            raise ValueError("patients must be distinct and sorted by pseudonym")
+        every = [example for patient in self.patients for example in patient.examples]
+        if len({(one.pixels.shape, one.target.shape, one.target.dtype) for one in every}) > 1:
+            raise ValueError("all examples of a cohort must have one form")
+
+
+TaskKind = Literal["classification", "multi-label", "regression", "segmentation"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleRule:
+    """Which images become examples, how they are seen, and what is learned. Public; what it finds is not."""
+
+    kind: TaskKind
+    modality: str  # DICOM Modality (0008,0060)
+    size: tuple[int, ...]  # (h, w) pixels of images, or (k, h, w) voxels of volumes
+    body_part: str = ""  # DICOM Body Part Examined (0018,0015); "": any
+    channels: int = 1  # 1: grey; 3: colour. Of a study: so many grey images, one in each channel
+    spacing: tuple[float, ...] = ()  # mm along each axis of size; (): fitted to the size as they are
+    window: tuple[
+        float, ...
+    ] = ()  # stored values that become 0 and 1; (): images as ingested, volumes by their range
+    per_study: bool = False  # one example for each study; else one for each image
+    table: str = ""  # of labels; "": the label that each image came with
+    columns: tuple[str, ...] = ()  # of the table, in the order of the outputs
+    classes: tuple[str, ...] = ()  # the values, or the segments, in the order of the outputs
+    low: tuple[float, ...] = ()  # of a regression: the public bounds of each column
+    high: tuple[float, ...] = ()
+    split: Split | None = None
+    part: str = ""  # of the split: the patients of this part only
+    min_instances: int = 1  # a series with fewer is not complete yet, and waits
+    run: str = ""  # the federated run that asks: it stays with the version of the table that it began with
+
+    def __post_init__(self) -> None:
+        """Refuse what could select nothing, or everything by mistake. What a task may say is checked by the task."""
+        if len(self.size) not in (2, 3) or not all(type(side) is int and side > 0 for side in self.size):
+            raise ValueError("a size is (h, w) or (k, h, w)")
+        if not self.modality or self.channels not in (1, 3):
+            raise ValueError("examples have a modality, and 1 or 3 channels")
+        if len(self.spacing) not in (0, len(self.size)) or not all(mm > 0 for mm in self.spacing):
+            raise ValueError("a spacing has one positive length for each axis of the size")
+        if self.window and not (len(self.window) == 2 and self.window[0] < self.window[1]):
+            raise ValueError("a window is two numbers, the smaller one first")
+        if (self.split is None) is not (self.part == "") or (self.split and self.part not in self.split.parts):
+            raise ValueError("a split is selected by one of its parts")
+        if len(self.size) == 3 and (self.channels != 1 or self.per_study):
+            raise ValueError("a volume has one channel, and is an example by itself")
+        if self.kind == "segmentation" and (self.per_study or not self.classes):
+            raise ValueError("a segmentation has segments, and a mask is of one image or volume")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Latents:
     """One latent code per patient: the mean over the patient's images."""
 
@@ -210,6 +310,18 @@ class Update:
             raise ValueError("vector must be a non-empty (p,) float32 array")
         if not bool(np.isfinite(self.vector).all()):
             raise ValueError("vector must be finite")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatticePart:
+    """One site's part of a secret sum: whole steps of the lattice that the run's configuration names."""
+
+    steps: NDArray[np.int64]  # (p,)
+
+    def __post_init__(self) -> None:
+        """A flat vector of whole numbers."""
+        if self.steps.ndim != 1 or self.steps.dtype != np.int64 or not self.steps.size:
+            raise ValueError("steps must be a non-empty (p,) int64 array")
 
 
 class CheckpointStore(Protocol):

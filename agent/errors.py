@@ -69,3 +69,7 @@ class DivergedError(TrainingError, ValueError):
 
 class ParserError(WorkerError, RuntimeError):
     """The worker could not be started: a fault of this installation, not of a file."""
+
+
+class TransformError(TrainingError, ValueError):
+    """A picture cannot be brought into the form that the task wants. The text names the transform, never a value."""

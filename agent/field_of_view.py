@@ -40,6 +40,40 @@ def fit(pixels: NDArray[np.float32], side: int) -> NDArray[np.float32]:
     return _averaged(_averaged(square, side).swapaxes(0, 1), side).swapaxes(0, 1).astype(np.float32)
 
 
+def fit_to(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
+    """As :func:`fit` where the size is a square; else the centred part of its proportions, averaged by area.
+
+    Args:
+        pixels: (h, w) or (h, w, 3) in [0, 1].
+        size: (h, w) of the result.
+    Raises:
+        ValueError: another shape, or the part is smaller than ``size``.
+    """
+    if size[0] == size[1]:
+        return fit(pixels, size[0])
+    top, left, tall, wide = part_for(pixels, size)
+    part = pixels[top : top + tall, left : left + wide]
+    return _averaged(_averaged(part, size[0]).swapaxes(0, 1), size[1]).swapaxes(0, 1).astype(np.float32)
+
+
+def part_for(pixels: NDArray[np.float32], size: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Top, left, height and width of the part that :func:`fit_to` takes.
+
+    Raises:
+        ValueError: it is smaller than ``size``.
+    """
+    if size[0] == size[1]:
+        top, left, length = field(pixels)
+        tall = wide = length
+    else:
+        scale = min(pixels.shape[0] / size[0], pixels.shape[1] / size[1])
+        tall, wide = (min(round(side * scale), there) for side, there in zip(size, pixels.shape[:2], strict=True))
+        top, left = (pixels.shape[0] - tall) // 2, (pixels.shape[1] - wide) // 2
+    if tall < size[0] or wide < size[1]:
+        raise ValueError("the image is smaller than what it shall be fitted to")
+    return top, left, tall, wide
+
+
 def field(pixels: NDArray[np.float32]) -> tuple[int, int, int]:
     """Top, left and side of the square that :func:`fit` takes.
 

@@ -42,14 +42,17 @@ def contents(path: Path, max_bytes: int) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:  # ELOOP: a link; ENXIO: a socket
         raise FileRejectedError("not_a_file" if error.errno in (errno.ELOOP, errno.ENXIO) else "unreadable") from None
+    state = os.fstat(descriptor)
+    if not stat.S_ISREG(state.st_mode):
+        os.close(descriptor)
+        raise FileRejectedError("not_a_file")
     with os.fdopen(descriptor, "rb") as stream:
-        state = os.fstat(descriptor)
-        if not stat.S_ISREG(state.st_mode):
-            raise FileRejectedError("not_a_file")
         if state.st_size > max_bytes:
             raise FileRejectedError("too_large")
         try:
-            data = stream.read(max_bytes + 1)
+            data = stream.read(state.st_size + 1)  # it takes so much memory, and not what max_bytes allows
+            if len(data) > state.st_size:
+                data += stream.read(max_bytes + 1 - len(data))
         except OSError:
             raise FileRejectedError("unreadable") from None
     if len(data) > max_bytes:  # it grew while it was read

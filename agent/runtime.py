@@ -8,24 +8,28 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
 from agent import errors as agent_errors
+from agent.domain import ExampleRule
 from agent.event_log import open_log
 from agent.gateway.client import GatewayClient
 from agent.gateway.credentials import Credentials
 from agent.gateway.enrolment import come_back, return_over_grpc
 from agent.gateway.witness import LedgerWitness
+from agent.ingest.config import read_ingestion
 from agent.release.maker_process import MakerProcess
 from agent.release.ports import CoordinatorClient, SiteContext
 from agent.release.recovery import present, recover
 from agent.release.unsent import listed
 from agent.storage import projects, site_directory
+from agent.storage.examples import label_misfit, task_cohort
 from agent.storage.read_only_access import HEAD, check_history
 from agent.storage.site_ledger import initialise_ledger, policy_in_force
 from agent.storage.vault import Vault
@@ -42,6 +46,7 @@ from protos.common.dsse import open_sealed, seal
 from protos.identity.key_files import KeyFileError
 from protos.protocol_version import COMPRESSED
 
+WEIGHTS: Final = "weights"  # folder: files of public weights, each named by its SHA-256
 ERR = Console(stderr=True, highlight=False)
 
 
@@ -140,8 +145,36 @@ def site_context(
         read=lambda envelope: _read(envelope, key),
         new_id=lambda prefix: f"{prefix}-{secrets.token_hex(8)}",
         say=say,
+        examples=lambda rule: task_cohort(vault, _whole_series(home, rule)),
+        public_file=partial(_public_file, home),
+        label_misfit=partial(_label_misfit, home, vault),
         run=MakerProcess(home.settings().confinement),
     )
+
+
+def _whole_series(home: site_directory.SiteDirectory, rule: ExampleRule) -> ExampleRule:
+    """The rule as this site's ``ingest.toml`` has it: a series waits until it has so many instances.
+
+    Raises:
+        SiteConfigError: ``ingest.toml`` is not in order.
+    """
+    return replace(rule, min_instances=read_ingestion(home).rules.min_instances_per_series)
+
+
+def _label_misfit(home: site_directory.SiteDirectory, vault: Vault, rule: ExampleRule) -> str:
+    """Why a task would find no examples here, as far as that can be told before anybody is read."""
+    try:
+        return label_misfit(vault, _whole_series(home, rule))
+    except agent_errors.SiteConfigError as fault:
+        return str(fault)
+
+
+def _public_file(home: site_directory.SiteDirectory, digest: str) -> bytes | None:
+    """A file of public weights in the folder ``weights``; whether it is the right one is for its reader to check."""
+    path = home.root / WEIGHTS / f"{digest}.safetensors"
+    if digest not in home.settings().public_components or not path.is_file():
+        return None
+    return path.read_bytes()
 
 
 def record_ledger_head(vault: Vault, store: Store) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from coordinator.explanations import rounded_down, rounded_up
-from policies.accounting.claims import UnsupportedClaimError, assumption
+from policies.accounting.claims import GaussianQuery, UnsupportedClaimError, assumption, looks_of
 from policies.statements import Release, claim_from, decimal, menu_of, parse
 
 UNKNOWN: Final = "no promise that this report knows"
@@ -84,6 +84,8 @@ def describe_claim(claim: object) -> str:
         )
     if claim == {"kind": "no-claim"}:
         return NOTHING
+    if claim.get("kind") == "evaluated":
+        return _evaluated(claim)
     return _composed(claim) if claim.get("kind") == "composed" else UNKNOWN
 
 
@@ -108,6 +110,35 @@ def _shared(claim: Mapping[str, Any]) -> str:
     except UnsupportedClaimError:
         return UNKNOWN
     return given or "every site adds the whole noise to its own part"
+
+
+def looks_in(claim: object) -> int:
+    """How many looks a claim's JSON counts; 0 for what is no claim."""
+    try:
+        return looks_of(claim_from(dict(claim))) if isinstance(claim, Mapping) else 0
+    except UnsupportedClaimError:
+        return 0
+
+
+def _evaluated(claim: Mapping[str, Any]) -> str:
+    """A training and the looks at it; when it is not known, nothing is promised."""
+    try:
+        looks = looks_of(claim_from(dict(claim)))
+    except UnsupportedClaimError:
+        return UNKNOWN
+    many = f"{looks} look{'' if looks == 1 else 's'} at how good it is"
+    query = claim["query"]
+    return (
+        f"a training, and {many}, paid for together: {describe_claim(claim['training'])}; each look is sums over "
+        f"held-out {_unit(query)}s with Gaussian noise of {query['noise']} on each, where one {_unit(query)} moves "
+        f"all sums together by at most {rounded_up(_sensitivity(query), 3):g}"
+    )
+
+
+def _sensitivity(query: Mapping[str, Any]) -> float:
+    found = claim_from(dict(query))
+    assert isinstance(found, GaussianQuery)
+    return found.sensitivity
 
 
 def _composed(claim: Mapping[str, Any]) -> str:

@@ -71,6 +71,20 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "round_repeated": ("This training round was released before.", _NOTHING),
         "run_spent": ("The hospital has had a grant in this run before: there is one for each.", _AGAIN),
         "round": ("The training round is not covered by a grant, or named where none belongs.", _AGAIN),
+        "waiting": ("Persons at the site have not approved the run's plan yet.", "Wait for them, or ask the site."),
+        "plan": ("A person at the site has refused the run's plan.", "Ask the site; another plan is another run."),
+        "approve_by": (
+            "The day by which persons were to approve the run is over, or the run names none.",
+            "Launch another run, under another name.",
+        ),
+        "labels": (
+            "The hospital's label table is not what the task needs, or is missing.",
+            "The agent shows what does not fit; correct the table (`labels import`) or the task.",
+        ),
+        "round_seconds": (
+            "A round of the run would last longer than the site allows.",
+            "Name fewer round_seconds, or ask the site.",
+        ),
         "left": (
             "A person at the site leaves this run.",
             "Nothing is to be done; the run goes on without it if it may.",
@@ -321,6 +335,8 @@ RELATIONS: Final[Mapping[str, str]] = MappingProxyType(
 QUARANTINE: Final[Mapping[str, str]] = MappingProxyType(
     {
         "not_dicom": "neither DICOM nor NIfTI",
+        "segment_not_listed": "a mask with a segment that the hospital does not list",
+        "mask_without_series": "a mask that does not say of which one series it is",
         "not_a_file": "a link or device instead of a file",
         "unreadable": "could not be opened",
         "truncated": "ends too early",

@@ -158,7 +158,7 @@ class LedgerService:
         Raises:
             KeyError: the site has none.
         """
-        kind = next((t.kind for t in TERMS.values() if t.claim is type(claim)), "")
+        kind = next((t.kind for t in TERMS.values() if t.admits(claim)), "")
         return self.store.state.accounts[f"{site}/{kind}"]
 
     def answered(self, key: str, envelope: bytes) -> Verdict | None:

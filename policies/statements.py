@@ -18,7 +18,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final
 
-from policies.accounting.claims import KINDS, Claim, Composed, UnsupportedClaimError
+from policies.accounting.claims import KINDS, Claim, Composed, Evaluated, UnsupportedClaimError
 from protos.common.canonical_json import JsonValue, canonical, distinct
 from protos.common.errors import ArtifactError
 
@@ -160,7 +160,7 @@ class Approval:
     person: str
     origin: str  # the ledger that the proposal is for
     serial: str  # chosen by who proposes; each is decided once
-    action: str  # "amend" | "appoint" | "dismiss" | "enrol" | "limit" | "refuse" | "release" | "waive"
+    action: str  # "amend" | "appoint" | "dismiss" | "enrol" | "limit" | "refuse" | "release" | "run" | "waive"
     subject: str
     value: str
 
@@ -203,6 +203,9 @@ def claim_json(claim: Claim) -> dict[str, JsonValue]:
     kind = next(name for name, cls in KINDS.items() if type(claim) is cls)
     if isinstance(claim, Composed):
         return {"kind": kind, "parts": [claim_json(part) for part in claim.parts]}
+    if isinstance(claim, Evaluated):
+        training, query = claim_json(claim.training), claim_json(claim.query)
+        return {"kind": kind, "looks": claim.looks, "query": query, "training": training}
     values = {f.name: getattr(claim, f.name) for f in fields(claim)}
     return {"kind": kind, **{k: repr(v) if type(v) is float else v for k, v in values.items()}}
 
@@ -222,6 +225,8 @@ def claim_from(value: object) -> Claim:
         raise UnsupportedClaimError(f"a {value['kind']} claim has the fields {', '.join(sorted(wanted))}")
     if cls is Composed:
         return _composed(given["parts"])
+    if cls is Evaluated:
+        return _evaluated(given)
     claim: Claim = cls(**{k: decimal(v) if wanted[k] == "float" else v for k, v in given.items()})
     return claim
 
@@ -232,6 +237,15 @@ def _composed(parts: object) -> Composed:
         raise UnsupportedClaimError("the parts of a composed claim must be a list of claims, none of them composed")
     read: Any = tuple(claim_from(part) for part in parts)
     return Composed(read)
+
+
+def _evaluated(given: Mapping[str, Any]) -> Evaluated:
+    """The evaluated claim of its three fields; what is composed or evaluated itself is never entered."""
+    for name in ("training", "query"):
+        if not isinstance(given[name], dict) or given[name].get("kind") in ("composed", "evaluated"):
+            raise UnsupportedClaimError("an evaluated claim has one training and one query, neither made of others")
+    read: Any = {"training": claim_from(given["training"]), "query": claim_from(given["query"])}
+    return Evaluated(looks=given["looks"], **read)
 
 
 def decimal(value: object) -> float:

@@ -117,6 +117,14 @@ def test_two_rounds_over_three_sites_give_exactly_the_uniform_mean(federation: F
     assert [point["first"] for point in report["checkpoints"]] == [3.0, 6.0]
 
 
+def test_looks_take_turns_with_rounds_leave_the_model_and_are_summed(federation: FlowerFederation) -> None:
+    report = federation.conduct("looked", rounds=4, looks=[1, 3])
+    assert report["shift"] == [6.0], "two rounds moved it, and two looks did not"
+    assert [point["first"] for point in report["checkpoints"]] == [3.0, 3.0, 6.0, 6.0]
+    assert report["used"] == [list(SITES)] * 4
+    assert report["sums"] == [[1, 9.0, 9.0, 3.0], [3, 9.0, 18.0, 3.0]]  # 1 + 2 + 6, thrice the model, three sites
+
+
 def test_a_site_that_declines_the_price_is_left_out_and_the_run_goes_on(federation: FlowerFederation) -> None:
     report = federation.conduct("declined", {"decline": {"west": "budget"}}, rounds=1)
     assert report["declined"] == {"west": "budget"}
@@ -405,6 +413,31 @@ def test_an_agent_killed_in_a_round_costs_that_round_its_timeout_and_no_more(fed
     while Path(f"/proc/{link}").exists() and time.monotonic() < until:
         time.sleep(0.05)
     assert not Path(f"/proc/{link}").exists()
+
+
+@pytest.mark.slow
+def test_in_a_long_round_a_site_that_is_away_for_a_while_is_waited_for_and_one_that_was_started_again_is_not(
+    federation: FlowerFederation,
+) -> None:
+    """A round may last a day: a site is not given up after 20 seconds, and is not waited for to the day's end."""
+    if federation.agents["west"].process.poll() is not None:
+        federation.start_agent("west", folder="west-long").wait_for("online")
+    frozen = federation.agents["west"].process
+    config = {"add": ADD, "sleep": {"west": 2.0}, "die": {"north": 0}}
+    plan = {"sites": list(SITES), "rounds": 1, "min_sites": 2, "round_timeout_s": 200.0, "seconds": 3_600}
+    federation.coordinator.tell(do="conduct", run="long", config=config, **plan)
+    assert federation.agents["north"].process.wait(60) == -signal.SIGKILL
+    os.kill(frozen.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        time.sleep(30)  # Flower takes it for gone after 20
+    finally:
+        os.kill(frozen.pid, signal.SIGCONT)
+    federation.start_agent("north", folder="north-again").wait_for("online")
+    report = json.loads(federation.coordinator.hear(150.0))
+    assert report.get("used") == [["south", "west"]], report
+    assert report["refused"] == [{"north": "no_reply"}]
+    assert time.monotonic() - began < 120
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ print(json.dumps(found))
 LIGHT: Final = frozenset(
     {
         *("administration", "backup", "cohort", "console", "doctor", "ingest", "ledger", "quarantine"),
-        *("jobs", "ledger_decisions", "made_release", "release_kanonymous", "serve", "setup"),
+        *("jobs", "labels", "ledger_decisions", "made_release", "release_kanonymous", "run_plans", "serve", "setup"),
     }
 )
 WITH_TORCH: Final = frozenset(  # every other command does without, but for vetting, rounds and heads that come in
@@ -115,7 +115,7 @@ WITH_TORCH: Final = frozenset(  # every other command does without, but for vett
         *("release ksalsa", "release anonfaces", "release privimage", "release centroids", "release distill"),
         *("release distill-dp", "release remodel", "tune", "evaluate", "draw", "audit", "deface"),
         *(f"train {network}" for network in (*agent.cli.options.NETWORKS, *distillation.NETWORKS)),
-        *("train codebook", "train remodeller"),
+        *("train codebook", "train remodeller", "task check", "weights convert"),
     }
 )
 
@@ -210,6 +210,7 @@ def test_what_does_not_learn_imports_no_torch() -> None:
         ("agent.cli.ledger_decisions", HEAVY | {"policies.ledger.store", "structlog"}),
         ("agent.cli.made_release", HEAVY - {"cryptography", "rich"}),
         ("agent.runtime", {"torch", "scipy", "fastapi"}),
+        ("agent.cli.cohort", {"torch", "scipy", "nibabel", "highdicom"}),
         ("agent.cli.serve", {"torch", "scipy", "fastapi"}),
         ("agent.cli.ingest", {"torch", "scipy", "fastapi", "grpc"}),
         ("agent.console.app", {"torch", "scipy"}),

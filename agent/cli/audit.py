@@ -29,7 +29,12 @@ from agent.privacy_audit.canaries import OneRun, one_run_bound
 from agent.privacy_audit.conformance import Conformance
 from agent.privacy_audit.gate import conformance, repeat_if_failed, toy_sensitivity
 from agent.privacy_audit.negative_controls import CONTROLS, ENGINES, LARGE, NegativeControl, proved
-from agent.privacy_audit.query_conformance import histogram_conformance, part_conformance, sum_conformance
+from agent.privacy_audit.query_conformance import (
+    histogram_conformance,
+    look_conformance,
+    part_conformance,
+    sum_conformance,
+)
 from policies.accounting.rounding import epsilon_at_least, epsilon_text
 
 ERR = Console(stderr=True, highlight=False)
@@ -94,6 +99,7 @@ def _shipped(device: str) -> list[Todo]:
     queries = (
         ("a noisy sum", sum_conformance),
         ("the semantic histogram", histogram_conformance),
+        ("a look at a model", look_conformance),
         ("a masked part of a federated step", part_conformance),
     )
     for what, query in queries:

@@ -6,18 +6,25 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Final
 
 from rich.table import Table
 
 from agent.cli.output import ERR, OUT, answered_ingest, print_stderr
 from agent.deidentify.manifest import manifest
+from agent.domain import ExampleRule
 from agent.errors import SiteConfigError
 from agent.event_log import open_log
 from agent.ingest.context import IngestContext, open_ingest
 from agent.ingest.patient_lists import read_pairs
 from agent.storage.equal_patients import EqualPatients
+from agent.storage.examples import REASONS, TaskSurvey, rule_for, survey
+from agent.storage.label_tables import RARE, read_table
 from agent.storage.site_directory import SiteDirectory
+from policies.tasks.bounds import TaskError
+from policies.tasks.task import Task, task_from_toml
 
 _SAME: Final = {  # what two patient ids have in common
     "picture": "equal images",
@@ -57,6 +64,8 @@ def cohort(arguments: argparse.Namespace) -> int:
     """How many patients there are to work with, by modality, body part and state: for this console alone."""
     with open_ingest(SiteDirectory(arguments.home), arguments.project) as way:
         _decide(way, arguments)
+        if arguments.task or arguments.table or arguments.segment:
+            return _print_survey(_survey(way, arguments), as_json=arguments.json)
         if arguments.held:
             held = sorted(way.vault.held() | way.vault.barred())
             sys.stdout.write(json.dumps(held) + "\n" if arguments.json else "".join(f"{one}\n" for one in held))
@@ -77,6 +86,63 @@ def cohort(arguments: argparse.Namespace) -> int:
         print_stderr(
             f"{len(same)} groups of patient ids count as one patient each towards k: `cohort --same` shows why"
         )
+    return 0
+
+
+def _survey(way: IngestContext, arguments: argparse.Namespace) -> TaskSurvey:
+    """What a task of these columns, or segments, would find. Nothing of it is logged."""
+    least = way.ingestion.rules.min_instances_per_series
+    if arguments.task:
+        from agent.mechanisms.federated.task_training import example_rule  # noqa: PLC0415 - torch: two seconds
+
+        return survey(way.vault, replace(example_rule(_task(arguments.task)), min_instances=least))
+    images = ExampleRule(
+        "segmentation" if arguments.segment else "classification",
+        arguments.modality,
+        arguments.size,
+        body_part=arguments.body_part,
+        classes=tuple(arguments.segment),
+        per_study=arguments.per_study,
+        min_instances=least,
+    )
+    if arguments.segment:
+        return survey(way.vault, images)
+    table = read_table(way.vault, arguments.table)
+    return survey(way.vault, rule_for(table, tuple(arguments.column), images))
+
+
+def _task(path: Path) -> Task:
+    """A task file.
+
+    Raises:
+        SiteConfigError: it cannot be read, or is no task: with every problem and its key.
+    """
+    try:
+        return task_from_toml(path.read_text(encoding="utf-8"), path.name)
+    except OSError:
+        raise SiteConfigError(f"{path.name}: not found, or not readable") from None
+    except UnicodeDecodeError:
+        raise SiteConfigError(f"{path.name}: not UTF-8 text") from None
+    except TaskError as error:
+        raise SiteConfigError(str(error)) from None
+
+
+def _print_survey(found: TaskSurvey, *, as_json: bool) -> int:
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n")
+        return 0
+    outputs = Table(
+        "what is learned", "patients", "", title=f"{found.examples} examples of {found.patients} patients"
+    )
+    for one in found.outputs:
+        outputs.add_row(one.output, str(one.patients), "rare" if one.patients < RARE else "")
+    OUT.print(outputs)
+    if found.left_out:
+        left = Table("left out", "images", "patients", title="what would be left out, and why")
+        for what in found.left_out:
+            left.add_row(REASONS[what.reason], str(what.images), str(what.patients))
+        OUT.print(left)
+    OUT.print("This is for your site alone: no count of patients leaves.")
     return 0
 
 

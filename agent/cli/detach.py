@@ -232,6 +232,8 @@ def _words(arguments: argparse.Namespace, typed: Sequence[str], files: _Files) -
     paths = {name: value for name, value in vars(arguments).items() if isinstance(value, Path) and name != "home"}
     if isinstance(value := getattr(arguments, "generator", None), str):  # a file, or KIND:FILE
         paths["generator"] = Path(value.rpartition(":")[2])
+    if isinstance(value := getattr(arguments, "labels", None), str) and Path(value).is_file():  # or a word
+        paths["labels"] = Path(value)
     found: list[str] = []
     for word in typed:
         option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)

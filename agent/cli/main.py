@@ -42,6 +42,8 @@ def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR
             from agent.cli.quarantine import run
         case ["manifest" | "cohort"]:
             from agent.cli.cohort import run
+        case ["labels", _]:
+            from agent.cli.labels import run
         case ["opt-out" | "project", _] | ["identity" | "token"]:
             from agent.cli.administration import run
         case ["deface"]:
@@ -54,6 +56,8 @@ def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR
             from agent.cli.release_heads import run
         case ["release", "send" | "inspect" | "withdraw"] | ["ledger", "amend"]:
             from agent.cli.made_release import run
+        case ["run", _]:
+            from agent.cli.run_plans import run
         case ["jobs", _]:
             from agent.cli.jobs import run
         case ["tune"]:
@@ -66,10 +70,14 @@ def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR
             from agent.cli.train_distillation import run
         case ["train", _]:
             from agent.cli.train import run
+        case ["weights", _]:
+            from agent.cli.weights import run
         case ["draw"]:
             from agent.cli.sample import run
         case ["audit"]:
             from agent.cli.audit import run
+        case ["task", _]:
+            from agent.cli.task import run
         case ["serve"]:
             from agent.cli.serve import run
         case ["backup" | "restore" | "recover" | "upgrade"]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from agent.defacing.config import METHODS, PARTS
 from agent.mechanisms.centroids import options as centroids
-from agent.mechanisms.common.option_types import count, menu, rate, seed
+from agent.mechanisms.common.option_types import count, menu, rate, seed, sizes
 from agent.mechanisms.distillation import options as distillation
 from agent.mechanisms.kanonymous import OPTIONS
 from agent.mechanisms.privimage import options as privimage
@@ -23,15 +23,17 @@ from policies.governance import options as governance_options
 from protos.operations.command_line import add, add_backup_commands, add_login_commands, add_setup_options
 
 MAIN: Final = "main"  # agent.storage.site_directory.MAIN
-NETWORKS: Final = ("generator", "encoder", "features", "recogniser", "semantics")
+NETWORKS: Final = ("generator", "encoder", "features", "network", "recogniser", "semantics")
+KEYS: Final = ("patient-id", "accession", "study", "series", "instance")  # agent.ingest.label_import.KEYS
+_WHOSE: Final = {"network": "public start of a task's network"}
 PRIORITIES: Final = ("high", "normal", "low")  # agent.service.jobs.PRIORITIES
 SIZES: Final = ("tiny32", "small64", "small128", "auto128", "auto256", "auto512", "auto1024")
 
 
 _RELEASE: Final = "its number, as `status` shows it, or its id"
 _HOME: Final = (
-    "the site's directory. These commands need none: train, draw, deface IN OUT, audit, login make, ledger person, "
-    "ledger ask, ledger sign"
+    "the site's directory. These commands need none: train, weights, draw, deface IN OUT, audit, task, login make, "
+    "ledger person, ledger ask, ledger sign"
 )
 
 
@@ -46,15 +48,18 @@ def build_parser() -> argparse.ArgumentParser:
     _add_setup(commands)
     _add_ingest(commands)
     _add_quarantine(commands)
+    _add_labels(commands)
     _add_patients(commands)
     _add_deface(commands)
     _add_releases(commands.add_parser("release", help="make a release"))
     _add_search(commands)
     _add_training(commands)
     _add_noise_audit(commands)
+    _add_tasks(commands)
     serve = add(commands, "serve", "receive images, and take part in federated rounds")
     serve.add_argument("--modality", help="DICOM modality of the cohort; without it, serve only receives")
     _project(serve)
+    _add_runs(commands)
     _add_jobs(commands)
     _add_backup(commands)
     add(commands, "console", "run only the site console (console.toml); `serve` runs it too")
@@ -225,16 +230,47 @@ def _add_quarantine(commands: Any) -> None:
         _project_json(command)
 
 
+def _add_labels(commands: Any) -> None:
+    tables = commands.add_parser("labels", help="tables of labels").add_subparsers(required=True, dest="what")
+    into = add(tables, "import", "import a table, or replace its older version: all rows, or none")
+    into.add_argument("table", type=Path, metavar="FILE.csv")
+    into.add_argument("--key", choices=KEYS, required=True, help="what the key of a row is")
+    text = "the TOML that declares the kind of each column (default: FILE.toml beside it)"
+    into.add_argument("--columns", type=Path, metavar="FILE.toml", help=text)
+    into.add_argument("--name", default="", help="of the table (default: the file's name)")
+    into.add_argument("--dry-run", action="store_true", help="show what would be imported and what is wrong")
+    listed = add(tables, "list", "list the tables, each with its version")
+    shown = add(tables, "show", "show a table's columns, and how many patients have each value")
+    gone = add(tables, "remove", "delete a table")
+    for command in (shown, gone):
+        command.add_argument("name")
+    for command in (into, listed, shown, gone):
+        _project_json(command)
+
+
 def _add_patients(commands: Any) -> None:
     told = add(commands, "manifest", "show what was removed, replaced and kept, and why")
     told.add_argument("--study", help="one study's pseudonym")
     told.add_argument("--out", type=Path, help="a folder (default: standard output)")
     counted = add(commands, "cohort", "count patients by modality, body part and state")
+    text = "show what this task file would find here, and what it would leave out and why"
+    counted.add_argument("task", type=Path, nargs="?", metavar="TASK.toml", help=text)
     counted.add_argument("--held", action="store_true", help="list the studies and series that are held back")
     counted.add_argument("--lift", metavar="NAME", help="use this study or series: a person has checked it")
     counted.add_argument("--same", action="store_true", help="list patient ids that count as one patient towards k")
     counted.add_argument("--apart", metavar="NAME", help="a person's decision: these ids are different patients")
     counted.add_argument("--labels", type=Path, help="CSV sop_instance_uid,label: add labels to kept images")
+    text = "show what a task of this label table would find here, and what it would leave out and why"
+    counted.add_argument("--table", default="", metavar="NAME", help=text)
+    counted.add_argument("--column", action="append", default=[], help="with --table: a column; may be repeated")
+    text = "the same of a task that learns this segment of masks; may be repeated"
+    counted.add_argument("--segment", action="append", default=[], metavar="NAME", help=text)
+    counted.add_argument("--modality", default="", help="with --table or --segment: of the images, such as DX")
+    text = "with them: pixels, such as 64,64; three numbers for volumes (default: 64,64)"
+    counted.add_argument("--size", type=sizes, default=(64, 64), help=text)
+    counted.add_argument("--body-part", default="", help="with them: of the images, such as CHEST")
+    counted.add_argument("--per-study", action="store_true", help="with --table: one example for each study")
+    counted.set_defaults(usage_check=_of_table(counted))
     for command in (told, counted):
         _project_json(command)
     out = commands.add_parser("opt-out", help="patients who have opted out").add_subparsers(
@@ -259,6 +295,24 @@ def _add_patients(commands: Any) -> None:
     add(commands, "identity", "make a user for ingest.toml's [listener] identities").add_argument("name")
     fresh = add(commands, "token", "make a bearer token for ingest.toml's [stow]")
     fresh.add_argument("--out", type=Path, required=True)
+
+
+def _of_table(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], None]:
+    """What a table would give depends on the column and the images."""
+
+    def check(arguments: argparse.Namespace) -> None:
+        if arguments.task and (arguments.table or arguments.segment or arguments.column or arguments.modality):
+            parser.error("TASK.toml: it says all of --table, --column, --segment and --modality itself")
+        if arguments.table and not (arguments.column and arguments.modality):
+            parser.error("--table: say --column and --modality, too")
+        if arguments.segment and (arguments.table or arguments.per_study or not arguments.modality):
+            parser.error("--segment: say --modality, too, and neither --table nor --per-study")
+        if not arguments.table and (arguments.column or arguments.per_study):
+            parser.error("--column and --per-study: only with --table")
+        if arguments.modality and not (arguments.table or arguments.segment):
+            parser.error("--modality: only with --table or --segment")
+
+    return check
 
 
 def _add_deface(commands: Any) -> None:
@@ -336,6 +390,30 @@ def _add_search(commands: Any) -> None:
         _project_json(command)
 
 
+# -- plans of federated runs
+
+
+def _add_runs(commands: Any) -> None:
+    text = "plans of federated runs that persons at this site approve"
+    group = commands.add_parser("run", help=text).add_subparsers(required=True, metavar="WHAT")
+    _json(add(group, "list", "list the plans that were asked for, and how each stands"))
+    for name, text in (
+        ("show", "show everything that a run may do here, and the digest that a person signs"),
+        ("approve", "as a person: approve the plan of a run with your own key"),
+        ("refuse", "as a person: refuse the plan of a run; that is final"),
+    ):
+        command = add(group, name, text)
+        command.add_argument("run", help="the run's name, as `run list` shows it")
+        if name == "show":
+            _json(command)
+            continue
+        if name == "refuse":
+            command.add_argument("reason", help="one short word, such as purpose; it is in the ledger for good")
+        command.add_argument("--person", required=True, help="who signs")
+        command.add_argument("--key", type=Path, required=True, help="the person's private key")
+        command.add_argument("--yes", action="store_true", help="sign without being asked")
+
+
 # -- jobs
 
 
@@ -372,7 +450,7 @@ def _add_training(commands: Any) -> None:
         required=True, metavar="NETWORK"
     )
     for name in (*NETWORKS, *distillation.NETWORKS):
-        whose = name if name in NETWORKS else f"{name} of `release distill`"
+        whose = _WHOSE.get(name, name if name in NETWORKS else f"{name} of `release distill`")
         command = add(train, name, f"train the {whose} on public images; run again to resume")
         command.set_defaults(network=name)
         _add_network(command, name)
@@ -383,6 +461,19 @@ def _add_training(commands: Any) -> None:
     for command in (remodeller, codebook):
         _seed_device(command)
         _detach(command)
+    weights = commands.add_parser("weights", help="files of public weights").add_subparsers(
+        required=True, metavar="WHAT"
+    )
+    convert = add(
+        weights, "convert", "turn a published .pt file into one that a task can name, in a confined process"
+    )
+    convert.add_argument("file", type=Path, help="of tensors; code in it is never run")
+    convert.add_argument("--out", type=Path, required=True, help="the file, safetensors")
+    convert.add_argument("--prefix", default="", help="of the names that are wanted, such as model.; it is taken off")
+    text = "keep batch norms as fixed scales and shifts, for a network with fixed_norms = 1"
+    convert.add_argument("--statistics", action="store_true", help=text)
+    convert.set_defaults(homeless=True)
+    _json(convert)
     draw = add(commands, "draw", distillation.DRAW_HELP)
     distillation.add_draw_options(draw)
     _seed_device(draw, "the same seed gives the same images")
@@ -401,6 +492,13 @@ def _add_network(command: argparse.ArgumentParser, network: str) -> None:
         command.add_argument("--sha256", default="", help="SHA-256 of a published generator, as its authors give it")
         command.add_argument("--side", type=count, help="pixels; must be the generator's (default)")
         command.add_argument("--grey", action="store_true", help="for a generator of grey images; optional")
+        return
+    if network == "network":
+        text = "a TOML file with the task's [network] and [input]; a task's file will do"
+        command.add_argument("--task", type=Path, required=True, help=text)
+        text = 'CSV: file,label; or "folders": a picture\'s folder is its label'
+        command.add_argument("--labels", required=True, help=text)
+        command.add_argument("--several", action="store_true", help="a label names several findings, joined by +")
         return
     command.add_argument("--side", type=count, default=64, help="pixels")
     command.add_argument("--grey", action="store_true", help="one channel instead of three")
@@ -423,6 +521,18 @@ def _add_noise_audit(commands: Any) -> None:
     )
     audit.set_defaults(homeless=True)
     _device(audit)
+
+
+def _add_tasks(commands: Any) -> None:
+    tasks = commands.add_parser("task", help="task files of federated runs").add_subparsers(
+        required=True, dest="what"
+    )
+    check = add(tasks, "check", "read a task file, build its network, and take one step on made input")
+    check.add_argument("file", type=Path, metavar="FILE", help="TOML; see rounds.md")
+    text = "a file of public weights that the task names by its SHA-256; may be repeated"
+    check.add_argument("--weights", type=Path, action="append", default=[], metavar="FILE", help=text)
+    check.set_defaults(homeless=True)
+    _json(check)
 
 
 # -- backup, and the ledger

@@ -88,6 +88,7 @@ _FILES: Final[Mapping[str, tuple[str, ...]]] = {  # keys that name a file, with 
     "generator": common.GENERATORS, "encoder": (), "style": common.EXTRACTORS, "content": common.EXTRACTORS,
     "recognisers": (), "codebook": (), "autoencoder": (), "verifier": (), "unseen": (), "aligner": (), "file": (),
     "labels": (), "remodeller": (), "basis": (), "reader": (), "features": (), "identities": (), "templates": (),
+    "task": (),
 }  # fmt: skip
 _WORDS: Final = {"style": (common.RANDOM,), "content": (common.RANDOM,), "labels": (distillation.FOLDERS,)}
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {

@@ -11,6 +11,7 @@ import torch
 from agent.cli.output import ERR, OUT, print_progress
 from agent.dp.noise import SystemEntropy
 from agent.errors import CoordinatorUnreachableError, LedgerForkError
+from agent.federation.answer_pace import children_seconds
 from agent.federation.participant import Participant
 from agent.federation.secure_aggregation import SecureAggregationClient
 from agent.federation.service import EndedRuns, FederationContext, run_service
@@ -53,7 +54,17 @@ def take_part(runtime: AgentRuntime, project: str, modality: str, stop: threadin
     watch = PartJobs(runtime.home, project, SharedLedger(runtime), runtime.log)
     memory = int(settings_or_default(runtime.home).memory_gib * 2**30)
     maker = MakerProcess(settings.confinement, memory, watch.started)
-    participant = Participant(replace(runtime.site, run=maker), modality, SystemEntropy(), watch=watch, now=time.time)
+    participant = Participant(
+        replace(runtime.site, run=maker),
+        modality,
+        SystemEntropy(),
+        watch=watch,
+        now=time.time,
+        project=project,
+        most_round_seconds=settings.most_round_seconds,
+        clock=time.monotonic,
+        effort=children_seconds,
+    )
     if participant.resume():
         runtime.log.info("run_resumed", run=participant.run)
     partners = runtime.settings.partners

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from agent.cli import train_network
 from agent.cli.output import OUT, as_sentences, progress_columns, require_device
 from agent.cli.train_semantics import SemanticsOrder, in_words
 from agent.errors import CommandError
@@ -223,6 +224,10 @@ def _semantics(arguments: argparse.Namespace, public: PublicTraining, _generator
     return _order(arguments).make(public.images, public.names, public.steps, arguments.out, public.say)
 
 
+def _network(arguments: argparse.Namespace, public: PublicTraining, _generator: Generator | None) -> Trained:
+    return train_network.make(arguments, public.images, public.names, public.steps, public.say)
+
+
 def _recogniser(arguments: argparse.Namespace, public: PublicTraining, _generator: Generator | None) -> Trained:
     places, whose = read_identities(arguments.identities, public.names)
     name, rate = f"recogniser-{arguments.seed}", arguments.false_match_rate
@@ -257,6 +262,7 @@ KINDS: Final[dict[str, NetworkKind]] = {
     "generator": NetworkKind(25_000, _architecture, _generator),
     "encoder": NetworkKind(20_000, _drawing, _encoder),
     "features": NetworkKind(2_000, _trunk, _features),
+    "network": NetworkKind(2_000, train_network.order, _network),
     "recogniser": NetworkKind(2_000, _trunk, _recogniser),
     "semantics": NetworkKind(2_000, _order, _semantics),
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.console import jobs, optout, overview, pacs, proposals, releases
+from agent.console import jobs, optout, overview, pacs, plans, proposals, releases
 from agent.console import policy as policies
 from agent.console import quarantine as queues
 from agent.console.context import SiteConsoleContext
@@ -46,6 +46,7 @@ def pages(context: SiteConsoleContext, settings: ConsoleSettings, logins: Pinned
         proposals.add,  # before the pages of one job: their paths begin alike
         jobs.add,
         releases.add,
+        plans.add,
         queues.add,
         pacs.add,
         overview.add_books,

@@ -17,14 +17,17 @@ from typing import Any, Final
 
 from agent.console.background_task import BackgroundTask
 from agent.errors import SiteStorageError
+from agent.federation import run_plan
 from agent.ingest.context import IngestContext, open_ingest
 from agent.release.unsent import clear_of
+from agent.service import run_plans
 from agent.service.commands import another_writes
 from agent.service.ledger_access import BorrowedLedger, Site
 from agent.service.process_monitoring import ServiceStatus, read_status
 from agent.service.proposal_form import ProposalForm
+from agent.service.run_plans import PlanView
 from agent.service.site import perform
-from agent.storage import projects
+from agent.storage import label_tables, projects
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.vault import Vault
@@ -177,6 +180,12 @@ class SiteConsoleContext:
             pending, record = vault.note("pending") or {}, vault.note("releases") or []
             out = vault.opted_out()
         return tuple(self._waiting(pending[name], record, out) for name in sorted(pending))
+
+    def plans(self) -> list[PlanView]:
+        """The plans of federated runs that were asked for, and how each stands."""
+        with self.vault() as vault:
+            note, used = vault.note(run_plan.NOTE), vault.note(label_tables.USED)
+        return run_plans.plans(note, self.ledger.read().state, self.policy(), self.now().timestamp(), used)
 
     def clear(self, release: str) -> bytes:
         """The artifact of a release that waits, as persons look at it.

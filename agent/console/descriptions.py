@@ -7,7 +7,17 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from policies.accounting.claims import RELATION, UNIT, Claim, Composed, Gaussian, KAnonymous, NoClaim, assumption
+from policies.accounting.claims import (
+    RELATION,
+    UNIT,
+    Claim,
+    Composed,
+    Evaluated,
+    Gaussian,
+    KAnonymous,
+    NoClaim,
+    assumption,
+)
 from policies.accounting.rdp import epsilon_of
 from policies.accounting.rounding import epsilon_text, rounded_up
 from policies.ledger.state import Account
@@ -52,6 +62,15 @@ REFUSALS: Final[Mapping[str, str]] = MappingProxyType(
         "other": "Another reason, which I keep in my own records.",
     }
 )
+PLAN_REFUSALS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "purpose": "The purpose does not justify this run.",
+        "patients": "The run would use patients or images that it should not.",
+        "price": "It costs more of the patients' budget than it is worth.",
+        "task": "I do not understand, or do not agree with, what is trained.",
+        "other": "Another reason, which I keep in my own records.",
+    }
+)
 # What the two figures of a statement are, and what they mean.
 _MEASURED: Final = {
     "pictures": (
@@ -84,6 +103,8 @@ _KINDS: Final = {
     "model": "a model",
     "update": "an update of a model",
     "masked-update": "a masked update of a model",
+    "evaluation": "how good a model is on held-out patients, in sums with noise",
+    "masked-evaluation": "a masked part of how good a model is on held-out patients",
 }
 
 
@@ -100,7 +121,11 @@ def promise(claim: Claim) -> str:
     if isinstance(claim, Composed):
         return f"{len(claim.parts)} uses of the same {UNIT}s with noise, charged together."
     told = assumption(claim) if isinstance(claim, Gaussian) else ""
-    return "Noise hides whether one patient took part" + (f"; {told}." if told else ".")
+    hidden = "Noise hides whether one patient took part" + (f"; {told}." if told else ".")
+    if isinstance(claim, Evaluated):
+        looks = f"{claim.looks} look{'' if claim.looks == 1 else 's'}"
+        return f"{hidden} Charged together: the training, and {looks} at how good it is on held-out {UNIT}s."
+    return hidden
 
 
 def loss(release: Release) -> str:

@@ -63,6 +63,7 @@ def _overview(pages: Router, context: SiteConsoleContext) -> None:
             state = context.ledger.read().state
             waiting = context.waiting() if looks else ()
             queues = tuple(queue_of(context, name) for name in context.projects()) if looks else ()
+            plans = sum(view.open for view in context.plans()) if looks else 0
             proposed = sum(job.state == PROPOSED for job in JobStore(context.home.root).all()) if looks else 0
         events = log_reader.read(context.home.root / "agent.log") if looks else []
         return asked.page(
@@ -71,6 +72,7 @@ def _overview(pages: Router, context: SiteConsoleContext) -> None:
             chart=chart(state, context.site),
             waiting=waiting,
             proposed=proposed,
+            plans=plans,
             queues=queues,
             faults=[e for e in reversed(events) if e.fault][:5],
             looks=looks,

@@ -40,6 +40,7 @@ MEANINGS: Final = {
     "components": "where networks and data that make a release may come from",
     "levels": "claim levels that may leave",
     "approvals": "roles that must approve each release before it leaves",
+    "run_approvals": "roles that must approve the plan of a federated run before this site takes part in it",
     "readers": "recipients' keys to which a release may be encrypted, so that the coordinator cannot read it",
 }
 

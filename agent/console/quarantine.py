@@ -26,6 +26,7 @@ STATES: Final = {
     "unlabelled": "has no label",
     "face": "withheld: a face could be reconstructed from it",
     "volume": "a volume",
+    "mask": "a mask of a series, which tasks use with it",
     "waiting": "its series is not complete yet",
     "held": "held back: text was found in an image, or its series names two studies",
 }

@@ -153,7 +153,7 @@ def _decide(pages: Router, context: SiteConsoleContext) -> None:
         one = found(context, release)
         envelope = asked.envelope()
         with errors_as_pages():
-            _signed(asked, envelope, (release, "release", release, one.release.artifact_sha256))
+            require_own_word(asked, envelope, (release, "release", release, one.release.artifact_sha256))
             if refusals(context, one):
                 raise InvalidEntryError("the release was refused already; it can only be withdrawn")
             context.record_approval(envelope)
@@ -169,7 +169,7 @@ def _decide(pages: Router, context: SiteConsoleContext) -> None:
             sha, _, why = value.partition(" ")
             if sha != one.release.artifact_sha256 or why not in descriptions.REFUSALS:
                 raise InvalidEntryError("the refusal names another artifact or an unknown reason")
-            _signed(asked, envelope, (refusal_serial(release), REFUSE, release, value))
+            require_own_word(asked, envelope, (refusal_serial(release), REFUSE, release, value))
             context.record_approval(envelope)
         context.log.info("release_refused", release=release, reason=why)
         return _withdrawing(asked, context, release)
@@ -223,7 +223,7 @@ def _may_approve(asked: RequestContext, one: PendingRelease, refused: tuple[Refu
     return not (one.gone or refused) and asked.person.role in one.missing
 
 
-def _signed(asked: RequestContext, envelope: bytes, wanted: tuple[str, str, str, str]) -> None:
+def require_own_word(asked: RequestContext, envelope: bytes, wanted: tuple[str, str, str, str]) -> None:
     """Is it this person's own word on exactly this? The signature itself is the law's to check.
 
     Under another serial it would be written down, and never counted.

@@ -13,6 +13,7 @@ from agent.deidentify.attributes import frames as frames  # noqa: PLC0414 - read
 from agent.deidentify.attributes import text as text  # noqa: PLC0414
 from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.prescan import EXPLICIT_BE, EXPLICIT_LE, IMPLICIT_LE, Meta
+from agent.deidentify.segment_list import SEGMENTATION, Segment
 
 SECONDARY_CAPTURE: Final = "1.2.840.10008.5.1.4.1.1.7"  # and its multi-frame kinds, .7.1 to .7.4
 MEDIA_DIRECTORY: Final = "1.2.840.10008.1.3.10"
@@ -84,6 +85,7 @@ class AdmissionRules:
     # first two values of Image Type that a scanner's own image has; any other may be a captured screen
     image_types: frozenset[tuple[str, str]] = frozenset({("ORIGINAL", "PRIMARY")})
     blanks: tuple[pixel_redaction.Blank, ...] = ()  # regions of risky images, which are then let in
+    segments: tuple[Segment, ...] = ()  # of masks, which are then let in; they are made anew, and never drawn from
     us_regions: bool = False  # ultrasound is let in, blanked outside the regions that it states
     structured_reports: bool = False  # reports may come in; they are cleaned, and never drawn from
     look_for_text: bool = True  # drawn into the image, in every one of them: see ``glyphs``
@@ -98,6 +100,10 @@ class AdmissionRules:
             raise ValueError("rules: modalities must name at least one modality")
         if not (self.max_bytes > 0 and self.max_pixels > 0 and self.min_instances_per_series > 0):
             raise ValueError("rules: max_bytes, max_pixels and min_instances_per_series must be positive")
+        if len({s.name for s in self.segments}) < len(self.segments) or len({s.meant for s in self.segments}) < len(
+            self.segments
+        ):
+            raise ValueError("rules: two segments have one name, or one code")
         if any(not pixel_redaction.folded(name) for name in self.manufacturers):
             raise ValueError("rules: a manufacturer has no name")
 
@@ -109,7 +115,7 @@ def as_table(rules: AdmissionRules) -> dict[str, Any]:
 
 def rules_from(table: Mapping[str, Any]) -> AdmissionRules:
     """Back from :func:`as_table`."""
-    plain = ("image_types", "blanks")
+    plain = ("image_types", "blanks", "segments")
     fields: dict[str, Any] = {
         k: frozenset(v) if isinstance(v, list) and k not in plain else v for k, v in table.items()
     }
@@ -118,6 +124,7 @@ def rules_from(table: Mapping[str, Any]) -> AdmissionRules:
         pixel_redaction.Blank(**{**b, "rectangles": tuple(pixel_redaction.Rectangle(**r) for r in b["rectangles"])})
         for b in table["blanks"]
     )
+    fields["segments"] = tuple(Segment(**s) for s in table["segments"])
     return AdmissionRules(**fields)
 
 
@@ -132,18 +139,26 @@ def judge(dataset: Dataset, transfer_syntax: str, rules: AdmissionRules) -> None
         raise FileRejectedError("dicomdir")
     if not sop_class:
         raise FileRejectedError("incomplete")
-    report = rules.structured_reports and is_report(dataset)
-    if sop_class.startswith(NOT_IMAGES) and not report:
+    report, mask = rules.structured_reports and is_report(dataset), bool(rules.segments) and is_mask(dataset)
+    image = not (report or mask)
+    if image and sop_class.startswith(NOT_IMAGES):
         raise FileRejectedError("not_an_image")
-    if not report:
+    if image:
         _judge_origin(dataset, sop_class, rules)
-    _judge_maker(dataset, rules)
+    if not mask:  # of a mask that is the maker of a program, and nothing of it is kept
+        _judge_maker(dataset, rules)
+    _judge_identity(dataset)
+    if mask:
+        _judge_samples(dataset, rules)
+    elif image:
+        _judge_pixels(dataset, transfer_syntax, rules)
+
+
+def _judge_identity(dataset: Dataset) -> None:
     if not text(dataset, "SOPInstanceUID") or not text(dataset, "StudyInstanceUID"):
         raise FileRejectedError("incomplete")
     if not text(dataset, "PatientID"):
         raise FileRejectedError("missing_patient")
-    if not report:
-        _judge_pixels(dataset, transfer_syntax, rules)
 
 
 def same_instance(meta: Meta, dataset: Dataset) -> None:
@@ -161,6 +176,22 @@ def same_instance(meta: Meta, dataset: Dataset) -> None:
 def is_report(dataset: Dataset) -> bool:
     """A structured report (PS3.4 B.5, the classes below .88), which has text instead of pixels."""
     return text(dataset, "SOPClassUID").startswith(_STRUCTURED)
+
+
+def is_mask(dataset: Dataset) -> bool:
+    """A segmentation object (PS3.3 A.51), which has one bit a pixel: see :mod:`agent.deidentify.masks`."""
+    return text(dataset, "SOPClassUID") == SEGMENTATION
+
+
+def _judge_samples(dataset: Dataset, rules: AdmissionRules) -> None:
+    """The size of a mask."""
+    sides = (dataset.get("Rows"), dataset.get("Columns"), dataset.get("NumberOfFrames"))
+    if "PixelData" not in dataset:
+        raise FileRejectedError("no_pixels")
+    if not all(isinstance(n, int) and n > 0 for n in sides) or dataset.get("SamplesPerPixel") != 1:
+        raise FileRejectedError("undecodable")
+    if not sides[0] * sides[1] * sides[2] <= rules.max_pixels:
+        raise FileRejectedError("too_large")
 
 
 def _judge_maker(dataset: Dataset, rules: AdmissionRules) -> None:

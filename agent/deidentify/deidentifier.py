@@ -181,15 +181,15 @@ class Deidentifier:
         pixel_data = _native_pixels(dataset, walk.steps)
         if pixel_data is not None:
             body[pixel_data.tag] = pixel_data
-        stamps = self._stamps(dataset, pseudonym, pixels)
+        stamps = self.stamps(dataset, pseudonym, pixels)
         body.update(stamps)
         walk.steps.extend(_stamp_steps(dataset, stamps))
         result = Dataset(dict(sorted(body.items())))
-        clean = FileDataset("", result, preamble=b"\0" * 128, file_meta=_file_meta(result))
+        clean = FileDataset("", result, preamble=b"\0" * 128, file_meta=file_meta(result))
         clean.set_original_encoding(False, True)
         return DeidentifiedDataset(clean, tuple(walk.steps))
 
-    def _stamps(self, source: Dataset, pseudonym: str, pixels: Pixels) -> dict[BaseTag, DataElement]:
+    def stamps(self, source: Dataset, pseudonym: str, pixels: Pixels) -> dict[BaseTag, DataElement]:
         """Say who the patient is now, and that and how the data set was de-identified (PS3.15 E.1.1)."""
         options = sorted((*self.profile.codes(), *pixels.codes()))
         shifted_dates = self.profile.retain_longitudinal
@@ -275,7 +275,7 @@ def _native_pixels(dataset: Dataset, steps: list[AttributeAction]) -> RawDataEle
     return dataset_walk.raw(retained_attributes.PIXELS, "OB" if bits == 8 else "OW", padded(value[:length], b"\0"))
 
 
-def _file_meta(body: Dataset) -> FileMetaDataset:
+def file_meta(body: Dataset) -> FileMetaDataset:
     """New file meta information: nothing of the old one survives."""
     meta = FileMetaDataset()
     meta.FileMetaInformationVersion = b"\0\1"

@@ -55,6 +55,9 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
         " sending system.",
         "nifti_without_modality": "A NIfTI file does not say its modality. Set nifti_modality in ingest.toml.",
         "missing_from_medium": "The index of the medium lists this file, but it is missing. Copy the medium again.",
+        "segment_not_listed": "A mask has a segment that the site does not list. Add it to [[segment]] in"
+        " ingest.toml if the protocol covers it.",
+        "mask_without_series": "A mask does not say of which one series it is. Export it again with its references.",
         "parser_stopped": "Reading the file took too long or too much memory, or crashed the reader."
         " Treat the file as hostile.",
         "nifti_without_patient": "A NIfTI file names no patient. Add a line with its file and patient_id to"

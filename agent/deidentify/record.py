@@ -47,9 +47,11 @@ class Record:
     pseudonym: str
     study: str
     modality: str
-    kind: Literal["image", "volume"]
+    kind: Literal["image", "volume", "mask"]
     label: str  # from the hospital's own list; "" when it has none
-    pixels: NDArray[np.float32] | None  # (h, w) or RGB (h, w, 3) in [0, 1]; None for volumes and multi-frame images
+    pixels: (
+        NDArray[np.float32] | None
+    )  # (h, w) or RGB (h, w, 3) in [0, 1]; None for volumes, multi-frame images, masks
     payload: bytes  # the de-identified DICOM or NIfTI file
     face: bool  # a face may be reconstructed from it: not eligible for any release before defacing
     series: str = NO_SERIES  # keyed; of a volume file: its own
@@ -59,6 +61,7 @@ class Record:
     # Keyed study, series and instance UID as the file says them (of a volume file: its content), which another
     # patient's file may say, too: to find a label, and to show people what two patients share
     uids: tuple[str, ...] = ()
+    masks: str = ""  # of a mask: the patient's series that it is of, named as ``series`` is
     sent: str = ""  # keyed: who sent it as which instance; "" where no sender named one
 
     def __post_init__(self) -> None:
@@ -68,8 +71,13 @@ class Record:
                 raise ValueError("identities of a record must be 32 hex characters")
         if len(self.uids) not in (0, 3) or not all(_KEYED.fullmatch(value) for value in self.uids):
             raise ValueError("a file says a study, a series and an instance, or none of them")
-        if self.kind not in ("image", "volume") or (self.pixels is None) is (self.kind == "image"):
-            raise ValueError("an image has pixels, a volume has none")
+        if self.kind not in ("image", "volume", "mask") or (self.pixels is None) is (self.kind == "image"):
+            raise ValueError("an image has pixels, a volume and a mask have none")
+        if not re.fullmatch(r"[0-9a-f]{32}" if self.kind == "mask" else "", self.masks):
+            raise ValueError("a mask is of a series, and nothing else is")
+        self._check_content()
+
+    def _check_content(self) -> None:
         if not re.fullmatch(r"[A-Z0-9]{1,16}", self.modality) or not self.payload:
             raise ValueError("a record has a modality and a payload")
         if not re.fullmatch(r"[A-Z0-9]{0,16}", self.body_part):

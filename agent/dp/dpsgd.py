@@ -32,7 +32,7 @@ from agent.dp.clipping import (
     trainable,
     vmap_engine,
 )
-from agent.dp.noise import Entropy, deviation, draw_uniforms, noisy_sum, snap_to_lattice
+from agent.dp.noise import Entropy, deviation, draw_uniforms, lattice_steps, noisy_sum
 from agent.errors import DivergedError, OtherRunError, TrainingCheckpointError
 from agent.models.training_loop import (
     PostStepHook,
@@ -176,13 +176,15 @@ def best_engine(device: torch.device | str, expected_batch: float = 64.0) -> Cli
     return vmap_engine(min(64, places), most_rows=512)
 
 
-def noisy_part(
+def noisy_part(  # noqa: PLR0913 - as train_privately, and the box
     model: nn.Module,
     loss: RowLosses,
     units: Sequence[PrivacyUnit],
     job: PrivateSgd,
     entropy: Entropy,
     box: SecureSumGrid,
+    *,
+    clipped_sum: ClippedSum = loop_engine,
 ) -> NDArray[np.float64]:
     """One step's clipped sum with this site's share of the noise, as integer steps of ``box.grid``, (d,) float64.
 
@@ -199,11 +201,9 @@ def noisy_part(
         UnsuitableModelError: batch statistics, or nothing to train.
     """
     refuse_batch_statistics(model)
-    total = loop_engine(model, loss, _batch(units, job, entropy), job.clip).numpy()
+    total = clipped_sum(model, loss, _batch(units, job, entropy), job.clip).numpy()
     spread = deviation(job.clip, job.noise_multiplier, len(total), box.grid)
-    lattice = snap_to_lattice(np.clip(total, -box.bound, box.bound), spread, box.grid, entropy)
-    whole: NDArray[np.float64] = np.rint(lattice / box.grid)
-    return whole
+    return lattice_steps(np.clip(total, -box.bound, box.bound), spread, box.grid, entropy)
 
 
 class _Drawn(Sequence[PrivacyUnit]):

@@ -83,13 +83,24 @@ def snap_to_lattice(total: NDArray[np.float64], spread: float, grid: float, entr
     """``total`` (d,) and noise of standard deviation ``spread``, each rounded by itself to multiples of ``grid``.
 
     Raises:
+        ValueError: see :func:`lattice_steps`.
+    """
+    return lattice_steps(total, spread, grid, entropy) * grid
+
+
+def lattice_steps(total: NDArray[np.float64], spread: float, grid: float, entropy: Entropy) -> NDArray[np.float64]:
+    """The same in steps of ``grid``: whole numbers, exact up to 2^53.
+
+    Multiplied by the grid and divided by it again, a number above 2^51 may come back as another one.
+
+    Raises:
         ValueError: ``total`` is not a finite float64 vector: noise would hide nothing of a NaN.
     """
     if total.dtype != np.float64 or total.ndim != 1 or not np.isfinite(total).all():
         raise ValueError("what gets noise must be a vector of finite float64 numbers")
     noise = draw_gaussians(entropy, len(total)) * spread
-    lattice: NDArray[np.float64] = (np.rint(total / grid) + np.rint(noise / grid)) * grid
-    return lattice
+    steps: NDArray[np.float64] = np.rint(total / grid) + np.rint(noise / grid)
+    return steps
 
 
 def deviation(sensitivity: float, noise_multiplier: float, size: int, grid: float) -> float:

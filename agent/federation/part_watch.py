@@ -32,6 +32,10 @@ class PartView(Protocol):
     training: bool
     end: PartEnd | None
 
+    @property
+    def turns_made(self) -> int:
+        """Rounds, and looks at a model, that were begun."""
+
 
 class PartWatch:
     """Shows a part to people, and says what they want. It decides nothing of budget. This one shows nothing."""

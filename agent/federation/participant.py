@@ -1,28 +1,36 @@
-"""A site's part in one federated run: one grant, one update a round, each update made once.
+"""A site's part in one federated run: one grant, one update a round, each update and each look made once.
 
 The site's own ledger reserves the price first. The coordinator then reserves the budgets of all sites at once, and
 only grants in its ledger are trained for. The vault records the participant's progress before an image is read, so a
 killed agent rejoins the run with the rounds it has begun counted as made. An update is kept in the vault before it
 sets out, so that a kill on its way takes no site out of a round: asked again, the site sends the same bytes. They go
 when the next round's are sealed, with the run's end, or when the site leaves it.
+
+Where the policies want persons to approve runs, nothing of a run is priced before they have approved its plan
+(:mod:`agent.federation.run_plan`), whatever the coordinator asks for.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
 from agent.domain import Update
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
+from agent.federation import run_plan
+from agent.federation.answer_pace import RoundWork, RunPaces
 from agent.federation.part_watch import How, PartEnd, PartWatch
+from agent.federation.run_mechanism import MECHANISMS, Made, examples_of, patients_bound, update_bytes
+from agent.federation.run_plan import RunPlan
 from agent.mechanisms.common.workspace import Workspace
-from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
+from agent.mechanisms.federated.mechanism import Federated, FederatedConfigError, FederatedMasked, PublicFiles
 from agent.release.budget import (
     best_effort,
     release_grant,
@@ -35,34 +43,22 @@ from agent.release.packaging import draft_of
 from agent.release.pipeline import check_opt_outs, fetch_verdicts, record_submission, sign_release
 from agent.release.ports import SignedRelease, SiteContext
 from agent.release.unsent import PART, forget, keep_update, kept_update, updates_of_part
-from policies.accounting.claims import Claim
+from policies.accounting.claims import Claim, Evaluated, looks_of, training_of
 from policies.ledger.entries import Reserved
+from policies.review.mechanism_terms import EVALUATIONS
 from policies.review.rules import Finding, Verdict
-from policies.statements import ID, release_id
+from policies.statements import ID, claim_json, release_id
+from policies.tasks.evaluation import HELD_OUT, TRAINED
 from protos.artifacts.arrays import pack_vector, unpack_vector
-from protos.artifacts.strict_safetensors import pack_ring
 from protos.common.errors import WorkerError
+from protos.federation import round_times
+from protos.federation.round_times import RoundTerms
 
 KEPT_S = 30 * 86_400.0  # the last update, once all is made: who was off when the run ended does not hear of its end
 
-MECHANISMS: dict[str, type[Federated] | type[FederatedMasked]] = {m.name: m for m in (Federated, FederatedMasked)}
 
-
-def read_mechanism(config: str) -> Federated | FederatedMasked:
-    """The mechanism of a public configuration: only one has these keys.
-
-    Raises:
-        FederatedConfigError: it is neither's.
-    """
-    return (FederatedMasked if '"ring_bits"' in config else Federated).from_json(config)
-
-
-def update_bytes(mechanism: Federated | FederatedMasked) -> int:
-    """The size of every update of a run: a function of its public configuration."""
-    if isinstance(mechanism, FederatedMasked):
-        blank = np.zeros(mechanism.parameters, np.uint64)
-        return len(pack_ring(blank if mechanism.ring_bits == 64 else blank.astype(np.uint32)))
-    return len(pack_vector(np.zeros(mechanism.parameters, np.float32)))
+def _numbers(made: Made) -> NDArray[Any]:
+    return made.vector if isinstance(made, Update) else made.steps
 
 
 def _no(rule: str, detail: str) -> ReviewRejectedError:
@@ -90,7 +86,8 @@ class Participant:
     resumed: bool = False  # by another process than reserved: that nothing was read is only the vault's word
     mechanism: Federated | FederatedMasked | None = None
     rounds_trained: int = 0
-    begun: int = 0  # the newest round that was begun
+    looks: int = 0  # at a model, that were begun
+    begun: int = 0  # the newest round or look that was begun
     # it was begun by this process, and is neither sealed nor given up: the run is not over
     round_in_progress: bool = False
     training: bool = False  # it is computed right now: in a secret sum a round in progress mostly waits for others
@@ -100,6 +97,12 @@ class Participant:
     now: Callable[[], float] = lambda: 0.0  # without a clock nothing grows old
     made_at: float = 0.0  # when all was made, if it is
     last: SealedUpdate | None = None  # that update, sent again if asked again; None: no longer, or not in clear
+    project: str = "main"  # whose patients take part
+    most_round_seconds: int = round_times.MOST_S  # the longest round in which this site takes part
+    terms: RoundTerms = field(default_factory=RoundTerms)  # of the run that was priced
+    clock: Callable[[], float] = lambda: 0.0  # seconds, for what a round takes; without one nothing takes any time
+    effort: Callable[[], float] = lambda: 0.0  # seconds of work in trainings so far
+    paces: RunPaces = field(default_factory=RunPaces)  # when answers leave
 
     def resume(self) -> bool:
         """Take up the part that an earlier process had open; False when there is none.
@@ -121,16 +124,18 @@ class Participant:
             return False
         if note["modality"] != self.modality:
             return False
-        self.run = note["run"]
+        self.run, self.terms = note["run"], RoundTerms(*note.get("terms", ()))
         self.made_at = note.get("made_at", self.now())
         self._take_up(note.get("sealed", {}))
         if not held:  # all is made, and the run goes on without this site's work
             return False
         self.grant, self.resumed = note["grant"], True
-        sent = self._sent()
-        self.rounds_trained = max(note["rounds_trained"], len(sent))
-        self.begun = max([note["begun"], *sent])
         self.mechanism = MECHANISMS[note["mechanism"]].from_json(note["config"])
+        claims = self._claims_sent()
+        steps = max((training_of(claim).steps for claim in claims), default=0)  # type: ignore[union-attr]
+        self.rounds_trained = max(note["rounds_trained"], steps // self.mechanism.steps_per_round)
+        self.looks = max([note.get("looks", 0), *map(looks_of, claims)])
+        self.begun = max([note["begun"], *self._sent()])
         return True
 
     def _take_up(self, sealed: dict[str, Any]) -> None:
@@ -148,11 +153,23 @@ class Participant:
         """The rounds whose updates have set out under this grant, by the site's ledger."""
         return [s.round for s in self.site.ledger.store.state.sent.values() if s.grant == self.grant]
 
+    def _claims_sent(self) -> list[Claim]:
+        """What has set out under this grant, by the site's ledger: each covers all that was made before it."""
+        store = self.site.ledger.store
+        sent = [s.envelope for s in store.state.sent.values() if s.grant == self.grant]
+        return [self.site.read(envelope).claim for digest in sent if (envelope := store.envelope(digest))]
+
+    @property
+    def turns_made(self) -> int:
+        """Rounds and looks that were begun."""
+        return self.rounds_trained + self.looks
+
     def _note(self) -> None:
         note: dict[str, Any] = {"run": self.run, "grant": self.grant, "modality": self.modality}
+        note["terms"] = [self.terms.seconds, self.terms.approve_by]
         if self.mechanism is not None:
             note |= {"mechanism": self.mechanism.name, "config": self.mechanism.to_json()}
-            note |= {"rounds_trained": self.rounds_trained, "begun": self.begun}
+            note |= {"rounds_trained": self.rounds_trained, "looks": self.looks, "begun": self.begun}
         if not self.grant:
             note["made_at"] = self.made_at
         if self.sealed:
@@ -163,41 +180,102 @@ class Participant:
             note["sealed"]["envelope"] = base64.b64encode(signed.envelope).decode()
         self.site.vault.write_note(PART, note if self.grant or self.last is not None else None)
 
-    def join(self, run: str, mechanism: Federated | FederatedMasked) -> bytes:
+    def plan_of(self, run: str, mechanism: Federated | FederatedMasked, terms: RoundTerms) -> RunPlan:
+        """What the run would do here, in the form that persons approve."""
+        claim, config = mechanism.claim(), mechanism.to_json()
+        names = mechanism.name, config, claim_json(claim), mechanism.rounds
+        return RunPlan(run, *names, self.modality, self.project, terms)
+
+    def consider(self, run: str, mechanism: Federated | FederatedMasked, terms: RoundTerms) -> None:
+        """May this run be priced here, as far as persons are asked? If not yet, they can see it from now on.
+
+        Raises:
+            ReviewRejectedError: persons have not approved the plan (``waiting``), have refused it (``plan``), or were
+                to decide by a day that is over (``approve_by``); or a round of it would last longer than this site
+                allows, or it has no proper name.
+        """
+        if not ID.fullmatch(run):
+            raise _no("run", "a run's name is a short lower-case identifier")
+        if not terms.seconds <= self.most_round_seconds:
+            told = f"a round would last up to {terms.seconds} seconds, and most_round_seconds in site.toml allows"
+            raise _no("round_seconds", f"{told} {self.most_round_seconds}")
+        if run == self.run and (mechanism == self.mechanism or self.mechanism is None) and terms == self.terms:
+            return  # it was approved before it was priced
+        wanted = self.site.ledger.policy_of(self.site.name).run_approvals
+        if not wanted:
+            return
+        plan, state = self.plan_of(run, mechanism, terms), self.site.ledger.store.state
+        standing = run_plan.standing(state, plan, wanted)
+        if run_plan.is_over(terms, standing, self.now()):
+            raise _no("approve_by", "the day by which persons were to approve the run is over, or it names none")
+        self._show(plan)
+        match standing:
+            case "refused":
+                raise _no("plan", "a person at this site has refused the plan of this run")
+            case "waiting":
+                roles = " and ".join(sorted(run_plan.missing_roles(state, plan, wanted)))
+                raise _no("waiting", f"{roles} must approve the plan first: `lazaret-agent run show {run}`")
+
+    def _show(self, plan: RunPlan) -> None:
+        if run_plan.keep(self.site.vault, plan):
+            self.site.say("plan", f"{plan.run}: see `lazaret-agent run show {plan.run}`")
+
+    def same_terms(self, run: str, terms: RoundTerms) -> None:
+        """Is a round asked for under the times that were priced, and approved where persons approve runs?
+
+        Raises:
+            ReviewRejectedError: it is not.
+        """
+        if run == self.run and terms != self.terms:
+            raise _no("round", "the times of this round are not those of the run that was priced")
+
+    def join(self, run: str, mechanism: Federated | FederatedMasked, terms: RoundTerms | None = None) -> bytes:
         """Price the whole run here. Asked again for the run it is in, it reserves nothing more.
 
         Returns:
             The site's sealed reservation: the coordinator reserves with it.
         Raises:
             ReviewRejectedError: by the site's ledger, or because the run was priced before and is spent, has no
-            proper name, is for more patients than delta allows (P1), or has larger updates than the policies admit.
+            proper name, is for more patients than delta allows (P1), has larger updates than the policies admit, or
+            is of another modality than this site takes part with, or of labels that this site does not declare; or
+            as :meth:`consider`.
+            FederatedConfigError: the task's network trains another number of parameters than the configuration says,
+            or begins at public weights that are not here.
         """
-        if run == self.run and mechanism == self.mechanism and self.grant:
+        terms = terms or RoundTerms()
+        self.consider(run, mechanism, terms)
+        if run == self.run and mechanism == self.mechanism and self.grant and terms == self.terms:
             return self._reservation(self.grant)
         if run == self.run and self.mechanism is None and self.last is not None:  # all is made, and the run goes on
             return self._reservation(self.last.signed.release.grant)
-        delta = float(self.site.ledger.account(self.site.name, mechanism.claim()).opened.delta)
-        findings = []
-        if not ID.fullmatch(run):
-            findings.append(Finding("run", "a run's name is a short lower-case identifier"))
-        if run in self.site.ledger.runs():
-            findings.append(Finding("run_spent", "this run was priced before, and its grant is spent"))
-        if not delta * mechanism.public_patients < 1:
-            findings.append(Finding("delta", "delta must be below 1 / patients, by the job's public bound"))
-        size, most = update_bytes(mechanism), self.site.ledger.policy_of(self.site.name).max_artifact_bytes
-        if not size <= most:
-            told = f"each update takes {size} bytes, and the policies admit {most}"
-            findings.append(Finding("artifact_size", told))
-        if findings:
+        if findings := list(self._findings(run, mechanism)):
             raise ReviewRejectedError("site", Verdict(tuple(findings)))
+        mechanism.network(files=self._files(mechanism))  # before anything is held: it can be built, and is so large
         self.leave_run("replaced")
         reservation = reservation_of(self.site, mechanism, self.modality, run)
         self.site.say("price", f"{mechanism.name}: reserve in the site's ledger, then at the coordinator")
         envelope = reserve_locally(self.site, reservation)
         self.run, self.grant, self.granted, self.resumed = run, reservation.grant, False, False
-        self.mechanism = mechanism
+        self.mechanism, self.terms = mechanism, terms
         self._note()
         return envelope
+
+    def _findings(self, run: str, mechanism: Federated | FederatedMasked) -> Iterator[Finding]:
+        """Why this site does not take part, before anything is held."""
+        delta = float(self.site.ledger.account(self.site.name, mechanism.claim()).opened.delta)
+        if run in self.site.ledger.runs():
+            yield Finding("run_spent", "this run was priced before, and its grant is spent")
+        if not delta * mechanism.public_patients < 1:
+            yield Finding("delta", "delta must be below 1 / patients, by the job's public bound")
+        size, most = update_bytes(mechanism), self.site.ledger.policy_of(self.site.name).max_artifact_bytes
+        if not size <= most:
+            yield Finding("artifact_size", f"each update takes {size} bytes, and the policies admit {most}")
+        task = mechanism.task
+        if task.input.modality != self.modality:
+            told = f"the task is of {task.input.modality}, and this site takes part with {self.modality}"
+            yield Finding("modality", told)
+        if misfit := self.site.label_misfit(examples_of(mechanism, TRAINED)):
+            yield Finding("labels", misfit)
 
     def _reservation(self, grant: str) -> bytes:
         store = self.site.ledger.store
@@ -254,12 +332,13 @@ class Participant:
     def _forget(self, how: How) -> None:
         """The part is over. If all is ``made`` the run is not, and may ask for the last update again."""
         if self.grant and self.mechanism is not None:
-            self.end = PartEnd(self.grant, how, self.rounds_trained, self.mechanism.rounds)
+            self.end = PartEnd(self.grant, how, self.turns_made, self.mechanism.turns)
         self.grant, self.granted, self.mechanism = "", False, None
         self.resumed = False
-        self.rounds_trained = self.begun = 0
+        self.rounds_trained = self.looks = self.begun = 0
         self.round_in_progress = False
         if how != "made":
+            run_plan.forget(self.site.vault, self.run)
             self.run = ""
             self._replace_last(0, None)
         else:
@@ -277,7 +356,27 @@ class Participant:
         """What was made in this run so far, failed rounds included; None before the first round."""
         if self.mechanism is None or not self.rounds_trained:
             return None
-        return replace(self.mechanism.claim(), steps=self.mechanism.steps_per_round * self.rounds_trained)
+        whole, steps = self.mechanism.claim(), self.mechanism.steps_per_round * self.rounds_trained
+        if not isinstance(whole, Evaluated):
+            return replace(whole, steps=steps)
+        training = replace(whole.training, steps=steps)
+        return replace(whole, training=training, looks=self.looks) if self.looks else training
+
+    def begin_look(self, run: str, round_index: int, once: bool = False) -> Federated | FederatedMasked:
+        """The same for a look: there is a model to look at, and no more looks than were priced.
+
+        Raises:
+            ReviewRejectedError: see :meth:`begin_round`; or nothing was trained yet, or every look was made.
+            CoordinatorUnreachableError: whether it was granted is not known now.
+        """
+        mechanism = self._in_turn(run, round_index, once)
+        plan = mechanism.evaluate
+        if plan is None or not self.rounds_trained or not self.looks < plan.looks:
+            raise _no("round", "this look is not covered by a grant")
+        self._granted_for_certain()
+        self.looks += 1
+        self._begun(round_index)
+        return mechanism
 
     def begin_round(self, run: str, round_index: int, once: bool = False) -> Federated | FederatedMasked:
         """Is this round covered by a grant in both ledgers? Then it is counted, durable before an image is read.
@@ -290,17 +389,29 @@ class Participant:
             ReviewRejectedError: not the run that was priced, a round out of order, or not granted at the coordinator.
             CoordinatorUnreachableError: whether it was granted is not known now.
         """
-        mechanism = self.mechanism
-        in_order = round_index > max([self.begun if once else 0, self.sealed, *self._sent()])
-        if mechanism is None or run != self.run or not in_order or not self.rounds_trained < mechanism.rounds:
+        mechanism = self._in_turn(run, round_index, once)
+        if not self.rounds_trained < mechanism.rounds:
             raise _no("round", "this round is not covered by a grant")
+        self._granted_for_certain()
+        self.rounds_trained += 1  # before an image is read: a failure in the middle counts as released
+        self._begun(round_index)
+        return mechanism
+
+    def _in_turn(self, run: str, round_index: int, once: bool = False) -> Federated | FederatedMasked:
+        in_order = round_index > max([self.begun if once else 0, self.sealed, *self._sent()])
+        if self.mechanism is None or run != self.run or not in_order:
+            raise _no("round", "this round is not covered by a grant")
+        return self.mechanism
+
+    def _granted_for_certain(self) -> None:
         if not self.confirm():
             raise _no("not_granted", "the coordinator's ledger does not show this site's grant")
-        self.rounds_trained += 1  # before an image is read: a failure in the middle counts as released
+
+    def _begun(self, round_index: int) -> None:
+        """Durable before an image is read."""
         self.begun = max(self.begun, round_index)
         self._note()
         self.round_in_progress = True
-        return mechanism
 
     def train(self, run: str, round_index: int, start: Update) -> tuple[SignedRelease, Update]:
         """One round: train on the site's patients from ``start``, and seal the new parameters.
@@ -314,15 +425,37 @@ class Participant:
         if not isinstance(self.mechanism, Federated):
             raise _no("round", "this run sends no unencrypted updates")
         self.begin_round(run, round_index)
+        return self._seal(round_index, partial(self.run_round, start))
+
+    def look(self, run: str, round_index: int, model: Update) -> tuple[SignedRelease, Update]:
+        """One look: noisy sums over the held-out patients of how good ``model`` is, sealed like an update.
+
+        Raises:
+            ReviewRejectedError: see :meth:`begin_look`; or a patient opted out meanwhile.
+        """
+        if (kept := self.kept(run, round_index)) is not None:
+            return kept, Update(unpack_vector(kept.artifact))
+        if not isinstance(self.mechanism, Federated):
+            raise _no("round", "this run sends no unencrypted sums")
+        self.begin_look(run, round_index)
+        return self._seal(round_index, partial(self.run_look, model), "evaluation")
+
+    def _seal(
+        self, round_index: int, make: Callable[[], tuple[Made, frozenset[str]]], artifact_type: str = ""
+    ) -> tuple[SignedRelease, Update]:
+        """What a round or a look that was begun makes: kept before it may leave, so that it is never made again."""
         try:
-            update, persons = self.run_round(start)
-            signed = self.sign(round_index, pack_vector(update.vector))
+            made, persons = make()
+            assert isinstance(made, Update), "a run that sends unencrypted updates"
+            artifact = pack_vector(made.vector)
+            del made  # from here on there is one copy of it
+            signed = self.sign(round_index, artifact, artifact_type)
             keep_update(self.site.vault, signed.release.release, signed.artifact)
             self._replace_last(round_index, SealedUpdate(signed, persons))
         finally:
             self.round_in_progress = False
-        self.kept(run, round_index)
-        return signed, update
+        self.kept(self.run, round_index)
+        return signed, Update(unpack_vector(signed.artifact))
 
     def kept(self, run: str, round_index: int) -> SignedRelease | None:
         """The update of a round that was sealed before, on its way for the first time or again; None: there is none.
@@ -343,7 +476,7 @@ class Participant:
             raise
         return signed
 
-    def run_round(self, start: Update) -> tuple[Update, frozenset[str]]:
+    def run_round(self, start: Update) -> tuple[Made, frozenset[str]]:
         """What a round makes of patients' images, in a confined process; and of whom it is.
 
         Raises:
@@ -352,33 +485,78 @@ class Participant:
             WorkerError: it is of another size than it began with; nothing of it leaves.
         """
         assert self.mechanism is not None
-        self.training = True
+        bench = Workspace(say=self.watch.trains)
+        made, persons = self._make(self.mechanism.run_round, TRAINED, start, bench)
+        if _numbers(made).shape != start.vector.shape:
+            raise WorkerError("what trains a round answered with other parameters than it was given: nothing left")
+        return made, persons
+
+    def run_look(self, model: Update) -> tuple[Made, frozenset[str]]:
+        """The same for a look: the noisy sums over the held-out patients.
+
+        Raises:
+            ReviewRejectedError: a patient in them has opted out meanwhile, or a person here has the site leave the
+            run.
+            WorkerError: they are of another size than was priced; nothing of them leaves.
+        """
+        assert self.mechanism is not None
+        sums, persons = self._make(self.mechanism.run_look, HELD_OUT, model)
+        if _numbers(sums).shape != (self.mechanism.layout().size,):
+            raise WorkerError("what looks at a model answered with other sums than were priced: nothing left")
+        return sums, persons
+
+    def _make(
+        self, call: Callable[..., Made], part: str, model: Update, *bench: Workspace
+    ) -> tuple[Made, frozenset[str]]:
+        """What a confined process makes of the patients in a part; and of whom it is."""
+        assert self.mechanism is not None
+        self.training, began, before = True, self.clock(), self.effort()
+        self.paces.begun(look=part == HELD_OUT)
         self.watch.changed(self)
         try:
-            cohort = self.site.vault.cohort(self.modality, self.mechanism.shape)
+            cohort = self.site.examples(examples_of(self.mechanism, part, self.run))
+            files = self._files(self.mechanism)
+            read = self.clock()
             self._check_leaving()
-            bench = Workspace(say=self.watch.trains)
-            update: Update = self.site.run(self.mechanism.run_round, cohort, start, self.entropy, bench)
+            made: Made = self.site.run(call, cohort, model, self.entropy, *bench, files)
             self._check_leaving()
+            taken = read - began, self.clock() - read, self.effort() - before
+            work = RoundWork(*taken, len(cohort.patients), patients_bound(self.mechanism, part))
+            silent = [Workspace() for _ in bench]  # a round of nobody is no step of the run, and is shown to nobody
+            nobody = replace(cohort, patients=()), model, self.entropy, *silent, files
+            self.paces.made(self.run, work, partial(self.site.run, call, *nobody))
         finally:
             self.training = False
         persons = frozenset(patient.pseudonym for patient in cohort.patients)
         check_opt_outs(self.site, persons)
-        if update.vector.shape != start.vector.shape:
-            raise WorkerError("what trains a round answered with other parameters than it was given: nothing left")
-        return update, persons
+        return made, persons
+
+    def _files(self, mechanism: Federated | FederatedMasked) -> PublicFiles:
+        """The files of public weights that a task begins at, of those that the site vouches for.
+
+        Raises:
+            FederatedConfigError: one is not here.
+        """
+        found = {digest: self.site.public_file(digest) for digest in mechanism.task.network.public_files}
+        if missing := [digest for digest, raw in found.items() if raw is None]:
+            raise FederatedConfigError(
+                f"task: public weights that this site does not have, or does not vouch for: {', '.join(missing)}"
+            )
+        return {digest: raw for digest, raw in found.items() if raw is not None}
 
     def _check_leaving(self) -> None:
         if self.watch.wants_to_leave(self):
             raise _no("left", "the site leaves this run")
 
-    def sign(self, round_index: int, artifact: bytes) -> SignedRelease:
-        """A round's artifact, sealed. Nobody has it yet."""
+    def sign(self, round_index: int, artifact: bytes, artifact_type: str = "") -> SignedRelease:
+        """A round's artifact, sealed. Nobody has it yet. Without a type it is the mechanism's usual one."""
         assert self.mechanism is not None
         claim = self._made()
         assert claim is not None, "a round was begun"
+        usual = draft_of(self.site, self.mechanism, self.grant, self.modality, claim)
         draft = replace(
-            draft_of(self.site, self.mechanism, self.grant, self.modality, claim),
+            usual,
+            artifact_type=artifact_type or usual.artifact_type,
             release=release_id(self.site.name, self.grant, round_index),
             run=self.run,
             round=round_index,
@@ -394,7 +572,8 @@ class Participant:
         assert self.mechanism is not None
         record_submission(self.site, signed)
         self.round_in_progress = False
-        made = f"update {self.rounds_trained} of {self.mechanism.rounds}"
+        looked = signed.release.artifact_type in EVALUATIONS
+        made = f"look {self.looks}" if looked else f"update {self.rounds_trained} of {self.mechanism.rounds}"
         self.site.say("round", f"{signed.release.round}: {made} sealed")
 
     def follow(self) -> bool:
@@ -408,7 +587,7 @@ class Participant:
         self.confirm()
         fetch_verdicts(self.site)
         waiting = any(sent.grant == self.grant for sent, _ in self.site.ledger.unanswered())
-        if self.mechanism is None or self.rounds_trained < self.mechanism.rounds or waiting or self.round_in_progress:
+        if self.mechanism is None or self.turns_made < self.mechanism.turns or waiting or self.round_in_progress:
             return False
         if self.last is not None and self.last.signed.release.release not in self.site.ledger.store.state.sent:
             return False  # killed before it set out: it is asked for again, or the run ends

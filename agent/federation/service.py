@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from agent.domain import Update
 from agent.errors import CoordinatorUnreachableError, LedgerForkError, ReviewRejectedError, SiteConfigError
-from agent.federation.participant import read_mechanism
+from agent.federation.run_mechanism import read_mechanism
 from agent.federation.secure_aggregation import SecureAggregationClient
 from agent.federation.supernode_process import LinkError, SuperNodeLink
 from agent.federation.tasks import RoundAnswer, RoundTask, TaskDeclinedError
@@ -29,6 +29,7 @@ from policies.ledger.store import LedgerStoppedError
 from policies.review.rules import Finding, Verdict
 from protos.artifacts.arrays import unpack_vector
 from protos.common.errors import InvariantError, LazaretError
+from protos.federation.round_times import EARLIER_S, answer_time
 
 FOLLOW_S = 1.0
 PRICE_S = 0.5  # after each price: whoever asks for many does not fill the ledger at once
@@ -38,6 +39,7 @@ CONFIRM_S = (
     60.0  # how long a round is held up by a coordinator that cannot be asked, say after a start on a poor line
 )
 _BUDGET = frozenset({"budget", "releases_per_patient"})
+_LEAVE_S = 30.0  # for a round that is trained when the service is told to stop
 
 
 class EndedRuns:
@@ -94,9 +96,12 @@ def run_service(link: SuperNodeLink, part: SecureAggregationClient, station: Fed
     try:
         _keep_on(handler, station)
         stop.set()
-        thread.join(30)
-        with mutex:
-            handler.follow()
+        thread.join(_LEAVE_S)
+        if mutex.acquire(timeout=FOLLOW_S):  # else a round is trained, perhaps for hours: it counts as made
+            try:
+                handler.follow()
+            finally:
+                mutex.release()
     except LedgerForkError as fork:
         stop.set()
         log.error("ledger_forked")
@@ -128,50 +133,78 @@ def _connect(link: SuperNodeLink, handler: TaskHandler, station: FederationConte
 def _keep_on(handler: TaskHandler, station: FederationContext) -> None:
     """Ask for verdicts, leave what is over, meet the coordinator now and then; until told to stop.
 
+    A round may be trained for hours. Meanwhile its part is left alone, and the coordinator is met all the same: it
+    renews this site's certificate, and wants to see its ledger.
+
     Raises:
         LedgerForkError: the coordinator's ledger is not the one seen before.
     """
     participant = handler.participant
     due = time.monotonic() + (GREET_S if station.met else GREET_AGAIN_S)
     while not station.stop.wait(FOLLOW_S) and not participant.site.ledger.store.stopped:
-        with handler.mutex:
-            handler.follow()
-            if station.over.take(participant.run):
-                handler.leave("over")
-            elif participant.watch.wants_to_leave(participant):
-                handler.leave("left")
-            participant.watch.changed(participant)
-            if handler.fork is not None:
-                raise handler.fork
-            if handler.unmet or station.again.is_set() or time.monotonic() > due:
-                station.again.clear()  # before: what is asked for meanwhile is not lost
-                due = time.monotonic() + (GREET_S if handler.greet(station.greet) else GREET_AGAIN_S)
+        if handler.mutex.acquire(timeout=FOLLOW_S):
+            try:
+                _look_after(handler, station)
+            finally:
+                handler.mutex.release()
+        if handler.unmet or station.again.is_set() or time.monotonic() > due:
+            station.again.clear()  # before: what is asked for meanwhile is not lost
+            due = time.monotonic() + (GREET_S if handler.greet(station.greet) else GREET_AGAIN_S)
+
+
+def _look_after(handler: TaskHandler, station: FederationContext) -> None:
+    """The part in a run, while nothing is done for it.
+
+    Raises:
+        LedgerForkError: the coordinator's ledger is not the one seen before.
+    """
+    participant = handler.participant
+    handler.follow()
+    if station.over.take(participant.run):
+        handler.leave("over")
+    elif participant.watch.wants_to_leave(participant):
+        handler.leave("left")
+    participant.watch.changed(participant)
+    if handler.fork is not None:
+        raise handler.fork
 
 
 class TaskHandler:
     """Tasks from the link become calls of the pipeline; what the pipeline refuses becomes a code."""
 
-    def __init__(self, part: SecureAggregationClient, mutex: threading.Lock, log: Any, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        part: SecureAggregationClient,
+        mutex: threading.Lock,
+        log: Any,
+        stop: threading.Event,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.sum, self.participant, self.mutex, self.log, self.stop = part, part.participant, mutex, log, stop
+        self.clock = clock
         self.met = threading.Event()  # the coordinator was greeted
         self.unmet = False  # its ledger was restored since
         self.fork: LedgerForkError | None = None  # found while a task was answered: the process ends
 
     def handle(self, task: RoundTask) -> RoundAnswer:
-        """Price a run, train one round, or take a step of secure aggregation.
+        """Look at a run's plan, price it, train one round, look at a model, or take a step of secure aggregation.
 
         What is made of patients leaves after a pause, perhaps of hours: only if it may then, too.
 
         Raises:
             TaskDeclinedError: with a code that tells nothing of patients.
         """
-        began, made = time.monotonic(), task.kind == "train" or task.step == "mask"
+        began, made = self.clock(), task.kind in ("train", "evaluate") or task.step == "mask"
         try:
             answer = self._when_known(task, began)
+            if made:
+                self._settle_pace()
         finally:
-            if made:  # outside the lock, and for refusals too
-                self.stop.wait(response_delay(time.monotonic() - began))
-            elif task.kind == "price":  # each is an entry of this site's ledger
+            if made:  # outside the lock, and for refusals too; by what was priced, whatever the message says
+                elapsed, seconds = self.clock() - began, self.participant.terms.seconds
+                leaves = self.participant.paces.leaves(task.run, elapsed, seconds)
+                self.stop.wait(response_delay(elapsed, seconds, leaves))
+            elif task.kind in ("plan", "price"):  # of a price each is an entry of this site's ledger
                 self.stop.wait(PRICE_S)
         if not made:
             return answer
@@ -185,9 +218,17 @@ class TaskHandler:
             try:
                 return self._answer(task)
             except CoordinatorUnreachableError as fault:  # whether it was granted is not known; nothing was begun
-                if time.monotonic() > began + CONFIRM_S or self.stop.wait(FOLLOW_S):
+                if self.clock() > began + CONFIRM_S or self.stop.wait(FOLLOW_S):
                     self.log.warning("declined", run=task.run, rules=[type(fault).__name__])
                     raise TaskDeclinedError("unavailable") from None
+
+    def _settle_pace(self) -> None:
+        """Choose when the answers of this run leave, if they have no time yet; an update is sealed by now."""
+        part = self.participant
+        try:
+            part.paces.settle(part.clock, part.effort, part.terms.seconds)
+        except Exception as fault:  # noqa: BLE001 - the update is sealed, and what was to be measured is no part of it
+            self.log.warning("pace_unknown", run=self.participant.run, fault=type(fault).__name__)
 
     def _answer(
         self, task: RoundTask, act: Callable[[TaskHandler, RoundTask], RoundAnswer] | None = None
@@ -201,7 +242,8 @@ class TaskHandler:
                 rules = [f.rule for f in refusal.verdict.findings]
                 self.log.warning("declined", run=task.run, where=refusal.where, rules=rules)
                 self._show(task, "; ".join(f"{f.rule}: {f.detail}" for f in refusal.verdict.findings))
-                code = "budget" if _BUDGET & set(rules) else "not_granted" if "not_granted" in rules else "policy"
+                told = ("not_granted", "waiting")
+                code = "budget" if _BUDGET & set(rules) else next((one for one in told if one in rules), "policy")
                 # who opts out, and when, is no business of the coordinator's: as whatever fails for a patient's sake
                 raise TaskDeclinedError("unavailable" if {"opted_out", "left"} & set(rules) else code) from None
             except LedgerForkError as fork:
@@ -209,9 +251,10 @@ class TaskHandler:
                 raise TaskDeclinedError("unavailable") from None
             except CoordinatorUnreachableError:
                 raise
-            except (FederatedConfigError, UnsupportedClaimError):
+            except (FederatedConfigError, UnsupportedClaimError) as fault:
                 self.log.warning("declined", run=task.run, rules=["configuration"])
-                self._show(task, "it is not of the configuration that was priced")
+                priced = "it is not of the configuration that was priced"
+                self._show(task, str(fault) if task.kind == "price" else priced)
                 raise TaskDeclinedError("mechanism") from None
             except Exception as fault:  # noqa: BLE001 - one code for every cause, since some depend on patients (P14)
                 self.log.warning("declined", run=task.run, rules=[type(fault).__name__])
@@ -222,23 +265,39 @@ class TaskHandler:
 
     def _show(self, task: RoundTask, why: str) -> None:
         """To the site's own people; the coordinator hears a code."""
-        if task.kind != "price":
+        if task.kind in ("train", "evaluate", "secure"):
             self.participant.watch.came_to_nothing(self.participant, task.round_index + 1, why)
+        elif task.kind == "price":
+            self.participant.site.say("price", f"{task.run}: this site takes no part: {why}")
+
+    def _plan(self, task: RoundTask) -> RoundAnswer:
+        self.participant.consider(task.run, read_mechanism(task.config.decode()), task.terms)
+        return RoundAnswer()
 
     def _price(self, task: RoundTask) -> RoundAnswer:
-        envelope = self.participant.join(task.run, read_mechanism(task.config.decode()))
+        envelope = self.participant.join(task.run, read_mechanism(task.config.decode()), task.terms)
         self.log.info("granted", run=task.run, grant=self.participant.grant)
         return RoundAnswer(envelope)
 
     def _train(self, task: RoundTask) -> RoundAnswer:
         assert task.vector is not None
         number = task.round_index + 1
-        signed, update = self.participant.train(task.run, number, Update(task.vector.copy()))
+        self.participant.same_terms(task.run, task.terms)
+        signed, update = self.participant.train(task.run, number, Update(task.vector))
         self.log.info("round", run=task.run, round=number, release=signed.release.release)
         return RoundAnswer(signed.envelope, update.vector)
 
+    def _evaluate(self, task: RoundTask) -> RoundAnswer:
+        assert task.vector is not None
+        number = task.round_index + 1
+        self.participant.same_terms(task.run, task.terms)
+        signed, sums = self.participant.look(task.run, number, Update(task.vector))
+        self.log.info("look", run=task.run, round=number, release=signed.release.release)
+        return RoundAnswer(signed.envelope, sums.vector)
+
     def _secure(self, task: RoundTask) -> RoundAnswer:
         number = task.round_index + 1
+        self.participant.same_terms(task.run, task.terms)
         answer = self.sum.step(task.run, number, task.step, task.payload, task.config)
         self.log.info("secret_sum", run=task.run, round=number, step=task.step)
         return RoundAnswer(payload=answer)
@@ -314,24 +373,18 @@ def why_it_failed(fault: Exception) -> str:
 
 
 _HANDLERS: dict[str, Callable[[TaskHandler, RoundTask], RoundAnswer]] = {
+    "plan": TaskHandler._plan,
     "price": TaskHandler._price,
     "train": TaskHandler._train,
+    "evaluate": TaskHandler._evaluate,
     "secure": TaskHandler._secure,
 }
 
 
-# An answer leaves after this many seconds, or after twice as many, or four times...: the time that training
-# takes grows with the number of patients it meets, and when an answer comes is seen by the coordinator.
-TICK_S = 2.0
+def response_delay(seconds: float, round_seconds: int = EARLIER_S, leaves: float = 0.0) -> float:
+    """How long to wait until the next time at which an answer may leave, and not before ``leaves``.
 
-
-def response_delay(seconds: float) -> float:
-    """How long to wait until the next of 1, 2, 4, ... ticks since the work began.
-
-    >>> response_delay(0.5), response_delay(2.5), response_delay(8.0)
-    (1.5, 1.5, 0.0)
+    >>> response_delay(0.5), response_delay(2.5), response_delay(8.0), response_delay(2.5, leaves=16.0)
+    (1.5, 1.5, 0.0, 13.5)
     """
-    tick = TICK_S
-    while tick < seconds:
-        tick *= 2
-    return tick - seconds
+    return max(answer_time(seconds, round_seconds), leaves) - seconds

@@ -69,12 +69,23 @@ from numpy.typing import NDArray
 from agent.federation.fleet_transport import TurnedAway
 from agent.federation.supernode_process import LinkSetup
 from agent.federation.tasks import MAX_TICKET, Kind, Reply, RoundTask, TaskDeclinedError
-from protos.federation import flower_environment, messages
+from protos.federation import flat_arrays, flower_environment, messages
+from protos.federation.round_times import RoundTerms
 
-_KINDS: Final[dict[str, Kind]] = {messages.PRICE: "price", messages.TRAIN: "train", messages.SECURE: "secure"}
+_KINDS: Final[dict[str, Kind]] = {
+    messages.PLAN: "plan",
+    messages.PRICE: "price",
+    messages.TRAIN: "train",
+    messages.EVALUATE: "evaluate",
+    messages.SECURE: "secure",
+}
+_STYPE: Final = "numpy.ndarray"  # Flower's word for numpy's file form
+_TIMES: Final = {messages.SECONDS, messages.APPROVE_BY}
 _RECORDS: Final[dict[Kind, set[str]]] = {
+    "plan": {messages.ORDER},
     "price": {messages.ORDER},
     "train": {messages.ORDER, messages.PARAMETERS},
+    "evaluate": {messages.ORDER, messages.PARAMETERS},
     "secure": {messages.ORDER, messages.PAYLOAD},
 }
 
@@ -96,8 +107,17 @@ def read_task(kind: str, content: RecordDict) -> RoundTask:
 def _task(kind: Kind, content: RecordDict) -> RoundTask:
     order = content[messages.ORDER]
     keys = {messages.RUN, messages.ROUND, messages.CONFIG} | ({messages.STEP} if kind == "secure" else set())
-    if set(content) != _RECORDS[kind] or not isinstance(order, ConfigRecord) or set(order) != keys:
+    if set(content) != _RECORDS[kind] or not isinstance(order, ConfigRecord) or set(order) - _TIMES != keys:
         raise TaskDeclinedError("malformed")
+    if given := set(order) & _TIMES:  # both or, of a version before jobs named their times, none
+        if given != _TIMES:
+            raise TaskDeclinedError("malformed")
+        seconds, approve_by = order[messages.SECONDS], order[messages.APPROVE_BY]
+        if type(seconds) is not int or type(approve_by) is not int:
+            raise TaskDeclinedError("malformed")
+        terms = RoundTerms(seconds, approve_by)
+    else:
+        terms = RoundTerms()
     run, index, config, step = (
         order[messages.RUN],
         order[messages.ROUND],
@@ -108,16 +128,20 @@ def _task(kind: Kind, content: RecordDict) -> RoundTask:
         raise TaskDeclinedError("malformed")
     if type(step) is not str or not step.isascii():
         raise TaskDeclinedError("malformed")
-    vector = _array(content, messages.PARAMETERS, messages.FLAT, np.float32) if kind == "train" else None
+    sent = messages.PARAMETERS in _RECORDS[kind]
+    vector = _array(content, messages.PARAMETERS, messages.FLAT, np.float32) if sent else None
     payload = _array(content, messages.PAYLOAD, messages.DATA, np.uint8).tobytes() if kind == "secure" else b""
-    return RoundTask(run, kind, index, config, vector, step, payload)
+    return RoundTask(run, kind, index, config, vector, step, payload, terms)
 
 
 def _array(content: RecordDict, name: str, key: str, dtype: type[np.generic]) -> NDArray[Any]:
     record = content[name]
     if not isinstance(record, ArrayRecord) or list(record) != [key]:
         raise TaskDeclinedError("malformed")
-    array = record[key].numpy()  # never unpickles
+    carried = record[key]
+    size = int(carried.shape[0]) if len(carried.shape) == 1 and carried.stype == _STYPE else -1
+    found = flat_arrays.view(carried.data, size, np.dtype(dtype)) if size >= 0 else None
+    array = carried.numpy() if found is None else found  # never unpickles
     if array.dtype != dtype or array.ndim != 1:
         raise TaskDeclinedError("malformed")
     array.setflags(write=False)
@@ -132,7 +156,9 @@ def records_of(reply: Reply) -> RecordDict:
         return RecordDict({messages.PAYLOAD: ArrayRecord({messages.DATA: Array(payload)})})
     records: dict[str, Any] = {messages.ANSWER: ConfigRecord({messages.ENVELOPE: reply.answer.envelope})}
     if reply.answer.vector is not None:
-        records[messages.PARAMETERS] = ArrayRecord({messages.FLAT: Array(np.ascontiguousarray(reply.answer.vector))})
+        vector = reply.answer.vector
+        array = Array("float32", (int(vector.size),), _STYPE, flat_arrays.packed(vector))
+        records[messages.PARAMETERS] = ArrayRecord({messages.FLAT: array})
     return RecordDict(records)
 
 

@@ -21,7 +21,16 @@ from typing import Final
 from agent.federation.fleet_transport import TurnedAway
 from agent.federation.supernode import TaskQueue, serve
 from agent.federation.supernode_process import LinkSetup
-from agent.federation.tasks import MAX_FRAME, FrameError, frame, read_reply_frame, task_frame, unframe
+from agent.federation.tasks import (
+    FrameError,
+    Parts,
+    frame_parts,
+    read_reply_frame,
+    receive_frame,
+    send_frame,
+    task_frame,
+    unframe,
+)
 from protos.federation import messages
 from protos.operations.confinement import CONVERSING, Allowed, ConfinementError, confine, interpreter
 from protos.operations.http_relay import RelayedTransport
@@ -37,7 +46,7 @@ def _listen(pipe: Connection, queue: TaskQueue) -> None:
         while os.getppid() == parent:
             if not pipe.poll(_ORPHAN_S):
                 continue
-            word, fields = unframe(pipe.recv_bytes(MAX_FRAME))
+            word, fields = unframe(receive_frame(pipe.fileno()))
             if word in ("answer", "declined"):
                 queue.replies.put(read_reply_frame(word, fields))
             elif word == "wake":
@@ -60,19 +69,19 @@ def main(descriptor: str, relay: str, words: str) -> int:
     try:
         confine(Allowed(CONVERSING, interpreter()), setup.demand)  # while there is one thread
     except ConfinementError as fault:
-        pipe.send_bytes(frame("fault", type(fault).__name__.encode()))
+        send_frame(pipe.fileno(), frame_parts("fault", type(fault).__name__.encode()))
         return _INTERNAL
     transport = RelayedTransport(calls, messages.FLEET_BODY, {"TurnedAway": TurnedAway})
     mutex = threading.Lock()
 
-    def say(data: bytes) -> None:
+    def say(parts: Parts) -> None:
         with mutex:
-            pipe.send_bytes(data)
+            send_frame(pipe.fileno(), parts)
 
     tasks = TaskQueue(
         task=lambda ticket, task: say(task_frame(ticket, task)),
-        state=lambda state: say(frame("state", state.encode())),
-        node=lambda number: say(frame("node", number.to_bytes(8, "big"))),
+        state=lambda state: say(frame_parts("state", state.encode())),
+        node=lambda number: say(frame_parts("node", number.to_bytes(8, "big"))),
         replies=queue.SimpleQueue(),
         wake=threading.Event(),
         stop=threading.Event(),
@@ -83,7 +92,7 @@ def main(descriptor: str, relay: str, words: str) -> int:
     except BrokenPipeError:  # the parent is gone
         return _INTERNAL
     except Exception as fault:  # noqa: BLE001 - the parent must hear of it, without a text that may hold anything
-        say(frame("fault", type(fault).__name__.encode()))
+        say(frame_parts("fault", type(fault).__name__.encode()))
         return _INTERNAL
     return 0
 

@@ -212,24 +212,24 @@ class SuperNodeLink:
     ) -> None:
         """Until the child ends, which it does in an orderly way only when told to stop."""
         if self._unsent is not None:
-            child.pipe.send_bytes(tasks.reply_frame(self._unsent))
+            child.send(tasks.reply_frame(self._unsent))
         told_to_stop = 0.0
         while True:
             if self._wake.is_set():
                 self._wake.clear()
-                child.pipe.send_bytes(tasks.frame("wake"))
+                child.send(tasks.frame_parts("wake"))
             if stop.is_set() and not told_to_stop:
                 told_to_stop = time.monotonic()
-                child.pipe.send_bytes(tasks.frame("stop"))
+                child.send(tasks.frame_parts("stop"))
             if told_to_stop and time.monotonic() - told_to_stop > _LEAVE_S:
                 return
             if not child.pipe.poll(_POLL_S):
                 continue
-            word, fields = tasks.unframe(child.pipe.recv_bytes(tasks.MAX_FRAME))
+            word, fields = tasks.unframe(tasks.receive_frame(child.pipe.fileno()))
             if word == "task":
                 self._unsent = None  # it asks for more, so it has sent the last one
                 self._unsent = _handled(*tasks.read_task_frame(fields), handle)
-                child.pipe.send_bytes(tasks.reply_frame(self._unsent))
+                child.send(tasks.reply_frame(self._unsent))
             else:
                 self._note(word, fields, tell)
 
@@ -281,6 +281,10 @@ class _Child:
 
     def __enter__(self) -> _Child:
         return self
+
+    def send(self, parts: tasks.Parts) -> None:
+        """One frame. Raises: OSError, it is gone."""
+        tasks.send_frame(self.pipe.fileno(), parts)
 
     def __exit__(self, *_: object) -> None:
         """The end of the pipe is the child's end; one that does not see that is killed."""

@@ -7,6 +7,7 @@ field is checked by whoever receives it. No Flower here.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from numpy.typing import NDArray
 
 from protos.common.errors import PeerError
 from protos.federation import messages
+from protos.federation.round_times import RoundTerms
 
 CODES: Final = frozenset(messages.CODES)
-Kind = Literal["price", "train", "secure"]
-_KINDS: Final = ("price", "train", "secure")
+Kind = Literal["plan", "price", "train", "evaluate", "secure"]
+_KINDS: Final = ("plan", "price", "train", "evaluate", "secure")
 
 MAX_TICKET: Final = 1 << 16
+_OF_BEFORE: Final = RoundTerms()
 _WORD: Final = 64
 _VECTOR: Final = 4 * messages.MAX_PARAMETERS
 # word -> the greatest length of each of its fields
@@ -40,6 +43,8 @@ _FRAMES: Final[Mapping[str, tuple[int, ...]]] = {
         messages.MAX_STEP,
         messages.MAX_PAYLOAD,
         _VECTOR,
+        8,
+        8,
     ),
     # to the link
     "answer": (MAX_TICKET, _WORD, messages.MAX_ENVELOPE, messages.MAX_PAYLOAD, _VECTOR),
@@ -47,6 +52,7 @@ _FRAMES: Final[Mapping[str, tuple[int, ...]]] = {
     "wake": (),
     "stop": (),
 }
+_LENGTH: Final = struct.Struct(">Q")
 MAX_FRAME: Final = max(sum(sizes) + 4 * len(sizes) for sizes in _FRAMES.values()) + 1 + _WORD
 
 
@@ -77,9 +83,10 @@ class RoundTask:
     kind: Kind
     round_index: int  # from 0
     config: bytes  # the mechanism's public configuration
-    vector: NDArray[np.float32] | None = None  # (p,) finite global parameters, read-only; "train" only
+    vector: NDArray[np.float32] | None = None  # (p,) finite global parameters, read-only; not to a price or a step
     step: str = ""  # of secure aggregation
     payload: bytes = b""  # what that step is given
+    terms: RoundTerms = _OF_BEFORE  # how long a round may take, and what else is said of times
 
     def __post_init__(self) -> None:
         """Refuse what no honest coordinator sends.
@@ -87,7 +94,7 @@ class RoundTask:
         Raises:
             ValueError: without saying what it was; the bytes are foreign.
         """
-        trains, steps = self.kind == "train", self.kind == "secure"
+        trains, steps = self.kind in ("train", "evaluate"), self.kind == "secure"
         right = (
             self.kind in _KINDS
             and 0 < len(self.run) <= messages.MAX_RUN
@@ -107,7 +114,7 @@ class RoundAnswer:
     """What leaves the site: already reviewed, charged and sealed by the caller."""
 
     envelope: bytes = b""
-    vector: NDArray[np.float32] | None = None  # (p,) as long as the task's; "train" only
+    vector: NDArray[np.float32] | None = None  # "train": (p,) as long as the task's; "evaluate": the sums of a look
     payload: bytes = b""  # "secure" only
 
     def fits(self, task: RoundTask) -> bool:
@@ -120,6 +127,8 @@ class RoundAnswer:
             return not self.envelope
         if self.payload or task.vector is None or self.vector is None:
             return not self.payload
+        if task.kind == "evaluate":
+            return self.vector.size <= messages.MAX_SUMS and _sound(self.vector)
         return self.vector.shape == task.vector.shape and _sound(self.vector)
 
 
@@ -139,15 +148,64 @@ def _sound(vector: NDArray[np.float32]) -> bool:
     return right and bool(np.isfinite(vector).all())
 
 
-def frame(word: str, *fields: bytes | memoryview) -> bytes:
-    """``word`` and ``fields`` as bytes: each with its length before it, 1 byte and 4 bytes, big-endian."""
-    parts: list[bytes | memoryview] = [bytes([len(word)]), word.encode("ascii")]
+Parts = list[bytes | memoryview]
+
+
+def frame_parts(word: str, *fields: bytes | memoryview) -> Parts:
+    """``word`` and ``fields``, each with its length before it, 1 byte and 4 bytes, big-endian; not copied."""
+    parts: Parts = [bytes([len(word)]), word.encode("ascii")]
     for field in fields:
         parts += [struct.pack(">I", len(field)), field]
-    return b"".join(parts)
+    return parts
 
 
-def unframe(data: bytes) -> tuple[str, list[memoryview]]:
+def frame(word: str, *fields: bytes | memoryview) -> bytes:
+    """The same in one piece."""
+    return b"".join(frame_parts(word, *fields))
+
+
+def send_frame(descriptor: int, parts: Parts) -> None:
+    """One frame into the pipe, piece by piece: a model of 400 MB is not copied for it.
+
+    Raises:
+        OSError: there is nobody left to read it.
+    """
+    _write(descriptor, _LENGTH.pack(sum(len(part) for part in parts)))
+    for part in parts:
+        _write(descriptor, part)
+
+
+def receive_frame(descriptor: int) -> bytearray:
+    """One frame from the pipe, into its place.
+
+    Raises:
+        EOFError: the other end is gone.
+        OSError: the pipe is broken.
+        FrameError: it would be longer than any frame is; nothing of it is read.
+    """
+    (size,) = _LENGTH.unpack(_read_into(descriptor, bytearray(_LENGTH.size)))
+    if not size <= MAX_FRAME:
+        raise FrameError("a frame is too long")
+    return _read_into(descriptor, bytearray(size))
+
+
+def _write(descriptor: int, data: bytes | memoryview) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _read_into(descriptor: int, place: bytearray) -> bytearray:
+    view = memoryview(place)
+    while view:
+        got = os.readv(descriptor, [view])
+        if not got:
+            raise EOFError
+        view = view[got:]
+    return place
+
+
+def unframe(data: bytes | bytearray) -> tuple[str, list[memoryview]]:
     """The word and the fields of a frame, not copied.
 
     Raises:
@@ -171,11 +229,12 @@ def unframe(data: bytes) -> tuple[str, list[memoryview]]:
     return word, fields
 
 
-def task_frame(ticket: bytes, task: RoundTask) -> bytes:
+def task_frame(ticket: bytes, task: RoundTask) -> Parts:
     """A task with the link's ``ticket`` for it."""
     vector = b"" if task.vector is None else _bytes(task.vector)
     head = (ticket, task.kind.encode(), task.run.encode(), task.round_index.to_bytes(8, "big"))
-    return frame("task", *head, task.config, task.step.encode(), task.payload, vector)
+    terms = (task.terms.seconds.to_bytes(8, "big"), task.terms.approve_by.to_bytes(8, "big"))
+    return frame_parts("task", *head, task.config, task.step.encode(), task.payload, vector, *terms)
 
 
 def read_task_frame(fields: list[memoryview]) -> tuple[bytes, RoundTask]:
@@ -184,7 +243,7 @@ def read_task_frame(fields: list[memoryview]) -> tuple[bytes, RoundTask]:
     Raises:
         FrameError: it is not a task.
     """
-    ticket, kind, run, index, config, step, payload, vector = fields
+    ticket, kind, run, index, config, step, payload, vector, seconds, approve_by = fields
     try:
         return bytes(ticket), RoundTask(
             bytes(run).decode(),
@@ -194,17 +253,20 @@ def read_task_frame(fields: list[memoryview]) -> tuple[bytes, RoundTask]:
             np.frombuffer(vector, "<f4") if len(vector) else None,
             bytes(step).decode("ascii"),
             bytes(payload),
+            RoundTerms(int.from_bytes(seconds, "big"), int.from_bytes(approve_by, "big")),
         )
     except ValueError:  # a decoding error is one
         raise FrameError("not a task") from None
 
 
-def reply_frame(reply: Reply) -> bytes:
+def reply_frame(reply: Reply) -> Parts:
     """A reply, for the link."""
     if reply.answer is None:
-        return frame("declined", reply.ticket, reply.code.encode())
+        return frame_parts("declined", reply.ticket, reply.code.encode())
     vector = b"" if reply.answer.vector is None else _bytes(reply.answer.vector)
-    return frame("answer", reply.ticket, reply.kind.encode(), reply.answer.envelope, reply.answer.payload, vector)
+    return frame_parts(
+        "answer", reply.ticket, reply.kind.encode(), reply.answer.envelope, reply.answer.payload, vector
+    )
 
 
 def read_reply_frame(word: str, fields: list[memoryview]) -> Reply:

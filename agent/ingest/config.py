@@ -12,6 +12,7 @@ from agent.defacing.config import FacesSettings
 from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.pixel_redaction import Blank
 from agent.deidentify.ps315.options import Profile
+from agent.deidentify.segment_list import Segment
 from agent.errors import SiteConfigError
 from agent.ingest.folders import Folder
 from agent.ingest.ocr import OcrSettings
@@ -28,6 +29,7 @@ _TABLES: Final = (
     "site",
     "rules",
     "blank",
+    "segment",
     "deidentify",
     "ocr",
     "listener",
@@ -135,8 +137,11 @@ def _ingestion(tables: Tables, settings: SiteSettings) -> Ingestion | None:
     if not isinstance(rules, dict):
         tables.problems.append("rules: must be a table")
         return None
-    tables.problems += [f"rules.{key}: is set in site.toml" for key in (*_OF_SITE, "blanks") if key in rules]
-    blanks = tables.several("blank", Blank)
+    tables.problems += [f"rules.{key}: is set in site.toml" for key in _OF_SITE if key in rules]
+    tables.problems += [
+        f"rules.{key}: written as [[{key.removesuffix('s')}]]" for key in ("blanks", "segments") if key in rules
+    ]
+    blanks, segments = tables.several("blank", Blank), tables.several("segment", Segment)
     # the converter makes a Rules of its own, so that a rule that is missing keeps its default
     made = tables.made({**rules, "modalities": sorted(settings.modalities)}, AdmissionRules, "rules")
     folders = tables.several("folder", _FolderTable)
@@ -152,5 +157,10 @@ def _ingestion(tables: Tables, settings: SiteSettings) -> Ingestion | None:
     if tables.problems or made is None:
         return None
     whole = replace(made, secondary_capture_modalities=settings.secondary_capture_modalities, blanks=blanks)
+    try:
+        whole = replace(whole, segments=segments)
+    except ValueError as error:
+        tables.problems.append(f"segment: {error}")
+        return None
     roads = (listener, stow, pacs, webs, tuple(f.folder() for f in folders))
     return Ingestion(whole, reading, profile, ocr, *roads, faces)

@@ -21,7 +21,7 @@ from pydicom.pixels.decoders.base import get_decoder
 from pydicom.tag import Tag
 from pydicom.uid import UID
 
-from agent.deidentify import admission_rules, dicomdir, nifti, patient_identity, pixel_redaction
+from agent.deidentify import admission_rules, dicomdir, masks, nifti, patient_identity, pixel_redaction
 from agent.deidentify.attributes import frames, text
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import FileRejectedError
@@ -94,6 +94,8 @@ def _read_dicom(
     data: bytes, rules: admission_rules.AdmissionRules, who: Deidentifier
 ) -> tuple[dict[str, Any], list[Part]]:
     dataset, meta = _opened(data, rules, who)
+    if admission_rules.is_mask(dataset):
+        return _read_mask(dataset, meta, rules, who)
     needles = identifiers(dataset, who.profile)
     values, blanked = _native(dataset, meta, rules)
     plain, face = pixel_data.native(dataset, values), may_show_a_face(dataset)
@@ -101,16 +103,9 @@ def _read_dicom(
     steps = (
         [*clean.trace, action_trace.AttributeAction("pixels", "blanked", "clean_pixels")] if blanked else clean.trace
     )
-    out = io.BytesIO()
-    clean.dataset.save_as(out, enforce_file_format=True)
-    payload = out.getvalue()
-    if residual(needles, payload):
-        raise FileRejectedError("residual_identifier")
+    payload = _written(clean.dataset, needles)
     image: Part = b""
-    instance = text(dataset, "SOPInstanceUID")
-    instance_name(who, instance)
-    who.mac("study", text(dataset, "StudyInstanceUID").encode())
-    who.mac("series", (text(dataset, "SeriesInstanceUID") or instance).encode())  # one without is a series of its own
+    _ask_names(dataset, who)
     # some write WHOLE BODY, and some WHOLE_BODY
     body_part = "".join(c for c in text(dataset, "BodyPartExamined").upper() if c.isalnum())
     head: dict[str, Any] = {
@@ -125,6 +120,37 @@ def _read_dicom(
         head["height"], head["width"], head["channels"] = (*unit.shape, 1)[:3]
         image = unit.data.cast("B")
     return head, [image, payload, action_trace.dumps(steps)]
+
+
+def _written(clean: Dataset, needles: Any) -> bytes:
+    """A de-identified data set as a file, searched for every identifier of the original."""
+    out = io.BytesIO()
+    clean.save_as(out, enforce_file_format=True)
+    payload = out.getvalue()
+    if residual(needles, payload):
+        raise FileRejectedError("residual_identifier")
+    return payload
+
+
+def _ask_names(dataset: Dataset, who: Deidentifier) -> None:
+    """The names of the instance, its study and its series: the agent takes them from these questions."""
+    instance = text(dataset, "SOPInstanceUID")
+    instance_name(who, instance)
+    who.mac("study", text(dataset, "StudyInstanceUID").encode())
+    who.mac("series", (text(dataset, "SeriesInstanceUID") or instance).encode())  # one without is a series of its own
+
+
+def _read_mask(
+    dataset: Dataset, meta: Meta, rules: admission_rules.AdmissionRules, who: Deidentifier
+) -> tuple[dict[str, Any], list[Part]]:
+    """A mask has no pixels that anything is drawn from: they are opened beside those of its series alone."""
+    needles = identifiers(dataset, who.profile)
+    clean = masks.clean_mask(dataset, meta.transfer_syntax, who, rules.segments)
+    payload = _written(clean.dataset, needles)
+    _ask_names(dataset, who)
+    who.mac("masked", masks.masked_series(dataset).encode())
+    head = {"modality": "SEG", "body_part": "", "kind": "mask", "face": False, "text": False}
+    return head, [b"", payload, action_trace.dumps(clean.trace)]
 
 
 def _read_nifti(

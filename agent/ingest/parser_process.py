@@ -40,7 +40,7 @@ from protos.operations import confinement
 from protos.operations.pipe_messages import has_exited, kill, receive, send, size
 
 _CHANNELS: Final[dict[int, tuple[int, ...]]] = {1: (), 3: (3,)}  # grey or colour, and nothing else
-_ONE_EACH: Final = ("patient", "instance", "study", "series")  # names of which a file has one
+_ONE_EACH: Final = ("patient", "instance", "study", "series", "masked")  # names of which a file has one
 # How many other names one file may have. The files that this was tried with ask for 6 uids and 1 id; a file of many
 # frames refers to one or a few others for each of them, and a slide of many specimens names each.
 MOST_NAMES: Final[Mapping[str, int]] = MappingProxyType({"uid": 10_000, "id": 32})
@@ -97,7 +97,9 @@ class _FileNames:
             if not left:
                 raise ValueError("not a name, or too many")
             self._many[purpose] = left - 1
-        name = self._who.named("site" if key == "site" else "project", purpose, tuple(parts))
+        # a mask's own series, and the one that it is of: this is named as any series is
+        named = "series" if purpose == "masked" else purpose
+        name = self._who.named("site" if key == "site" else "project", named, tuple(parts))
         if purpose in _ONE_EACH:
             self.told[key, purpose] = name
         return name
@@ -106,13 +108,17 @@ class _FileNames:
         """Whose the file is and what it is called. Raises: KeyError, the worker did not ask."""
         fields = {"name": "instance", "study": "study", "series": "series"}
         found = {field: self.told["project", purpose] for field, purpose in fields.items()}
-        return {**found, "pseudonym": self.told["site", "patient"]}
+        return {
+            **found,
+            "pseudonym": self.told["site", "patient"],
+            "masked": self.told.get(("project", "masked"), ""),
+        }
 
     def of_nifti(self, payload: bytes, issuer: str, patient_id: str) -> dict[str, str]:
         """The same for a file that names nobody, from its clean content. Raises: Refused, ``missing_patient``."""
         fields = {"name": "nifti", "study": "nifti-study", "series": "nifti-series"}
         found = {field: self._who.mac(purpose, payload) for field, purpose in fields.items()}
-        return {**found, "pseudonym": self._who.person(issuer, patient_id)}
+        return {**found, "pseudonym": self._who.person(issuer, patient_id), "masked": ""}
 
 
 class ParserProcess:
@@ -313,4 +319,5 @@ def _record(reply: dict[str, Any], parts: list[bytes], digest: str, names: dict[
         face=reply["face"],
         text=reply["text"],
         trace=action_trace.loads(steps),
+        masks=keyed_name(person, names["masked"]) if reply["kind"] == "mask" and names["masked"] else "",
     )

@@ -45,6 +45,7 @@ from agent.privacy_audit.conformance import (
 )
 from agent.privacy_audit.query_conformance import (
     histogram_conformance,
+    look_conformance,
     part_conformance,
     sum_conformance,
 )
@@ -348,7 +349,7 @@ def gate(
     try:
         moved = toy_sensitivity(engine, device)
         seen = repeat_if_failed(lambda: conformance(entropy, engine, JOB, canaries, device))
-        queries = (sum_conformance, histogram_conformance, part_conformance)
+        queries = (sum_conformance, histogram_conformance, look_conformance, part_conformance)
         others = [repeat_if_failed(partial(query, entropy)) for query in queries]
     except Exception as fault:  # whatever it is: an audit that cannot run lets nothing through
         raise NoiseAuditError(

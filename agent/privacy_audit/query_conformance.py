@@ -1,6 +1,6 @@
 """Audit noisy queries that are not a full training: the output of the production code against its distribution.
 
-A sum, the semantic histogram, and the part of a federated step's sum that leaves a site masked.
+A sum, the semantic histogram, a look at a model, and the part of a federated step's sum that leaves a site masked.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from agent.domain import Image, Patient
 from agent.dp.clipping import PrivacyUnit
 from agent.dp.dpsgd import PrivateSgd, SecureSumGrid, noisy_part
+from agent.dp.evaluation_sums import ScoredExample, private_look
 from agent.dp.noise import Entropy, noisy_sum
 from agent.mechanisms.privimage.semantic_query import SemanticQuery, histogram
 from agent.models.semantics.classifier import Semantics
@@ -31,6 +32,7 @@ from agent.privacy_audit.conformance import (
     two_sided,
 )
 from policies.accounting.claims import DistributedGaussian
+from policies.tasks.evaluation import SumLayout
 
 IMAGES: Final = 8  # of each canary patient, who has one vote all the same
 _SIZE: Final = 5000
@@ -90,6 +92,24 @@ def histogram_conformance(entropy: Entropy) -> Conformance:
     semantics = cast(Semantics, _Pointing(bins))
     emit = lambda: histogram(patients, semantics, classes, query, entropy).ravel()  # noqa: E731 - six times the same
     return query_conformance(emit, exact.ravel(), spread, grid)
+
+
+def look_conformance(entropy: Entropy) -> Conformance:
+    """Of the shipped sums of a look: canary patients of eight images, with one vote in each of two blocks.
+
+    They leave as float32, so their lattice is coarser where they are large: rounding of what has its noise already.
+    """
+    classes, bins, sigma = 60, 10, 1.7
+    layout, share = SumLayout("classification", classes, bins), 1.0 / math.sqrt(2.0)
+    exact, patients = np.zeros(classes * classes + 2 * bins), []
+    for n in range(40):  # of class n, taken for the next one; every second time with a score of 0.7, else of 0.3
+        scores = np.full(classes, 0.0)
+        scores[n + 1] = 0.7 if n % 2 else 0.3
+        patients.append([ScoredExample(scores, np.array([n]))] * IMAGES)
+        exact[[n * classes + n + 1, classes * classes + (6 if n % 2 else 3)]] += share
+    spread = claimed_deviation(sigma, 1.0, len(exact), LATTICE)
+    answers = np.stack([private_look(layout, patients, sigma, entropy).astype(np.float64) for _ in range(_TIMES)])
+    return Conformance(tuple(of_noise((answers - exact) / spread)))
 
 
 def part_conformance(entropy: Entropy, size: int = _SIZE) -> Conformance:

@@ -2,7 +2,7 @@
 
 The other side names the error and says the sentence. Neither is believed. The class is one of this list, since it
 decides about exit status and grant. The sentence is one of the class's own, with numbers and the configuration's own
-words in its gaps; of any other, the class's first one is told, with nothing in the gaps. An error that is not on the
+words in its gaps; of any other, the class's first one is told, with nothing in the gaps. An error that is not on a
 list is a fault, and its text stays over there.
 """
 
@@ -73,6 +73,15 @@ SENTENCES: Final[Mapping[str, tuple[str, ...]]] = {
     ),
 }
 
+# Whose own texts have names of keys and layers in them, which no gap takes: of these the agent's sentence is told.
+# A part in a run builds its network before its price: only one that goes on under a newer program meets them later.
+_REPLACED: Final[Mapping[str, str]] = {
+    "TaskError": "the network does not fit the task's pictures in this version: `lazaret-agent task check FILE` says "
+    "why",
+    "UnsuitableNetworkError": "the network remembers, mixes or draws, so that no privacy covers it: a fault of this "
+    "program",
+}
+
 
 class MakerFaultError(InvariantError):
     """A fault in the confined process. Only its class is known here."""
@@ -87,6 +96,8 @@ def error_of(kind: str, text: str, words: Iterable[str] = ()) -> LazaretError:
         words: of the call's configuration, which may stand in a gap.
     """
     known = next((one for one in _classes(LazaretError) if one.__name__ == kind), None)
+    if known is not None and kind in _REPLACED:
+        return known(_REPLACED[kind])
     if known is None or kind not in SENTENCES:
         named = kind if any(one.__name__ == kind for one in _classes(Exception)) else "unknown"
         return MakerFaultError(f"internal fault ({named}) in the process that computes it")

@@ -97,6 +97,7 @@ def _handed(descriptor: int) -> memoryview:
 
 
 def _made(line: _Line, memory: memoryview) -> tuple[dict[str, Any], tuple[bytes | bytearray, ...]]:
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # MONAI imports it if it can; it must have a folder
     import numpy as np  # noqa: PLC0415 - once confined
 
     from agent.mechanisms.common.workspace import Workspace  # noqa: PLC0415 - as above

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from agent.domain import CheckpointStore, Cohort, Scan, Selection
+from agent.domain import CheckpointStore, Cohort, ExampleRule, Scan, Selection, TaskCohort
 from policies.ledger_service import LedgerService
 from policies.review.rules import Verdict
 from policies.statements import Release, Reservation, Statement
@@ -145,6 +145,10 @@ class SiteContext:
     read: Callable[[bytes], Release]  # back from an envelope that this site sealed
     new_id: Callable[[str], str]  # prefix -> fresh opaque id
     say: Callable[[str, str], None]  # step, detail: progress for people
+    examples: Callable[[ExampleRule], TaskCohort]  # what a federated task finds here, without those who opted out
+    # SHA-256 -> the file of public weights, if it is here and the site vouches for it
+    public_file: Callable[[str], bytes | None]
+    label_misfit: Callable[[ExampleRule], str]  # why what is declared of labels here is not a task's; "": it is
     owner: LedgerOwner | None = None  # None: this process writes the ledger
     grant: str = ""  # the name under which the next price is reserved; "": a new one
     run: Run = run_here

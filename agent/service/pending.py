@@ -7,7 +7,9 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from agent.federation import run_plan
 from agent.release.unsent import NOTE, statement_of
+from agent.service import run_plans
 from agent.service.commands import PROGRAM
 from agent.storage import read_only_access
 from agent.storage.site_directory import SiteDirectory, origin
@@ -34,19 +36,22 @@ def waiting(home: SiteDirectory) -> list[Pending]:
         disk = open_read_only(home.root / "ledger.db")
         store = stack.enter_context(read_store(disk, origin(home.settings().site), home.sign_key()))
         notes = stack.enter_context(read_only_access.notes(home))
-        return of_store(home, store, (notes.note(NOTE) if notes is not None else None) or {})
+        kept, asked = (notes.note(NOTE), notes.note(run_plan.NOTE)) if notes is not None else (None, None)
+        return of_store(home, store, kept or {}, asked)
 
 
-def of_store(home: SiteDirectory, store: Store, kept: Mapping[str, Any]) -> list[Pending]:
+def of_store(home: SiteDirectory, store: Store, kept: Mapping[str, Any], asked: Any = None) -> list[Pending]:
     """The same, where ledger and vault are open already.
 
     Args:
         home: the site's directory.
         store: the ledger, to read.
         kept: releases that are kept, see :mod:`agent.release.unsent`.
+        asked: plans of runs that were asked for, see :mod:`agent.federation.run_plan`.
     """
     policy = site_policy(home, store)
     found = [_release(policy, store, statement_of(one)) for _, one in sorted(kept.items())]
+    found += run_plans.pending(asked, store.state, policy)
     found += _amendment(home, store)
     found += open_proposals(store, PROGRAM)
     return numbered(found, partial(numbers, home.root))

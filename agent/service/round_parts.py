@@ -251,7 +251,7 @@ class PartJobs(PartWatch):
         before = state.accounts[reserved.account].left + reserved.amount
         price = {"claim": claim_json(part.mechanism.claim()), "amount": reserved.amount, "left": before}
         price["mechanism"] = part.mechanism.name
-        asked = f"asked for by the coordinator: {part.mechanism.rounds} rounds"
+        asked = f"asked for by the coordinator: {part.mechanism.turns} rounds"
         event = Event(round(time.time(), 3), jobs.QUEUED, asked)
         words, key = (PART, part.run), f"{PART}-{part.grant}"
         made = Job(0, words, self._project, (event,), grant=part.grant, price=price, key=key, attempts=1)
@@ -294,13 +294,13 @@ class PartJobs(PartWatch):
 
 def _standing(part: PartView) -> tuple[str, str]:
     """State of a part that is open, and its round or what it waits for."""
-    of = part.mechanism.rounds if part.mechanism is not None else 0
+    of = part.mechanism.turns if part.mechanism is not None else 0
     if part.training:
         return jobs.RUNNING, f"round {part.begun} of {of}"
     if part.round_in_progress:  # nothing is computed here: no job gives way, however long the others are silent
         return jobs.QUEUED, f"round {part.begun} of {of}: waits for the others of the sum"
     if not part.granted and not part.rounds_trained:
         return jobs.QUEUED, "waits for the coordinator's grant"
-    if part.rounds_trained >= of:
+    if part.turns_made >= of:
         return jobs.QUEUED, f"{_MADE.format(of=of)}: waits for the last verdict"
     return jobs.QUEUED, f"waits for round {part.begun + 1} of {of}"

@@ -166,6 +166,9 @@ def _ready(home: SiteDirectory, store: Store) -> Iterator[Step]:
     if not policy.approvals - state.office():
         wanted = ", ".join(sorted(policy.approvals)) or "nobody"
         yield Step(RELEASE, "people", said=f"a release is approved by {wanted}")
+    for role in sorted(policy.run_approvals - policy.approvals - state.office()):  # `setup` asks for nobody of them
+        words = f"the person types: lazaret-agent ledger person FILE; then: lazaret-agent setup --{role} NAME KEY"
+        yield Step(RELEASE, f"a person of {role} for runs", "the policy wants one to approve federated runs", words)
     patients = read_only_access.records(home).most
     if patients < policy.k_min:
         told = f"a k-anonymous release needs {policy.k_min} patients, and no project has so many"

@@ -29,7 +29,7 @@ from protos.common.durable_files import flush_directory
 FORMAT: Final = 3  # of the files; 1 had records and notes in one, 2 named studies, series and instances by UIDs alone
 _BUSY_MS: Final = 30_000
 _NONCE: Final = 12
-_PART: Final = 1 << 25  # bytes of a long value in one row
+_PART: Final = 1 << 22  # bytes of a long value in one row: so much of it is in memory three times
 _NOTES: Final = "CREATE TABLE IF NOT EXISTS note(name TEXT PRIMARY KEY, body BLOB NOT NULL) STRICT, WITHOUT ROWID;"
 _FAULTS: Final[tuple[tuple[type[Exception], str], ...]] = (
     (apsw.FullError, "the disk is full, and nothing was saved: free some space and run the command again"),
@@ -254,22 +254,27 @@ class EncryptedDatabase:
         return self.unseal(f"part:{name}/{version}/{number}", body)
 
     def write_blob(self, name: str, data: bytes | None) -> None:
-        """Store long private bytes in the place of what was there, or nothing; durable when this returns.
+        """Store long private bytes in the place of what was there, or nothing; durable when this returns."""
+        self._replace_blob(name, lambda: data)
 
-        SQLite holds no row above 1 GB, and a model with its optimiser may be longer: it is cut into parts.
-        """
-        version, parts = os.urandom(16).hex(), range(0, len(data or b""), _PART)
+    def change_blob(self, name: str, change: Callable[[bytes | None], bytes | None]) -> None:
+        """Store what ``change`` makes of long private bytes, or of None; no other process writes meanwhile."""
+        self._replace_blob(name, lambda: change(self.blob(name)))
+
+    def _replace_blob(self, name: str, made: Callable[[], bytes | None]) -> None:
+        """SQLite holds no row above 1 GB, and a model with its optimiser may be longer: it is cut into parts."""
         with self.transaction():
-            old = self.note(f"blob/{name}")
+            old, data = self.note(f"blob/{name}"), made()
             for number in range((old or {"parts": 0})["parts"]):
                 self.rows("DELETE FROM note WHERE name = ?", (f"part/{name}/{number}",))
             self.rows("DELETE FROM note WHERE name = ?", (f"blob/{name}",))
             if data is None:
                 return
-            for number, start in enumerate(parts):
+            version, starts = os.urandom(16).hex(), range(0, len(data), _PART)
+            for number, start in enumerate(starts):
                 sealed = self.seal(f"part:{name}/{version}/{number}", data[start : start + _PART])
                 self.rows("INSERT INTO note VALUES(?, ?)", (f"part/{name}/{number}", sealed))
-            self.write_note(f"blob/{name}", {"of": version, "parts": len(parts)})
+            self.write_note(f"blob/{name}", {"of": version, "parts": len(starts)})
 
     def truncate(self) -> bool:
         """Bring the log into the file and cut it to nothing, so that deleted rows are in neither.
@@ -297,6 +302,11 @@ class EncryptedCheckpointStore:
     def write(self, data: bytes) -> None:
         """Replace it, all or nothing."""
         self.file.write_blob(self.name, data)
+
+    def change(self, change: Callable[[bytes | None], bytes | None]) -> None:
+        """Replace it by what ``change`` makes of it, all or nothing; no other process writes meanwhile."""
+        self.file.change_blob(self.name, change)
+        self.file.truncate()
 
     def clear(self) -> None:
         """Nothing of it stays, in the file or in its log."""

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from agent.deidentify.record import NO_SERIES, Record
 from agent.domain import Selection, Split
 
-State = Literal["eligible", "unlabelled", "face", "volume", "waiting", "held"]
+Target = NDArray[np.int64] | NDArray[np.float32]  # of an example: see agent.domain.Example
+State = Literal["eligible", "unlabelled", "face", "volume", "mask", "waiting", "held"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class InstanceRecord:
     study: str
     series: str
     modality: str
-    kind: Literal["image", "volume"]
+    kind: Literal["image", "volume", "mask"]
     label: str
     face: bool
     shape: tuple[int, ...] | None  # (h, w) or (h, w, 3) of the pixels; None for a volume
@@ -40,6 +41,7 @@ class InstanceRecord:
     defaced: bool = False
     uids: tuple[str, ...] = ()  # study, series and instance as the file says them; see Record
     picture: str = ""  # keyed, of the pixels as they are kept; "": there are none, or they show nothing
+    masks: str = ""  # of a mask: the patient's series that it is of
     box: str = ""  # under which name pixels and file are sealed, where it is not ``name``: of an older version
 
     def held(self, back: Set[str]) -> bool:
@@ -47,8 +49,9 @@ class InstanceRecord:
         return not back.isdisjoint((self.study, self.series, *self.uids))
 
     def encode(self) -> bytes:
-        """As JSON."""
-        return json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
+        """As JSON; ``masks`` of a mask alone, so that an older program reads a vault without masks."""
+        named = (name for name in self.__slots__ if name != "masks" or self.masks)
+        return json.dumps({name: getattr(self, name) for name in named}).encode()
 
 
 def decode(raw: bytes) -> InstanceRecord:
@@ -79,6 +82,7 @@ def head_of(record: Record, trace: str, picture: str) -> InstanceRecord:
         trace=trace,
         uids=record.uids,
         picture=picture,
+        masks=record.masks,
     )
 
 
@@ -128,8 +132,8 @@ class SeriesTally:
         size = 1 if head.series == NO_SERIES else self._sizes[head.series]
         if head.held(self._barred):
             return "held"
-        if head.kind == "volume":
-            return "volume"
+        if head.kind != "image":
+            return head.kind
         if head.face:
             return "face"
         if self._least > 1 and size < self._least:
@@ -198,11 +202,21 @@ def counts(heads: Callable[[], Iterable[InstanceRecord]], tally: SeriesTally) ->
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class FoundExample:
+    """One example before its pixels are opened; a series may hold several volumes."""
+
+    person: str
+    heads: tuple[InstanceRecord, ...]
+    target: Target | None  # None of a segmentation: its masks have it
+    masks: tuple[str, ...] = ()  # the names of those that are of its series
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FaceInstance:
     """An instance from which a face could be rebuilt, as input of defacing."""
 
     name: str
-    kind: Literal["image", "volume"]
+    kind: Literal["image", "volume", "mask"]
     modality: str
     person: str
     study: str

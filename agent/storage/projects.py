@@ -27,6 +27,7 @@ from agent.deidentify.record import Record, keyed_name
 from agent.errors import SiteConfigError
 from agent.microaggregation.released_clusters import place_of
 from agent.storage.encrypted_sqlite import OlderVaultError, VaultError, derive, faults
+from agent.storage.label_tables import forget_patients
 from agent.storage.site_database import SiteDatabase
 from agent.storage.site_directory import MAIN, SiteDirectory, new_key
 from agent.storage.vault import Vault
@@ -300,6 +301,7 @@ def _purge(home: SiteDirectory, notes: SiteDatabase) -> int:
             _retire(vault, persons)
             _give_up(vault, persons)
             vault.clear_job_outputs()
+            forget_patients(vault, persons)
             gone += vault.purge(persons)
         finally:
             vault.close()

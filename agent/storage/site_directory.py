@@ -27,6 +27,7 @@ from protos.common.durable_files import (
     finish_filling,
     flush_directory,
 )
+from protos.federation import round_times
 from protos.identity.certificates import SITE_NAME, agent_name, node_public, request
 from protos.identity.key_files import ec_key, pem, read_private, signing_key, write_private
 from protos.operations.confinement import AVAILABLE, DEMANDS
@@ -39,7 +40,7 @@ _KEYS = {
     "secondary_capture_modalities": list,
     "public_components": list,
 }
-_OPTIONAL = {"proxy": str, "partners": list, "least_partners": int, "confinement": str}
+_OPTIONAL = {"proxy": str, "partners": list, "least_partners": int, "confinement": str, "most_round_seconds": int}
 _GOES_ON = "; to go on with it: lazaret-agent setup"
 MAIN = "main"  # the project that every site has from the beginning
 _NOT_ENROLLED = "the site is not enrolled: run `lazaret-agent enrol` with the coordinator's invitation"
@@ -60,6 +61,7 @@ class SiteSettings:
     partners: frozenset[str] = frozenset()  # key ids of sites that this hospital knows by its own means
     least_partners: int = 1  # how many of them must be in a secret sum beside this site
     confinement: str = AVAILABLE  # of the readers of foreign bytes: the kernel's layers, or "required": all
+    most_round_seconds: int = round_times.MOST_S  # the longest round in which this site takes part
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,7 @@ def parse_settings(root: Path, text: str) -> SiteSettings:
         frozenset(table.get("partners", [])),
         table.get("least_partners", 1),
         table.get("confinement", AVAILABLE),
+        table.get("most_round_seconds", round_times.MOST_S),
     )
 
 
@@ -207,6 +210,9 @@ def _senseless(table: dict[str, object]) -> Iterator[str]:
         yield "least_partners: at least 1"
     if table.get("confinement", AVAILABLE) not in DEMANDS:
         yield f"confinement: one of {', '.join(DEMANDS)}"
+    most = table.get("most_round_seconds", round_times.MOST_S)
+    if type(most) is int and not round_times.LEAST_S <= most <= round_times.MOST_S:
+        yield f"most_round_seconds: {round_times.LEAST_S} to {round_times.MOST_S}"
 
 
 def _address(value: object) -> bool:

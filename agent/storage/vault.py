@@ -8,6 +8,7 @@ the first ones only.
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -21,7 +22,7 @@ from agent.deidentify.manifest import InstanceChange
 from agent.deidentify.ps315.action_trace import AttributeAction
 from agent.deidentify.ps315.options import Pixels
 from agent.deidentify.record import NO_SERIES, Record, keyed_name
-from agent.domain import Cohort, Image, Patient, Selection
+from agent.domain import Cohort, Image, Patient, Selection, Split
 from agent.storage.encrypted_sqlite import EncryptedCheckpointStore, EncryptedDatabase, VaultError, derive
 from agent.storage.equal_patients import EqualPatients, group_equal_patients, left_out
 from agent.storage.instance_index import (
@@ -32,8 +33,9 @@ from agent.storage.instance_index import (
     counts,
     decode,
     head_of,
+    part_of,
 )
-from agent.storage.pixel_codec import packed, selection_view, unpacked
+from agent.storage.pixel_codec import packed, selection_view
 from agent.storage.site_database import SiteDatabase
 from agent.storage.withheld_faces import Withheld
 
@@ -67,7 +69,7 @@ class Vault(Withheld):
         """
         self._notes, self._path = notes, path
         super().__init__(EncryptedDatabase(path, key, _SCHEMA, upgrading=upgrading))
-        self._split_key = derive(key, "vault/split")
+        self._split_key, self._table_key = derive(key, "vault/split"), derive(key, "vault/label-tables")
         self._claims: dict[str, str] = {}  # series that were let in and are not kept yet -> their studies
 
     def close(self) -> None:
@@ -99,10 +101,13 @@ class Vault(Withheld):
         """Where something long is kept until it is done, such as a training; it ends with the project."""
         return EncryptedCheckpointStore(self._file, f"project/{name}")
 
+    def places(self, start: str) -> tuple[str, ...]:
+        """The names of the project's places that hold something and begin with ``start``, sorted."""
+        return tuple(name.removeprefix("project/") for name in self._file.blobs(f"project/{start}"))
+
     def jobs_with_outputs(self) -> list[int]:
         """The numbers of the jobs that have pages here."""
-        start = f"project/{JOB_OUTPUTS}"
-        return [int(name.removeprefix(start).partition("/")[0]) for name in self._file.blobs(start)]
+        return [int(name.removeprefix(JOB_OUTPUTS).partition("/")[0]) for name in self.places(JOB_OUTPUTS)]
 
     def clear_job_outputs(self) -> None:
         """Delete the pages that jobs made of patients of the project."""
@@ -317,14 +322,13 @@ class Vault(Withheld):
         """
         excluded = self.opted_out() | set(without)
         tally = SeriesTally(self.barred() | self.held(), selection.min_instances)
-        query = "SELECT head, pixels FROM body JOIN instance USING (id) WHERE name = ?"
         for person, name, label in choose(self.heads(), selection, tally, excluded, self._split_key):
-            for raw, box in self._file.rows(query, (name,)):  # none, when it was deleted since
-                head = decode(self._file.unseal(f"head:{name}", raw))
-                pixels = unpacked(self._file.unseal(f"pixels:{head.box or name}", box), head.shape or ())
-                picture = selection_view(pixels, selection)
-                if picture is not None:
-                    yield person, Image(picture, label)
+            try:
+                picture = selection_view(self.pixels(name), selection)
+            except KeyError:  # it was deleted since
+                continue
+            if picture is not None:
+                yield person, Image(picture, label)
 
     def roster(
         self, selection: Selection, without: Iterable[str] = (), among: Set[str] | None = None
@@ -359,6 +363,10 @@ class Vault(Withheld):
         for person, image in self.images(modality, without):
             patients.setdefault(person, []).append(image)
         return Cohort(tuple(Patient(p, tuple(images)) for p, images in patients.items()))
+
+    def part_of(self, split: Split, person: str) -> str:
+        """The part of a split that a patient is in, for as long as the project lasts."""
+        return part_of(split, self._split_key, person)
 
     def alike(self) -> tuple[EqualPatients, ...]:
         """The patient ids that count as one patient towards k until a person says otherwise, by name."""
@@ -420,6 +428,13 @@ class Vault(Withheld):
     def mark(self, payload: bytes) -> str:
         """The keyed digest that a manifest states of a file: HMAC-SHA256 of its SHA-256, 32 hex characters."""
         return self._file.mac("after", sha256(payload).digest())
+
+    def version_of(self, table: bytes) -> str:
+        """The version of a label table: HMAC-SHA256 of its bytes under the project's key, 64 hex characters.
+
+        It is keyed, since a plain digest of a small table could be found by trying tables.
+        """
+        return hmac.new(self._table_key, table, sha256).hexdigest()
 
     # -- changing
 

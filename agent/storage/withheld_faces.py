@@ -83,6 +83,19 @@ class Withheld(StudyHolds):
             return self._file.unseal(f"payload:{sealed_as}", box)
         raise KeyError("no instance of that name")
 
+    def pixels(self, name: str) -> NDArray[np.float32]:
+        """The pixels of an image, (h, w) or (h, w, 3) in [0, 1], as ingest made them.
+
+        Raises:
+            KeyError: there is none of that name, or it is a volume.
+            VaultError: they were changed.
+        """
+        query = "SELECT head, pixels FROM body JOIN instance USING (id) WHERE name = ? AND pixels IS NOT NULL"
+        for raw, box in self._file.rows(query, (name,)):
+            head = decode(self._file.unseal(f"head:{name}", raw))
+            return unpacked(self._file.unseal(f"pixels:{head.box or name}", box), head.shape or ())
+        raise KeyError("no image of that name")
+
     def _write_head(self, key: int, head: InstanceRecord) -> None:
         box = self._file.seal(f"head:{head.name}", head.encode())
         self._file.rows("UPDATE instance SET head = ? WHERE id = ?", (box, key))

@@ -23,20 +23,28 @@ from coordinator import errors as coordinator_errors
 from coordinator.admission import AdmissionService
 from coordinator.cli.output import ERR, OUT, say
 from coordinator.enrolment.authority import Authority, Invitation
+from coordinator.federation.job import APPROVAL_DAYS
 from coordinator.operations.pending import request_named, waiting
 from coordinator.storage import directory as homes
 from policies.accounting.rounding import epsilon_text
 from policies.governance.decisions import said_by
+from policies.tasks.bounds import TaskError
+from policies.tasks.task import task_from_toml
 from protos.common import durable_files
 from protos.common.text import MINUTE, utc
+from protos.federation import round_times
 from protos.operations.next_steps import SetupReport
 from protos.protocol_version import USER_AGENT
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 
 CALL_S = 30.0
+PLAN_S = 180.0  # the figure by privacy loss distributions may take a minute
 _KINDS = {"mechanism": str, "config": dict, "parameters": int, "sites": list, "rounds": int, "min_sites": int}
-_MORE = {"strategy": dict, "all_or_none": bool, "secure": bool}  # may be left out of a job file
+# may be left out of a job file
+_MORE = {"strategy": dict, "all_or_none": bool, "secure": bool, "evaluate": list}
+_MORE |= {"round_seconds": int, "approval_days": int}
+_UNSAID = {"strategy": {"name": "fedavg"}, "round_seconds": round_times.DEFAULT_S, "approval_days": APPROVAL_DAYS}
 
 
 @contextlib.contextmanager
@@ -155,8 +163,11 @@ def _revoke(arguments: argparse.Namespace) -> int:
 def read_job(path: Path) -> dict[str, Any]:
     """A job file's content, its two objects as JSON; what it means is the mechanism's business.
 
+    A configuration whose ``task`` is a text names a task file beside the job file, which is read here. Its length is
+    the job's, and stands in the configuration, too.
+
     Raises:
-        CoordinatorConfigError: not JSON, or without exactly its keys.
+        CoordinatorConfigError: not JSON, without exactly its keys, or its task file is none.
     """
     try:
         job = json.loads(path.read_text())
@@ -167,8 +178,31 @@ def read_job(path: Path) -> dict[str, Any]:
         wanted = ", ".join(f"{k} ({t.__name__})" for k, t in _KINDS.items())
         more = ", ".join(f"{k} ({t.__name__})" for k, t in _MORE.items())
         raise coordinator_errors.CoordinatorConfigError(f"{path.name}: the keys are {wanted}; and if need be {more}")
-    whole = {"strategy": {"name": "fedavg"}, "all_or_none": False, "secure": False, **job}
+    if not all(type(number) is int and 0 < number < 1 << 31 for number in job.get("evaluate", [])):
+        raise coordinator_errors.CoordinatorConfigError(f"{path.name}: evaluate: numbers of rounds, such as [4, 8]")
+    whole = {**_UNSAID, "all_or_none": False, "secure": False, "evaluate": [], **job}
+    if "task" in whole["config"]:
+        named = whole["config"]["task"]
+        task = _task(path, named) if isinstance(named, str) else named
+        whole["config"] = {"parameters": job["parameters"], **whole["config"], "task": task}
     return {**whole, "config": json.dumps(whole["config"]), "strategy": json.dumps(whole["strategy"])}
+
+
+def _task(job: Path, named: str) -> dict[str, Any]:
+    """The task file that a job file names, as the tables of its canonical JSON.
+
+    Raises:
+        CoordinatorConfigError: it cannot be read, or is none; every problem at once.
+    """
+    path = job.parent / named
+    try:
+        return task_from_toml(path.read_text(), path.name).to_table()
+    except OSError as error:
+        raise coordinator_errors.CoordinatorConfigError(f"{path.name}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise coordinator_errors.CoordinatorConfigError(f"{path.name}: not text") from None
+    except TaskError as error:
+        raise coordinator_errors.CoordinatorConfigError(str(error)) from None
 
 
 def _request(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -177,21 +211,28 @@ def _request(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     return gateway_pb2.LaunchRequest(**{**job, "run": run, "config": config}), job
 
 
+def _turns(job: dict[str, Any]) -> int:
+    """Rounds and looks together."""
+    return int(job["rounds"]) + len(job["evaluate"])
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     """What a run would cost each site; exit 1 when it could not go. Nothing is held."""
     request, job = _request(arguments)
     with _stub(homes.CoordinatorDirectory(arguments.home)) as stub:
-        reply = stub.Plan(request, timeout=CALL_S)
+        reply = stub.Plan(request, timeout=PLAN_S)
     if arguments.json:
-        names = ("site", "fits", "epsilon", "delta", "amount", "left", "reason")
+        names = ("site", "fits", "epsilon", "pld_epsilon", "delta", "amount", "left", "reason")
         sites = [{n: getattr(c, n) for n in names} for c in reply.sites]
-        sys.stdout.write(json.dumps({"go": not reply.refused, "reason": reply.refused, "sites": sites}) + "\n")
+        told = {"go": not reply.refused, "reason": reply.refused, "noise_multiplier": reply.noise_multiplier}
+        sys.stdout.write(json.dumps({**told, "sites": sites}) + "\n")
         return 1 if reply.refused else 0
-    table = Table("site", "epsilon of the run", "delta", "of what is left", "", title=f"{job['rounds']} round(s)")
+    title = f"{_turns(job)} round(s), noise multiplier {reply.noise_multiplier:g}"
+    table = Table("site", "epsilon of the run", "by PLD", "delta", "of what is left", "", title=title)
     for c in reply.sites:
         share = f"{100 * c.amount / c.left:.0f} %" if c.left > 0 else "no budget left"
-        shown = epsilon_text(c.epsilon) if c.epsilon else ""  # "": it cannot be told
-        table.add_row(c.site, shown, c.delta, share, "fits" if c.fits else c.reason)
+        shown = [epsilon_text(e) if e else "" for e in (c.epsilon, c.pld_epsilon)]  # "": it cannot be told
+        table.add_row(c.site, *shown, c.delta, share, "fits" if c.fits else c.reason)
     OUT.print(table)
     OUT.print(f"cannot start: {reply.refused}" if reply.refused else "can go", markup=False)
     return 1 if reply.refused else 0
@@ -201,7 +242,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     """Start a run, or follow the one of that name; exit 1 when it failed or was stopped."""
     request, job = _request(arguments)
     with _stub(homes.CoordinatorDirectory(arguments.home)) as stub:
-        return _show(stub.Launch(request), arguments.json, job["rounds"])
+        return _show(stub.Launch(request), arguments.json, _turns(job))
 
 
 def _watch(arguments: argparse.Namespace) -> int:
@@ -255,6 +296,8 @@ class _Board:
         names, at = ", ".join(event.sites), {"granted": 0, "sent": 0, "closed": 1}.get(event.state)
         if at is not None:
             cells[at] = names
+        elif event.state == "evaluated":
+            cells[1] = f"{names}: {event.reason}"
         elif event.state in ("declined", "refused", "waiting"):
             cells[2] = "; ".join(filter(None, (cells[2], f"{names} ({event.reason})")))
         if event.state in ("finished", "failed", "stopped"):

@@ -26,7 +26,9 @@ def _job(path: Path, rounds: int) -> Job:
     given = read_job(path)
     fewer = min(given["rounds"], rounds or given["rounds"])
     try:
-        return Job(**{**given, "run": "simulated", "sites": tuple(given["sites"]), "rounds": fewer})
+        looks = {*filter(fewer.__gt__, given["evaluate"]), fewer} if given["evaluate"] else ()  # priced, and not made
+        more = {"sites": tuple(given["sites"]), "rounds": fewer, "evaluate": tuple(sorted(looks))}
+        return Job(**{**given, "run": "simulated", **more})
     except JobError as fault:
         raise CoordinatorConfigError(str(fault)) from None
 

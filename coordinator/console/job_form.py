@@ -15,14 +15,31 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from coordinator.explanations import epsilon_at_least, epsilon_text, format_rounded_up, rounded_up
-from coordinator.federation.job import FEDAVG, KEYS, MASKED, PLAIN, Job, JobError, LaunchDecision, SiteCost
+from coordinator.federation.job import (
+    APPROVAL_DAYS,
+    EPSILON,
+    FEDAVG,
+    KEYS,
+    MASKED,
+    PLAIN,
+    Job,
+    JobError,
+    LaunchDecision,
+    SiteCost,
+)
 from policies.accounting.claims import RELATION, UNIT
+from policies.tasks.bounds import TaskError
+from policies.tasks.task import task_from_json, task_from_toml
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
+from protos.federation import round_times
 
 MOST_JOB: Final = 1 << 20  # bytes of a job file
 _NEEDED: Final = frozenset({"mechanism", "config", "parameters", "sites", "rounds", "min_sites"})
-_MORE: Final = frozenset({"strategy", "all_or_none", "secure"})  # may be left out of a job file
+_TIMES: Final[Mapping[str, int]] = MappingProxyType(
+    {"round_seconds": round_times.DEFAULT_S, "approval_days": APPROVAL_DAYS}
+)
+_MORE: Final = frozenset({"strategy", "all_or_none", "secure", "evaluate", *_TIMES})  # may be left out of a job file
 
 
 class JobFormError(ConfigError, ValueError):
@@ -42,35 +59,40 @@ class FormField:
     label: str
     help: str
     value: str
+    required: bool = True
 
 
 # label, help; in the order in which people think of them
 _HELP: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
-        "sampling_rate": ("Sampling rate", "the probability that a patient takes part in a step, above 0, at most 1"),
-        "noise_multiplier": ("Noise multiplier", "the noise's standard deviation, in bounds on one patient's part"),
-        "steps_per_round": ("Steps in each round", "a whole number; every step costs budget"),
-        "rounds": ("Rounds that are priced", "a whole number, the run's rounds or more"),
-        "clip": ("Bound on one patient's part", "the largest norm of it"),
-        "images_per_patient": ("Images of each patient", "drawn in every step; a patient counts once"),
-        "public_patients": (
-            "Patients, publicly bounded",
-            "a public number that no site exceeds; delta is below 1 / it",
+        "task": ("Task", "the text of the task file, which `lazaret-agent task check` has accepted"),
+        "epsilon": ("Price of the run", "epsilon for each patient; the noise is found for it"),
+        "noise_multiplier": (
+            "Noise multiplier",
+            "instead of a price: the noise's standard deviation, in bounds on one patient's part",
         ),
-        "learning_rate": ("Learning rate", "of the sites' own steps"),
-        "proximal": ("Proximal term", "0 for plain averaging; with the strategy fedprox its mu"),
         "sites": ("Sites that share the noise", "as many as take part"),
         "honest": ("Honest sites", "this number must keep their noise secret for the guarantee to hold"),
         "value_bound": ("Bound on a value", "of one element of an update, before it is masked"),
         "scale": ("Scale", "bits after the point in the masked sum"),
         "ring_bits": ("Ring", "bits of the masked sum's elements"),
-        "classes": ("Classes", "a JSON list of labels"),
-        "shape": ("Shape", "a JSON list: height and width of an image in pixels"),
-        "centre": ("Centre", "a JSON list: the public mean that is taken off, one number for each pixel"),
+    }
+)
+# The looks at a model, which a run need not have: label, help.
+_LOOKS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "evaluate": ("Look after rounds", "a JSON list of rounds, the last one among them; nothing: no looks"),
+        "config.evaluate": ("Price of the looks", "a JSON object with looks, noise, held_out and bins; or nothing"),
     }
 )
 _NUMBERS: Final[Mapping[str, str]] = MappingProxyType(
-    {"parameters": "Length of the model", "rounds": "Rounds", "min_sites": "Fewest hospitals"}
+    {
+        "parameters": "Length of the model",
+        "rounds": "Rounds",
+        "min_sites": "Fewest hospitals",
+        "round_seconds": "Seconds of a round",
+        "approval_days": "Days to approve the run",
+    }
 )
 NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -79,27 +101,39 @@ NAMES: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 _DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
-    {"rounds": "", "min_sites": "", "parameters": "", "run": "", "strategy": FEDAVG}
+    {
+        **{"rounds": "", "min_sites": "", "parameters": "", "run": "", "strategy": FEDAVG},
+        **{name: str(unsaid) for name, unsaid in _TIMES.items()},
+    }
 )
 
 
 def blank(mechanism: str, sites: Sequence[str]) -> dict[str, str]:
     """An empty form for a mechanism, every enrolled site ticked."""
-    config = {f"config.{key}": "" for key in KEYS[mechanism]}
+    config = {f"config.{key}": "" for key in _fields(mechanism)}
     return {**_DEFAULTS, "mechanism": mechanism, **config, **{f"site.{site}": "on" for site in sites}}
+
+
+def _fields(mechanism: str) -> list[str]:
+    """The keys of the configuration that a person fills in, in their order: the job's length is asked for once."""
+    return [key for key in _HELP if key in {EPSILON, *KEYS[mechanism]}]
 
 
 def inputs(values: Mapping[str, str]) -> list[FormField]:
     """The fields of the mechanism's public configuration, filled."""
-    known = KEYS[values["mechanism"]]
-    named = [(key, *_HELP[key]) for key in _HELP if key in known]
-    return [FormField(f"config.{key}", label, text, values.get(f"config.{key}", "")) for key, label, text in named]
+    named = [(key, *_HELP[key]) for key in _fields(values["mechanism"])]
+    instead = (EPSILON, "noise_multiplier")  # one of the two
+    own = [
+        FormField(f"config.{key}", label, text, values.get(f"config.{key}", ""), key not in instead)
+        for key, label, text in named
+    ]
+    return own + [FormField(name, *told, values.get(name, ""), required=False) for name, told in _LOOKS.items()]
 
 
 def from_job(job: Job) -> dict[str, str]:
     """A job's form."""
     config = json.loads(job.config)
-    filled = {f"config.{key}": _typed(value) for key, value in config.items()}
+    filled = {f"config.{key}": _typed(value) for key, value in config.items() if key != "parameters"}
     return {
         "run": job.run,
         "mechanism": job.mechanism,
@@ -107,7 +141,9 @@ def from_job(job: Job) -> dict[str, str]:
         "rounds": str(job.rounds),
         "min_sites": str(job.min_sites),
         "strategy": job.strategy,
+        **{name: str(getattr(job, name)) for name in _TIMES},
         **({"all_or_none": "on"} if job.all_or_none else {}),
+        **({"evaluate": _typed(list(job.evaluate))} if job.evaluate else {}),
         **filled,
         **{f"site.{site}": "on" for site in job.sites},
     }
@@ -135,7 +171,14 @@ def from_file(raw: bytes, run: str = "") -> dict[str, str]:
     out = {name: _typed(values[name]) for name in ("parameters", "rounds", "min_sites")}
     out |= {"run": run, "mechanism": mechanism, "strategy": json.dumps(values.get("strategy", json.loads(FEDAVG)))}
     out |= {"all_or_none": "on"} if values.get("all_or_none") is True else {}
-    out |= {f"config.{key}": _typed(value) for key, value in config.items() if key in KEYS[mechanism]}
+    out |= {name: _typed(values.get(name, unsaid)) for name, unsaid in _TIMES.items()}
+    if isinstance(config.get("task"), str):
+        raise JobFormError(
+            [f"the job file names the task file {config['task'][:40]}: put its text into the field Task"]
+        )
+    out |= {"evaluate": _typed(values["evaluate"])} if values.get("evaluate") else {}
+    known = {*_fields(mechanism), "evaluate"}
+    out |= {f"config.{key}": _typed(value) for key, value in config.items() if key in known}
     return out | {f"site.{site}": "on" for site in sites if isinstance(site, str)}
 
 
@@ -149,15 +192,27 @@ def job_of(form: Mapping[str, str]) -> Job:
     if mechanism not in KEYS:
         raise JobFormError([f"mechanism: one of {', '.join(KEYS)}"])
 
-    def read(name: str, label: str, kind: type) -> Any:
+    def read(name: str, label: str, of: Callable[[str], Any]) -> Any:
         try:
-            return _READ[kind](form.get(name, "").strip())
+            return of(form.get(name, _DEFAULTS.get(name, "")).strip())
+        except TaskError as fault:
+            wrong.extend(f"{label}: {problem}" for problem in fault.problems)
         except ValueError as fault:
             wrong.append(f"{label}: {fault}")
-            return None
+        return None
 
-    config = {key: read(f"config.{key}", _HELP[key][0], kind) for key, kind in KEYS[mechanism].items()}
-    numbers = {name: read(name, label, int) for name, label in _NUMBERS.items()}
+    kinds = {**KEYS[mechanism], EPSILON: float}
+    price = EPSILON if form.get(f"config.{EPSILON}", "").strip() else "noise_multiplier"
+    asked = [key for key in _fields(mechanism) if key in (price, *kinds.keys() - {EPSILON, "noise_multiplier"})]
+    if price == EPSILON and form.get("config.noise_multiplier", "").strip():
+        wrong.append("Price of the run: leave the noise multiplier empty, it is found")
+    config = {key: read(f"config.{key}", _HELP[key][0], _READ[kinds[key]]) for key in asked}
+    numbers = {name: read(name, label, _whole) for name, label in _NUMBERS.items()}
+    config["parameters"] = numbers["parameters"]
+    named = [name for name in _LOOKS if form.get(name, "").strip()]
+    found = {name: read(name, _LOOKS[name][0], _list if name == "evaluate" else _object) for name in named}
+    looks = found.pop("evaluate", [])
+    config |= {name.removeprefix("config."): value for name, value in found.items()}
     try:
         strategy = canonical(json_object(form.get("strategy", ""))).decode()
     except ValueError:
@@ -174,6 +229,7 @@ def job_of(form: Mapping[str, str]) -> Job:
             strategy=strategy,
             all_or_none="all_or_none" in form,
             secure=mechanism == MASKED,
+            evaluate=tuple(looks),
             **numbers,
         )
     except JobError as fault:
@@ -196,6 +252,11 @@ def _real(text: str) -> float:
     return number
 
 
+def _task(text: str) -> dict[str, Any]:
+    """The tables of a task file, or of a task's JSON."""
+    return dict((task_from_json(text) if text.startswith("{") else task_from_toml(text, "")).to_table())
+
+
 def _list(text: str) -> list[Any]:
     try:
         read = json_object(f'{{"list": {text or "null"}}}')
@@ -203,11 +264,18 @@ def _list(text: str) -> list[Any]:
         read = {}
     found = read.get("list")
     if len(read) != 1 or not isinstance(found, list):
-        raise ValueError("a JSON list, such as [8, 8]")
+        raise ValueError("a JSON list, such as [4, 8]")
     return found
 
 
-_READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType({int: _whole, float: _real, list: _list})
+def _object(text: str) -> dict[str, Any]:
+    try:
+        return json_object(text)
+    except ValueError:
+        raise ValueError("a JSON object") from None
+
+
+_READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType({int: _whole, float: _real, dict: _task})
 
 
 def _typed(value: object) -> str:

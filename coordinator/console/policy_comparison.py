@@ -29,6 +29,7 @@ KEYS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "components": ("Origin of components", "generators, encoders and what else made the release"),
         "levels": ("Claim levels", ""),
         "approvals": ("Persons who must approve", "roles at the hospital, before a release leaves"),
+        "run_approvals": ("Persons who must approve runs", "roles at the hospital, before a run's first round"),
         "readers": ("Readers", "fingerprints of keys that a release may be encrypted to"),
     }
 )

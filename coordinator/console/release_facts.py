@@ -29,6 +29,8 @@ KINDS: Final[Mapping[str, str]] = MappingProxyType(
         "model": "model",
         "update": "update of a federated run",
         "masked-update": "masked update of a federated run",
+        "evaluation": "evaluation of a federated run",
+        "masked-evaluation": "masked evaluation of a federated run",
     }
 )
 FILES: Final[Mapping[str, str]] = MappingProxyType(

@@ -172,7 +172,7 @@ def _models(context: CoordinatorConsoleContext, listed: Listed, only: str = "") 
 
 def _model(context: CoordinatorConsoleContext, listed: Listed, job: Job) -> RunModel | None:
     """A finished run's model: the one of its last closed round, by the ledger's entry; None if there is none."""
-    lines = context.store.answer(f"round-{job.run}-{job.rounds}")
+    lines = context.store.answer(f"round-{job.run}-{job.turns}")
     entry = lines[0].record.entry if lines else None
     if not isinstance(entry, RoundClosed):
         return None

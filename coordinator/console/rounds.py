@@ -49,8 +49,8 @@ def _look(pages: Router, context: CoordinatorConsoleContext) -> None:
     def run(asked: RequestContext, run: str) -> Response:
         job, state = _known(context, run)
         (board,) = _boards(context, [(job, state)])
-        said = f"{board.closed} of {job.rounds} are closed"
-        drawn = Bar("Rounds", (BarPart("spent", board.closed),), job.rounds, said)
+        said = f"{board.closed} of {job.turns} are closed"
+        drawn = Bar("Rounds", (BarPart("spent", board.closed),), job.turns, said)
         return asked.page(
             "run.html",
             board=board,
@@ -150,6 +150,7 @@ def _priced(
     if any(job.run == other.run for other, _ in context.runs.known()):
         raise JobFormError(["run: that name is taken by another run"])
     try:
+        job = context.runs.with_noise(job)
         return job, *context.runs.plan(job)
     except JobError as fault:
         raise JobFormError([str(fault)]) from None

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from coordinator.explanations import RULES, epsilon_text, explain, format_rounded_up
-from coordinator.federation.events import ENDS, RunEvent
+from coordinator.federation.events import ENDS, NOT_APPROVED_YET, RunEvent
 from coordinator.federation.job import Job
 from policies.accounting.rdp import epsilon_of
 from policies.ledger.state import State
@@ -58,6 +58,14 @@ _CODES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "run_process_lost": ("The process of the run ended; another one continues.", "Nothing."),
         "storage": ("The coordinator could not write to its disk.", "Free some space, then resume the run."),
         "by an operator": ("It was stopped by a person.", "Resume it when you are ready."),
+        "waiting": (
+            "Persons at the hospital have not approved the run.",
+            "Ask them. They have the days that the job gives.",
+        ),
+        "not_approved_yet": (
+            "Persons at a hospital have not approved the run yet.",
+            "Wait, or ask them. After the job's days the run begins without that hospital.",
+        ),
         "not_granted": (
             "The coordinator's ledger holds no budget of this hospital for the run.",
             "If it was refused, see the rule under Refusals.",
@@ -142,7 +150,7 @@ class RunStatus:
     @property
     def share(self) -> int:
         """Rounds that are closed, in percent of all."""
-        return 100 * self.closed // self.job.rounds
+        return 100 * self.closed // self.job.turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +263,10 @@ def _seat(site: str, job: Job, entries: RunEntries, heard: _Heard, state: str) -
     if grant is None:
         asked = bool(heard.out.get(0)) or bool(heard.granted) or state in ("finished", "failed")
         words = ("not in the run", "no") if asked else ("not asked yet", "")
+        if state == "waiting" and heard.last is not None and heard.last.reason == NOT_APPROVED_YET:
+            words = (
+                ("its persons decide", "warn") if site in heard.last.sites else ("not asked for its price yet", "")
+            )
         return SiteRound(site, *words, rounds, "", out)
     granted, used, delta, order = grant
     spent = _spent(used, delta, order)

@@ -125,10 +125,13 @@ class FedAvg(Aggregator):
         named = checked(start, updates)
         stateless(state)
         of = shares({site: self._weight(site) for site, _ in named}, self.most)
-        total = np.zeros(start.size)
-        for site, vector in named:
-            total += of[site] * vector.astype(np.float64)
-        return rounded(total), Moments(state.t + 1), sites(named)
+        mean = np.empty(start.size, np.float32)
+        for part in chunks(start.size):  # float64 of a chunk at a time, not of the whole model
+            total = np.zeros(len(mean[part]))
+            for site, vector in named:
+                total += of[site] * vector[part].astype(np.float64)
+            mean[part] = rounded(total)
+        return mean, Moments(state.t + 1), sites(named)
 
     def advance(self, start: Vector, delta: Doubles, state: Moments) -> tuple[Vector, Moments]:
         """The round where only the uniform mean ``delta`` (p,) of the sites' changes is known (secure aggregation).

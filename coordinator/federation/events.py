@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 ENDS: Final = frozenset({"finished", "failed", "stopped"})
+NOT_APPROVED_YET: Final = "not_approved_yet"  # why a run waits: persons at its sites decide
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +18,9 @@ class RunEvent:
 
     run: str
     round: int
-    state: str  # granted | declined | sent | refused | waiting | closed | stopped | finished | failed
+    state: str  # granted | declined | sent | refused | waiting | closed | evaluated | stopped | finished | failed
     sites: tuple[str, ...] = ()
-    reason: str = ""
+    reason: str = ""  # of an evaluation, its first figure
 
 
 @dataclass(slots=True)

@@ -6,6 +6,9 @@ authenticated, and that site may act only as the node enrolled with it: the key 
 the messages that were listed to it, their objects, its own replies and their objects. Only then does the call reach
 the SuperLink, which makes its own checks again.
 
+A site that signs on anew (its process was started again) has lost what was listed to the one before. That is answered
+in its name, as not arrived: a round may last a day, and would wait to its end.
+
 A call in another site's name gets 403, and bytes that are not a message get 400; both are reported. A call that names
 something unknown (after a restart of this process, say) gets 401 or 404, as Flower's own client expects.
 """
@@ -25,6 +28,9 @@ from typing import Any, Final, Protocol
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from flwr.app import Error, Message
+from flwr.app.message import remove_content_from_message
+from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
     DeactivateNodeRequest,
@@ -35,8 +41,15 @@ from flwr.proto.fleet_pb2 import (
 )
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest, PushObjectRequest
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.node_pb2 import Node
 from flwr.proto.run_pb2 import GetRunRequest
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+    no_object_id_recompute,
+)
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from google.protobuf.message import DecodeError
 
@@ -49,6 +62,7 @@ _AT_ONCE: Final = 4  # calls of one site: its work, its heartbeat, and one each 
 _MAIL: Final = 8  # messages of a site that are remembered; it handles one at a time
 _VALUE: Final = 1024  # characters of a header
 _KIND: Final = "application/protobuf"
+NOT_ARRIVED: Final = 4  # Flower's own, "reply unavailable": the strategy calls it "no_reply"
 
 _REQUESTS: Final[Mapping[str, type[Any]]] = {
     "/v1/fleet/activate-node": ActivateNodeRequest,
@@ -89,6 +103,7 @@ class _Mail:
     message: str
     run: int
     objects: frozenset[str]
+    listed: Any = None  # the message itself, without content
     session: str = ""  # of the reply
     reply: frozenset[str] = field(default_factory=frozenset)  # its objects that are missing
 
@@ -172,6 +187,8 @@ class Fleet:
         if status != 200:
             return status, b""
         self._note(site, path, mail, answer)
+        if path == "/v1/fleet/activate-node":
+            self._answer_lost(site, passed)
         return status, answer
 
     def _bind(self, site: str, path: str, headers: Mapping[str, str], request: Any) -> _Mail | None:
@@ -255,11 +272,33 @@ class Fleet:
                             message.metadata.message_id,
                             message.metadata.run_id,
                             frozenset(branch.object_id for branch in iterate_object_tree(tree)),
+                            message,
                         )
                     )
         elif path == "/v1/fleet/push-messages" and mail is not None:
             pushed = PushMessagesResponse.FromString(answer)
             mail.session, mail.reply = pushed.session_id, frozenset(pushed.objects_to_push)
+
+    def _answer_lost(self, site: str, headers: Mapping[str, str]) -> None:
+        """Answer what was listed to this site before it signed on anew, and is not answered.
+
+        ``headers``: of the call by which it did so. They prove that the node is its, and nothing of the call itself.
+        """
+        with self._mutex:
+            lost = [mail for mail in self._mail.get(site, ()) if not mail.session]
+            self._mail[site] = deque((mail for mail in self._mail.get(site, ()) if mail.session), maxlen=_MAIL)
+        node = self._host.node_id(self._key(site))
+        if node is None:
+            return
+
+        def call(path: str, request: Any) -> bytes:
+            full = {**headers, "content-type": _KIND}
+            return self._host.fleet(path, full, request.SerializeToString(), self._seconds)[1]
+
+        for mail in lost:
+            # a run that is over, or a message that has expired, waits for nothing
+            with contextlib.suppress(ValueError, DecodeError):
+                _push_lost(mail.listed, node, call)
 
     def _key(self, site: str) -> bytes:
         """The enrolled key of ``site``.
@@ -271,6 +310,30 @@ class Fleet:
             return flower_key(self._node_keys[site].encode())
         except (KeyError, ValueError):
             raise _TurnedError(401) from None
+
+
+def _push_lost(listed: ProtoMessage, node: int, call: Callable[[str, Any], bytes]) -> None:
+    """Reply to a message that its node will not answer, as Flower's own client replies with an error."""
+    reply = Message(Error(NOT_ARRIVED), reply_to=message_from_proto(listed))
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    with no_object_id_recompute():
+        request = PushMessagesRequest(
+            node=Node(node_id=node),
+            messages_list=[message_to_proto(remove_content_from_message(reply))],
+            message_object_trees=[get_object_tree(reply)],
+            clientapp_runtime_list=[0.0],
+        )
+        objects = {name: found.deflate() for name, found in get_all_nested_objects(reply).items()}
+    pushed = PushMessagesResponse.FromString(call("/v1/fleet/push-messages", request))
+    for name in pushed.objects_to_push:
+        part = PushObjectRequest(
+            node=Node(node_id=node),
+            run_id=listed.metadata.run_id,
+            object_id=name,
+            object_content=objects[name],
+            session_id=pushed.session_id,
+        )
+        call("/v1/fleet/push-object", part)
 
 
 def flower_key(node_key: bytes) -> bytes:

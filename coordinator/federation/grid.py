@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import httpx
-from flwr.app import Error, Message
+from flwr.app import Error, Message, RecordDict
 from flwr.app.message import make_message
 from flwr.common.serde import run_from_proto
 from flwr.common.serde_utils import metadata_from_proto
@@ -22,6 +22,7 @@ from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.runtime_pb2 import (
     PullAppMessagesRequest,
+    PullAppMessagesResponse,
     PullTaskInputRequest,
     PushTaskOutputRequest,
     SendTaskHeartbeatRequest,
@@ -35,13 +36,16 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
+from coordinator.federation.fleet_proxy import NOT_ARRIVED
 from coordinator.federation.superlink_listeners import KEY_HEADER
 from protos.federation.messages import MAX_OBJECTS
 
 _POLL_S: Final = 0.2
+_LONGEST_POLL_S: Final = 2.0
+_QUICK_S: Final = 60.0  # so long after a question answers are looked for at every poll
+_SURELY_S: Final = 2.0  # a site counts as online that will still be so by then
 CALL_S: Final = 30.0  # one private call
 _BEAT_S: Final = 10.0  # Flower takes a task for dead after about a minute without
-_NOT_ARRIVED: Final = 4  # Flower's own, "reply unavailable": the strategy calls it "no_reply"
 _UNREADABLE: Final = 2001  # our own Error number: the strategy calls it "failed"
 
 
@@ -78,12 +82,46 @@ class LoopbackEndpoint:
         return self.address, True, None, [*([_Key(self.key)] if self.key else []), version, *more]
 
 
+class _AwayNodes:
+    """Sites that were asked and are not online: for a while nobody asks for their replies.
+
+    Flower answers in the name of a site whose replies are asked for while it is not online, for good, also where it
+    comes back a second later and its reply, of hours of work, is there already.
+    """
+
+    def __init__(self, silence: float) -> None:
+        """All are online; ``silence``: for how many seconds one may be away."""
+        self._silence, self._since = silence, dict[int, float]()
+
+    def without(self, asked: Mapping[str, int], online: Callable[[], Iterable[Any]], now: float) -> set[str]:
+        """The messages that may be asked for: to a site that is online, or is away for too long.
+
+        Args:
+            asked: a message's name to its node.
+            online: the nodes that are.
+            now: seconds.
+        """
+        soon = time.time() + _SURELY_S
+        here = {node.node_id for node in online() if node.online_until > soon}
+        for node in asked.values():
+            if node in here:
+                self._since.pop(node, None)
+            else:
+                self._since.setdefault(node, now)
+        return {
+            name for name, node in asked.items() if now - self._since.get(node, now) >= self._silence or node in here
+        }
+
+
 class BoundedGrid(HttpGrid):
     """Flower's grid with bounded waits, and metadata from the server instead of from the sender."""
 
-    def __init__(self, way: LoopbackEndpoint, token: str, stopping: threading.Event) -> None:
-        """A grid for the task that ``token`` stands for; ``stopping`` cuts its waits short."""
-        self._way, self._stopping = way, stopping
+    def __init__(self, way: LoopbackEndpoint, token: str, stopping: threading.Event, silence: float = 0.0) -> None:
+        """A grid for the task that ``token`` stands for; ``stopping`` cuts its waits short.
+
+        ``silence``: for so many seconds more than Flower a site that was asked may be away before it counts as gone.
+        """
+        self._way, self._stopping, self._silence = way, stopping, silence
         super().__init__(way.address, insecure=True, token=token)
         self._ended = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="task-heartbeat", daemon=True)
@@ -123,18 +161,31 @@ class BoundedGrid(HttpGrid):
         outgoing = list(messages)
         if not outgoing:
             return []
-        until = time.monotonic() + (CALL_S if timeout is None else timeout)
-        open_ids = {name for name in self.push_messages(outgoing) if name}
+        began = time.monotonic()
+        until = began + (CALL_S if timeout is None else timeout)
+        nodes = [message.metadata.dst_node_id for message in outgoing]
+        # fewer names, or none in a place, where a message could not be pushed
+        asked = {name: node for name, node in zip(self.push_messages(outgoing), nodes, strict=False) if name}
+        for message in outgoing:  # it is at the SuperLink by now: whose answer it is, is all that is asked of it
+            message.content = RecordDict()
+        away = _AwayNodes(self._silence)
         with ThreadPoolExecutor(max_workers=min(4, len(outgoing))) as pool:
             fetched = []
-            while open_ids and time.monotonic() < until and not self._stopping.is_set():
-                got = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=open_ids))
+            while asked and (now := time.monotonic()) < until and not self._stopping.is_set():
+                here = away.without(asked, self.get_nodes, now) if self._silence else set(asked)
+                got = self._pull(here)
                 for proto, tree in zip(got.messages_list, got.message_object_trees, strict=True):
-                    open_ids.discard(proto.metadata.reply_to_message_id)
+                    asked.pop(proto.metadata.reply_to_message_id, None)
                     fetched.append(pool.submit(self._fetch, proto, tree, until))
-                if open_ids:
-                    self._stopping.wait(_POLL_S)
+                if asked:
+                    self._stopping.wait(_POLL_S if now < began + _QUICK_S else _LONGEST_POLL_S)
             return [reply.result() for reply in fetched]
+
+    def _pull(self, names: set[str]) -> PullAppMessagesResponse:
+        """The replies to these messages that are there."""
+        if not names:
+            return PullAppMessagesResponse()
+        return self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=names))
 
     def _fetch(self, proto: ProtoMessage, tree: ObjectTree, until: float) -> Message:
         """One reply with its content.
@@ -148,7 +199,7 @@ class BoundedGrid(HttpGrid):
         try:
             message = self._inflate(proto, tree, until)
         except ObjectPullError:  # announced, and not all of it came in time: its site was killed on the way, perhaps
-            return make_message(metadata, error=Error(_NOT_ARRIVED))
+            return make_message(metadata, error=Error(NOT_ARRIVED))
         except Exception:  # noqa: BLE001 - bytes from outside; whatever they break, it is one refusal
             return make_message(metadata, error=Error(_UNREADABLE))
         if message.has_error():

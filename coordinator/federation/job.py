@@ -7,42 +7,56 @@ same claim. The forecast runs the real reservation's review on a draft.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from coordinator.federation.aggregation import Advancing, FedAvg, FedProx, Strategy, StrategyError, strategy_from
-from policies.accounting.claims import Claim, DistributedGaussian, SubsampledGaussian, UnsupportedClaimError
+from policies.accounting.claims import (
+    MOST_NOISE,
+    Claim,
+    DistributedGaussian,
+    Evaluated,
+    Stepwise,
+    SubsampledGaussian,
+    UnsupportedClaimError,
+)
 from policies.accounting.rdp import NANO, cost, epsilon_nano
+from policies.accounting.rounding import epsilon_text
 from policies.review.policy import Policy
 from policies.review.rules import TERMS, AccountContext, remaining, review_reservation
 from policies.statements import ID, Reservation
+from policies.tasks.bounds import TaskError
+from policies.tasks.evaluation import EvaluationError, EvaluationPlan, SumLattice, SumLayout, plan_from
+from policies.tasks.task import WRITE_A_TASK, Task, Training, task_from_table
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
+from protos.federation import round_times
 
 FEDAVG: Final = '{"name":"fedavg"}'
 PLAIN: Final = "federated"
 MASKED: Final = "federated-masked"
-_SHARED: Final[Mapping[str, type]] = {
-    "sampling_rate": float,
-    "noise_multiplier": float,
-    "rounds": int,
-    "clip": float,
-    "images_per_patient": int,
-    "public_patients": int,
-    "learning_rate": float,
-    "classes": list,
-    "shape": list,
-    "centre": list,
-}
+APPROVAL_DAYS: Final = 14  # where a job names none
+MOST_APPROVAL_DAYS: Final = 180
+_SHARED: Final[Mapping[str, type]] = {"task": dict, "parameters": int, "noise_multiplier": float}
 # The keys of each mechanism's public configuration, and their types in JSON.
 KEYS: Final[Mapping[str, Mapping[str, type]]] = MappingProxyType(
     {
-        PLAIN: {**_SHARED, "steps_per_round": int, "proximal": float},
+        PLAIN: _SHARED,
         MASKED: {**_SHARED, "sites": int, "honest": int, "value_bound": float, "scale": int, "ring_bits": int},
     }
 )
+_KIND: Final[Mapping[type, str]] = {  # JSON tells 4 from 4.0, and so do the bytes that sites sign
+    float: "a number with a point, such as 4.0",
+    int: "a whole number without a point, such as 4",
+    dict: "a JSON object; in a job file, the name of a task file",
+}
+_OTHER: Final = "of the wrong type"
+EPSILON: Final = "epsilon"  # in the place of noise_multiplier: the price of the run, for which the noise is found
+MOST_EPSILON: Final = 100.0
+SIGMA_GRID: Final = 1000  # noise multipliers that are found are whole thousandths
 
 
 class JobError(ConfigError, ValueError):
@@ -50,7 +64,7 @@ class JobError(ConfigError, ValueError):
 
 
 def _configuration(mechanism: str, text: str) -> dict[str, Any]:
-    """The configuration's values: every key, none unknown or twice, every type exact.
+    """The configuration's values: every key, none unknown or twice, every type exact; task and looks are read.
 
     Raises:
         JobError: anything else. The keys at fault are named, all at once.
@@ -61,32 +75,46 @@ def _configuration(mechanism: str, text: str) -> dict[str, Any]:
         values = json_object(text)
     except ValueError:
         raise JobError("config: a JSON object of distinct keys and finite numbers") from None
-    if wrong := _at_fault(values, KEYS[mechanism]):
+    if "task" not in values and {"classes", "shape", "centre"} & values.keys():
+        raise JobError(f"config: {WRITE_A_TASK}")
+    plan = {"evaluate": values.pop("evaluate")} if "evaluate" in values else {}
+    kinds = KEYS[mechanism]
+    if EPSILON in values:
+        kinds = {EPSILON: float, **{key: kind for key, kind in kinds.items() if key != "noise_multiplier"}}
+    if wrong := _at_fault(values, kinds):
         raise JobError("config: " + "; ".join(wrong))
-    return values
+    try:
+        looks = plan_from(plan["evaluate"]) if plan else None
+        return {**values, "task": task_from_table(values["task"]), "evaluate": looks}
+    except TaskError as fault:
+        raise JobError("; ".join(f"config: task: {problem}" for problem in fault.problems)) from None
+    except EvaluationError as fault:
+        raise JobError(f"config: {fault}") from None
 
 
 def _at_fault(values: Mapping[str, Any], kinds: Mapping[str, type]) -> list[str]:
     """What is wrong with the keys, and with the types of their values."""
     wrong = [f"{key}: unknown or missing" for key in sorted(kinds.keys() ^ values.keys())]
     common = sorted(kinds.keys() & values.keys())
-    return wrong + [f"{key}: of the wrong type" for key in common if type(values[key]) is not kinds[key]]
+    wrong += [f"{key}: {_KIND.get(kinds[key], _OTHER)}" for key in common if type(values[key]) is not kinds[key]]
+    return wrong
 
 
 def _claim(mechanism: str, values: Mapping[str, Any]) -> Claim:
+    training, plan = _training(mechanism, values), values["evaluate"]
+    return plan.claim(training) if isinstance(plan, EvaluationPlan) else training
+
+
+def _training(mechanism: str, values: Mapping[str, Any]) -> Stepwise:
+    if "noise_multiplier" not in values:
+        raise JobError("config: its noise is not found yet: `round plan` and `round launch` find it")
+    constants, noise = values["task"].training, values["noise_multiplier"]
     try:
         if mechanism == MASKED:  # every round is one step
             return DistributedGaussian(
-                values["sampling_rate"],
-                values["noise_multiplier"],
-                values["rounds"],
-                values["sites"],
-                values["honest"],
+                constants.sampling_rate, noise, constants.rounds, values["sites"], values["honest"]
             )
-        steps = values["steps_per_round"] * values["rounds"]
-        if not min(values["steps_per_round"], values["rounds"]) >= 1:
-            raise UnsupportedClaimError("steps_per_round and rounds must be at least 1")
-        return SubsampledGaussian(values["sampling_rate"], values["noise_multiplier"], steps)
+        return SubsampledGaussian(constants.sampling_rate, noise, constants.steps_per_round * constants.rounds)
     except UnsupportedClaimError as fault:
         raise JobError(f"config: {fault}") from None
 
@@ -106,14 +134,17 @@ class Job:
 
     run: str  # name of the run
     mechanism: str  # federated, or federated-masked for secure aggregation
-    config: str  # JSON of the mechanism's public configuration
-    parameters: int  # length of the flat model
+    config: str  # JSON of the mechanism's public configuration; an epsilon may stand in the noise multiplier's place
+    parameters: int  # length of the flat model: what the task trains
     sites: tuple[str, ...]  # short names of the hospitals
     rounds: int  # of training
     min_sites: int  # of each round, and at the launch
     strategy: str = FEDAVG  # JSON, see coordinator.federation.aggregation
     all_or_none: bool = False  # False: a site that is refused is dropped, down to min_sites
     secure: bool = False  # the coordinator sees the sum alone
+    evaluate: tuple[int, ...] = ()  # the rounds after which the model is looked at; rising, the last round among them
+    round_seconds: int = round_times.DEFAULT_S  # how long a site may work on a round
+    approval_days: int = APPROVAL_DAYS  # how long persons at the sites may take to approve the run
 
     def __post_init__(self) -> None:
         """All problems at once."""
@@ -122,8 +153,62 @@ class Job:
             raise JobError("the job needs " + "; ".join(wrong))
 
     def claim(self) -> Claim:
-        """What each site's account is charged for, all rounds together."""
+        """What each site's account is charged for, all rounds together.
+
+        Raises:
+            JobError: the job names an epsilon, and its noise is not found yet; see :func:`with_noise`.
+        """
         return claim_of(self.mechanism, self.config)
+
+    def task(self) -> Task:
+        """What is trained."""
+        task: Task = _configuration(self.mechanism, self.config)["task"]
+        return task
+
+    @property
+    def priced(self) -> bool:
+        """Whether its noise is settled."""
+        return EPSILON not in json_object(self.config)
+
+    @property
+    def turns(self) -> int:
+        """Rounds and looks together: each is a round of the ledger, in the order in which they are made."""
+        return self.rounds + len(self.evaluate)
+
+    @property
+    def looks(self) -> dict[int, int]:
+        """The turns in which the model is looked at, from 1, and the round that each comes after."""
+        return {number + before + 1: number for before, number in enumerate(self.evaluate)}
+
+    def layout(self) -> SumLayout:
+        """The sums of a look.
+
+        Raises:
+            JobError: the configuration prices none.
+            EvaluationError: there are none for so many outputs.
+        """
+        values = _configuration(self.mechanism, self.config)
+        plan: EvaluationPlan | None = values["evaluate"]
+        if plan is None:
+            raise JobError("config: it prices no look")
+        return SumLayout(values["task"].kind, values["task"].outputs, plan.bins)
+
+    def look_noise(self, sites: int) -> float:
+        """Standard deviation of the noise on the sum of so many sites' looks, each of which has its share."""
+        claim = self.claim()
+        assert isinstance(claim, Evaluated), "a look is priced"
+        return claim.share * math.sqrt(sites)
+
+    def look_lattice(self) -> SumLattice | None:
+        """What the sums of a look are on where they are summed in secret; None: they are not.
+
+        Raises:
+            EvaluationError: there is none for such noise.
+        """
+        claim = self.claim()
+        if not self.secure or not isinstance(claim, Evaluated):
+            return None
+        return SumLattice.of(claim, self.task().training.public_patients, self.layout().size)
 
     def aggregator(self) -> Strategy:
         """The strategy, read."""
@@ -144,6 +229,10 @@ class Job:
             "rounds: 1 to 10,000": 0 < self.rounds <= 10_000,
             "min_sites: 1 to the number of sites": 0 < self.min_sites <= len(self.sites),
             f"secure: true for {MASKED}, and for nothing else": self.secure is (self.mechanism == MASKED),
+            f"round_seconds: {round_times.LEAST_S} to {round_times.MOST_S:,}, a minute to a day": round_times.LEAST_S
+            <= self.round_seconds
+            <= round_times.MOST_S,
+            f"approval_days: 1 to {MOST_APPROVAL_DAYS}": 1 <= self.approval_days <= MOST_APPROVAL_DAYS,
         }
         return (name for name, right in rules.items() if not right)
 
@@ -152,21 +241,50 @@ class Job:
             return
         try:
             values = _configuration(self.mechanism, self.config)
-            _claim(self.mechanism, values)
+            if EPSILON not in values:
+                _claim(self.mechanism, values)
+            elif not 0.0 < values[EPSILON] <= MOST_EPSILON:
+                yield f"config: epsilon: above 0, at most {MOST_EPSILON:g}"
         except JobError as fault:
             yield str(fault)
             return
-        if not self.rounds <= values["rounds"]:
-            yield f"rounds: at most the {values['rounds']} that the configuration prices"
-        if not values["public_patients"] >= 1:
-            yield "config: public_patients of at least 1"
+        constants: Training = values["task"].training
+        if not self.rounds <= constants.rounds:
+            yield f"rounds: at most the {constants.rounds} that the task prices"
+        if values["parameters"] != self.parameters:
+            yield "parameters: those of the configuration"
+        yield from self._wrong_looks(values["evaluate"])
         if self.mechanism != MASKED:
             return
+        yield from self._wrong_masked(values, constants)
+
+    def _wrong_masked(self, values: Mapping[str, Any], constants: Training) -> Iterator[str]:
+        if constants.steps_per_round != 1:
+            yield f"config: task: training.steps_per_round: 1 for {MASKED}"
         if values["sites"] != len(self.sites):
             yield f"sites: the {values['sites']} that the configuration names"
         needed = quorum(len(self.sites), values["honest"])
         if not (values["honest"] >= 2 and needed <= self.min_sites):
             yield f"min_sites: at least {max(needed, 3)}, so that the honest sites' noise is in every sum"
+
+    def _wrong_looks(self, plan: EvaluationPlan | None) -> Iterator[str]:
+        """What is wrong with the rounds after which the model is looked at."""
+        whole = all(type(number) is int for number in self.evaluate)
+        rising = whole and self.evaluate == tuple(sorted(set(self.evaluate)))
+        if self.evaluate and plan is None:
+            yield "config: evaluate, which prices the looks that the job asks for"
+        elif plan is not None and not self.evaluate:
+            yield "evaluate: the rounds after which the priced looks are made; or a configuration without evaluate"
+        elif plan is not None and not (rising and self.evaluate[0] >= 1 and self.evaluate[-1] == self.rounds):
+            yield f"evaluate: rising rounds from 1, the last of them {self.rounds}"
+        elif plan is not None and not len(self.evaluate) <= plan.looks:
+            yield f"evaluate: at most the {plan.looks} looks that the configuration prices"
+        elif plan is not None:
+            try:
+                self.layout()
+                self.look_lattice()
+            except EvaluationError as fault:
+                yield f"config: {fault}"
 
     def _wrong_strategy(self) -> Iterator[str]:
         try:
@@ -183,11 +301,11 @@ class Job:
         if self.mechanism == MASKED and not sums:
             yield "strategy: fedavg without weights, fedadam or fedyogi; the others need single updates"
         if isinstance(strategy, FedProx) and self.mechanism == PLAIN and self._proximal() != strategy.mu:
-            yield "strategy: the mu of fedprox must be the configuration's proximal"
+            yield "strategy: the mu of fedprox must be the task's training.proximal"
 
     def _proximal(self) -> float | None:
         try:
-            return float(_configuration(self.mechanism, self.config)["proximal"])
+            return self.task().training.proximal
         except JobError:  # said by _wrong_config
             return None
 
@@ -197,28 +315,36 @@ def quorum(sites: int, honest: int) -> int:
     return max((sites + 1) // 2 + 1, honest + 1)
 
 
+_OF_EARLIER: Final = {"round_seconds": round_times.EARLIER_S, "approval_days": APPROVAL_DAYS}
 _TYPES: Final[Mapping[str, type]] = MappingProxyType(
-    {"str": str, "int": int, "bool": bool, "tuple[str, ...]": list}  # as JSON has them
+    {"str": str, "int": int, "bool": bool, "tuple[str, ...]": list, "tuple[int, ...]": list}  # as JSON has them
 )
 
 
 def job_from(text: str) -> Job:
     """Read what :meth:`Job.to_json` wrote, strictly: every key, none unknown or twice, every type exact.
 
+    A job of a version before jobs named their times has the times of then.
+
     Raises:
         JobError: anything else, or a job that makes no sense.
     """
     try:
-        values = json_object(text)
+        values = {"evaluate": [], **json_object(text)}  # a job of before there were looks has none
+        if not values.keys() & _OF_EARLIER.keys():
+            values = {**_OF_EARLIER, **values}
     except ValueError:
         raise JobError("the job is not a JSON object of distinct keys and finite numbers") from None
     wrong = _at_fault(values, {f.name: _TYPES[str(f.type)] for f in fields(Job)})
     names = values.get("sites")
     if type(names) is list and not all(type(site) is str for site in names):
         wrong.append("sites: must be names")
+    looks = values["evaluate"]
+    if type(looks) is list and not all(type(number) is int for number in looks):
+        wrong.append("evaluate: must be numbers of rounds")
     if wrong:
         raise JobError("the job has keys at fault: " + "; ".join(wrong))
-    return Job(**{**values, "sites": tuple(values["sites"])})
+    return Job(**{**values, "sites": tuple(values["sites"]), "evaluate": tuple(values["evaluate"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +361,49 @@ class SiteCost:
     reason: str  # why it does not fit; "" when it does
 
 
+def with_noise(job: Job, standings: Mapping[str, AccountContext]) -> Job:
+    """The job with the least noise for which no site's account is charged more than the epsilon that it names.
+
+    What the account is charged: the divergence at its fixed order, and its delta. Accounts of other orders or deltas
+    want other noise; the job has the most of them. A job whose noise is settled stays as it is.
+
+    Args:
+        standings: site -> what the ledger says of it; its account is the one of the mechanism's kind.
+    Raises:
+        JobError: no site has an account, or no noise is enough.
+    """
+    if job.priced:
+        return job
+    values = json_object(job.config)
+    most = math.floor(values.pop(EPSILON) * NANO)
+    opened = {s.account.opened for s in standings.values() if s.account is not None}
+    accounts = {(float(one.delta), one.order) for one in opened}
+    if not accounts:
+        raise JobError("no site of the job has an account that could pay for it")
+
+    def noisy(thousandths: int) -> str:
+        return canonical({**values, "noise_multiplier": thousandths / SIGMA_GRID}).decode()
+
+    def fits(thousandths: int) -> bool:
+        claim = claim_of(job.mechanism, noisy(thousandths))
+        try:
+            return all(epsilon_nano(claim, delta, order) <= most for delta, order in accounts)
+        except (ValueError, ArithmeticError):  # next to no noise: no price can be told
+            return False
+
+    low, high = 1, int(MOST_NOISE) * SIGMA_GRID  # `low` does not fit, `high` does: a price falls as the noise grows
+    if not fits(high):
+        least = max(epsilon_nano(claim_of(job.mechanism, noisy(high)), *account) for account in accounts)
+        raise JobError(
+            f"no noise keeps the run under epsilon {epsilon_text(_decimal(most))}: the accounts' order and delta "
+            f"alone are worth {epsilon_text(_decimal(least))}, since they were opened for a larger budget"
+        )
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return replace(job, config=noisy(high))
+
+
 def forecast(
     job: Job, standings: Mapping[str, AccountContext], policies: Mapping[str, Policy], claim: Claim
 ) -> list[SiteCost]:
@@ -246,7 +415,7 @@ def forecast(
         standings: site -> what the ledger says of it; its account is the one of the mechanism's kind.
         policies: site -> the policy that binds it, its own and the federation's together (``strictest``).
     """
-    patients = _configuration(job.mechanism, job.config)["public_patients"]
+    patients = job.task().training.public_patients
     return [_site_cost(job, site, standings.get(site), policies.get(site), (claim, patients)) for site in job.sites]
 
 

@@ -1,6 +1,7 @@
 """One federated run from its first or its next round to its end: the gate that Flower's strategy asks.
 
-Each round is checkpointed before it is written down. A round for which too few sites are there is tried again for a
+Rounds and looks at the model take turns, and every turn is a round of the ledger. Each is checkpointed before it is
+written down. A round for which too few sites are there is tried again for a
 while, and then the run is stopped, with its grants held, until an operator resumes it.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,26 +18,37 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coordinator.admission import AdmissionService, RequestRejectedError
 from coordinator.federation.aggregation import Moments, strategy_from
-from coordinator.federation.events import EventStream, RunEvent, RunQueue
+from coordinator.federation.evaluation import Estimate, LookSums, best, estimates, to_table
+from coordinator.federation.events import NOT_APPROVED_YET, EventStream, RunEvent, RunQueue
 from coordinator.federation.job import Job
 from coordinator.federation.run_process import RunLostError
-from coordinator.federation.strategy import AWAY, RoundFailedError, RoundModel, RoundPlan, RoundProgress
+from coordinator.federation.strategy import (
+    AWAY,
+    RoundFailedError,
+    RoundModel,
+    RoundPlan,
+    RoundProgress,
+)
 from coordinator.federation.superlink import FlowerHost, conduct
 from coordinator.storage.release_store import WORDING, ReleaseStore, certificate
 from policies.ledger.entries import Admitted
+from policies.review.mechanism_terms import EVALUATIONS
 from policies.review.rules import Finding
 from protos.artifacts.arrays import ArtifactFormatError, pack_vector, unpack_vector
 from protos.artifacts.strict_safetensors import unpack_ring
 from protos.common.durable_files import replace_file
 from protos.common.errors import Signal
+from protos.federation import round_times
+from protos.federation.round_times import RoundTerms
 
-ROUND_TIMEOUT_S: Final = 150.0  # above the last of the agents' answering times below it, 128 s
 NODE_WAIT_S: Final = 20.0
 PATIENCE_S: Final = 7200.0  # for sites that sleep, before a run is stopped
 _PAUSES_S: Final = (5.0, 60.0)  # before the first further try, and at most
+APPROVE_BY: Final = "approve-by"  # of a run's folder: until when persons may approve it, seconds since 1970
 _LOST: Final = 3  # processes of a run, without a round closed in between, before it has failed
 _ABSENT: Final = frozenset({"too_few_sites_online", "too_few_updates", "too_few_grants"})
 _ABSENT_SECRET: Final = frozenset({"too_few_sites_online", "too_few_grants"})  # a round begun is not begun again
@@ -58,6 +71,38 @@ class RunContext:
     turn: RunQueue = field(default_factory=RunQueue)  # a site takes part in one run at a time; other runs of it wait
 
 
+@dataclass(slots=True)
+class _Patience:
+    """How long a run waits for sites, and how often it tries again."""
+
+    until: float = 0.0
+    closed: int = -1  # rounds, when it began
+    pause: float = 0.0
+    said: RunEvent | None = None
+
+    def goes_on(self, end: RunEvent, closed: int, seconds: float) -> bool:
+        """A try has failed; patience begins anew where a round was closed since, or where persons have their own day.
+
+        ``seconds``: that it took. A round that was asked for does not count: it may have lasted a day.
+
+        Returns:
+            Whether it is to be told: days of waiting for the same persons are told once.
+        """
+        people = end.reason == NOT_APPROVED_YET
+        self.until += seconds if end.reason == "too_few_updates" else 0.0
+        if closed > self.closed or people or (self.said is not None and self.said.reason == NOT_APPROVED_YET):
+            self.until = math.inf if people else time.monotonic() + PATIENCE_S
+            self.closed = closed
+            self.pause = self.pause if people and end == self.said else 0.0
+        told, self.said = not people or end != self.said, end
+        return told
+
+    def next_pause(self) -> float:
+        """Seconds: twice as many each time, up to a bound."""
+        self.pause = min(2 * self.pause, _PAUSES_S[1]) if self.pause else _PAUSES_S[0]
+        return self.pause
+
+
 class RunController:
     """One run from its first or its next round to its end: the gate that Flower's strategy asks."""
 
@@ -65,30 +110,31 @@ class RunController:
         self.context, self.job, self.feed = context, job, feed
         self.folder = context.root / job.run
         self.register = context.intake.register
+        self._sums: dict[int, NDArray[np.float64]] = {}  # look -> the sum of what the admitted sites said
 
     def run(self) -> None:
         """Round after round to an end; sites that are away are waited for; an end is durable before it is told."""
         job, host = self.job, self.context.host
-        until, pause, closed = time.monotonic() + PATIENCE_S, _PAUSES_S[0], -1
+        patience = _Patience()
         while True:
             try:
                 with self.context.turn.take(self.feed.waiting, job.sites):
+                    began = time.monotonic()
                     end = self._attempt()
                 break
             except RoundFailedError as failure:
                 end = self._end_of(failure)
-                if self._closed() > closed:  # it went on since: patience begins anew
-                    until, pause, closed = time.monotonic() + PATIENCE_S, _PAUSES_S[0], self._closed()
+                told = patience.goes_on(end, self._closed(), time.monotonic() - began)
                 if end.state != "waiting" or host.stopping.is_set():
                     break
-                if not time.monotonic() < until:
+                if not time.monotonic() < patience.until:
                     end = RunEvent(job.run, end.round, "stopped", end.sites, end.reason)
                     break
-                self.feed.put(end)
-                if self._sleep(pause):
+                if told:
+                    self.feed.put(end)
+                if self._sleep(patience.next_pause()):
                     end = RunEvent(job.run, end.round, "stopped", (), "by an operator")
                     break
-                pause = min(2 * pause, _PAUSES_S[1])
             except (
                 RunStopped,
                 OSError,
@@ -143,7 +189,8 @@ class RunController:
             len(self.job.sites) if self.job.all_or_none else self.job.min_sites
         )
         absent = _ABSENT_SECRET if self.job.secure else _ABSENT
-        state = "waiting" if failure.reason in absent and away and enough else "failed"
+        waits = failure.reason == NOT_APPROVED_YET or (failure.reason in absent and away and enough)
+        state = "waiting" if waits else "failed"
         refused = tuple(sorted(failure.refused))
         return RunEvent(self.job.run, failure.round_index + 1, state, refused, failure.reason)
 
@@ -157,28 +204,33 @@ class RunController:
 
     def _conduct(self, done: int) -> RunEvent:
         job = self.job
-        if done < job.rounds:
+        if done < job.turns:
             if (self.folder / "stop").exists():
                 raise RunStopped
             self.context.tell("run", job.run, job.sites)
             plan = RoundPlan(
                 run=job.run,
                 sites=self._sites(done),
-                rounds=job.rounds,
+                rounds=job.turns,
                 first_round=done,
                 model=self._model(done),
                 config=job.config.encode(),
                 min_sites=job.min_sites,
                 least_grants=len(job.sites) if job.all_or_none and not done else job.min_sites,
-                round_timeout_s=ROUND_TIMEOUT_S,
+                round_timeout_s=round_times.round_timeout(job.round_seconds, job.parameters),
+                longest_step_s=round_times.step_timeout(job.parameters),
+                terms=RoundTerms(job.round_seconds, self._approve_by()),
                 node_wait_s=NODE_WAIT_S,
                 aggregator=strategy_from(job.strategy),
                 roster=self._roster() if job.secure else None,
+                looks=frozenset(turn - 1 for turn in job.looks),
+                sums=job.layout().size if job.evaluate else 0,
+                lattice=None if (on := job.look_lattice()) is None else (on.bound, on.scale),
             )
             conduct(self.context.host, plan, self)
         with self.register.store.exclusive() as state:
             sites = sorted({site for run, _, site in state.aggregated if run == job.run})
-        return RunEvent(job.run, job.rounds, "finished", tuple(sites))
+        return RunEvent(job.run, job.turns, "finished", tuple(sites))
 
     def _sites(self, done: int) -> tuple[str, ...]:
         """Whom to ask: all at first; after a restart those that were granted."""
@@ -186,6 +238,15 @@ class RunController:
             return self.job.sites
         granted = self._held()
         return tuple(site for site in self.job.sites if site in granted)
+
+    def _approve_by(self) -> int:
+        """Until when persons may approve the run; 0: no site that is asked wants that, by its policy of today."""
+        if not any(self.register.policy_of(site).run_approvals for site in self.job.sites):
+            return 0
+        try:
+            return int((self.folder / APPROVE_BY).read_text())
+        except (FileNotFoundError, ValueError):
+            return 0
 
     def _roster(self) -> dict[str, bytes]:
         """Site to its enrolled signing key, from the ledger."""
@@ -219,13 +280,21 @@ class RunController:
         try:
             release = intake.release(site, f"round-{number}", envelope)
             key = f"submit-{release.release}"
+            looked = number in self.job.looks
             if (release.run, release.round) != (self.job.run, number):
                 return "another_round"
-            signed = UpdateArtifact(artifact, self.job.parameters, self.job.secure)
+            if looked is not (release.artifact_type in EVALUATIONS):
+                return "artifact_type"
+            size = self.job.layout().size if looked else self.job.parameters
+            signed = UpdateArtifact(artifact, size, self.job.secure)
             verdict = intake.admit(site, key, envelope, release, signed)
         except RequestRejectedError as refusal:
             return refusal.finding.rule
         return None if verdict.admitted else verdict.findings[0].rule
+
+    def looked(self, round_index: int, sums: NDArray[np.float64]) -> None:
+        """The gate: what the sites said in a look; it is durable before the look is closed."""
+        self._sums[round_index + 1] = sums
 
     def round_done(
         self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
@@ -233,13 +302,48 @@ class RunController:
         """The new parameters are durable before the ledger says that the round is closed."""
         del refused  # each has its verdict in the ledger
         number, body = round_index + 1, pack_vector(model.vector)
+        figure = self._looked(number, used) if number in self.job.looks else ""
+        if figure and number == self.job.turns:  # the run ends with the model that looked best
+            body = (self.folder / f"round-{self._best()[0]}.safetensors").read_bytes()
         replace_file(self.folder / f"round-{number}.safetensors", body)
         replace_file(self.folder / f"round-{number}.moments", model.moments.to_bytes())
         self.register.close_round(self.job.run, number, used, hashlib.sha256(body).digest())
         self.feed.put(RunEvent(self.job.run, number, "closed", used))
+        if figure:
+            self.feed.put(RunEvent(self.job.run, number, "evaluated", used, figure))
         self.context.log.info("round_closed", run=self.job.run, round=number, sites=len(used))
-        if number < self.job.rounds and (self.folder / "stop").exists():
+        if number < self.job.turns and (self.folder / "stop").exists():
             raise RunStopped
+
+    def _looked(self, number: int, used: tuple[str, ...]) -> str:
+        """Keep what the sites said in a look, durable; its first figure, for people."""
+        told = {"sites": list(used), "sums": self._sums[number].tolist()}
+        replace_file(self.folder / f"round-{number}.look", json.dumps(told).encode())
+        return str(estimates(self._look(number))[0])
+
+    def _look(self, number: int) -> LookSums:
+        """The sums of a look that was made."""
+        told = json.loads((self.folder / f"round-{number}.look").read_bytes())
+        noise = self.job.look_noise(len(told["sites"]))
+        return LookSums(self.job.layout(), np.array(told["sums"], np.float64), noise)
+
+    def _best(self) -> tuple[int, Estimate]:
+        """The turn that made the model which looked best, by the noisy sums alone; and its figure."""
+        made = [turn for turn in self.job.looks if (self.folder / f"round-{turn}.look").exists()]
+        at, figure = best([self._look(turn) for turn in made])
+        return made[at] - 1, figure
+
+    def _evaluation(self) -> dict[str, Any]:
+        """What was found in the looks, for the model's certificate; nothing without looks."""
+        if not self.job.evaluate:
+            return {}
+        looks = [
+            {"after_round": after, "figures": to_table(estimates(self._look(turn)))}
+            for turn, after in self.job.looks.items()
+        ]
+        turn, figure = self._best()
+        chosen = {"after_round": self.job.looks[turn + 1], **to_table([figure])}
+        return {"evaluation": {"noise": "in every interval", "looks": looks, "chosen": chosen}}
 
     def progress(self, event: RoundProgress) -> None:
         """The gate: the news of a round, for whoever follows the run."""
@@ -259,7 +363,7 @@ class RunController:
         for name, used in mine:
             self.register.close(name, "released" if used else "expired")
         if end.state == "finished":
-            body = (self.folder / f"round-{self.job.rounds}.safetensors").read_bytes()
+            body = (self.folder / f"round-{self.job.turns}.safetensors").read_bytes()
             envelopes = {a.release: self.register.store.envelope(a.envelope) or b"" for a in self._updates()}
             self.context.shelf.place_model(self.job.run, body, self._certificate(end, body), envelopes)
         replace_file(self.folder / "end.json", json.dumps(asdict(end)).encode())
@@ -283,12 +387,13 @@ class RunController:
             "artifact_sha256": hashlib.sha256(body).hexdigest(),
             "strategy": json.loads(self.job.strategy),
             "updates": [a.release for a in mine],
+            **self._evaluation(),
         }
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateArtifact:
-    """An update that came in a round, for :meth:`coordinator.admission.AdmissionService.admit`."""
+    """An update or a look's sums that came in a round, for :meth:`coordinator.admission.AdmissionService.admit`."""
 
     artifact: bytes
     parameters: int

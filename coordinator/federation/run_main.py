@@ -25,6 +25,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import httpx
+import numpy as np
+from numpy.typing import NDArray
 
 from coordinator.federation.grid import BoundedGrid, LoopbackEndpoint
 from coordinator.federation.replies import pack
@@ -33,7 +35,7 @@ from coordinator.federation.secure_strategy import SecureStrategy
 from coordinator.federation.strategy import GatedStrategy, RoundFailedError, RoundModel, RoundProgress
 from protos.artifacts.arrays import pack_vector
 from protos.common.errors import WorkerError
-from protos.federation import flower_environment
+from protos.federation import flower_environment, round_times
 from protos.federation.messages import FLEET_BODY
 from protos.operations.confinement import CONVERSING, Allowed, ConfinementError, confine, interpreter
 from protos.operations.http_relay import RelayedTransport
@@ -86,6 +88,10 @@ class RemoteGate:
         (code,) = self._ask("admit", {"site": site, "round": round_index}, envelope, artifact).values("code")
         return None if code is None else str(code)
 
+    def looked(self, round_index: int, sums: NDArray[np.float64]) -> None:
+        """See `coordinator.federation.strategy.RunGate`."""
+        self._ask("looked", {"round": round_index}, sums.astype("<f8").tobytes())
+
     def round_done(
         self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
     ) -> None:
@@ -109,7 +115,8 @@ def conduct(order: RunSpec, gate: RemoteGate, transport: httpx.BaseTransport) ->
     plan = order.plan
     kind = GatedStrategy if plan.roster is None else SecureStrategy
     strategy = kind(plan, gate, gate.stopping)
-    grid = BoundedGrid(LoopbackEndpoint("coordinator", "", transport), order.token, gate.stopping)
+    silence = round_times.silence(plan.terms.seconds)
+    grid = BoundedGrid(LoopbackEndpoint("coordinator", "", transport), order.token, gate.stopping, silence)
     outcome = "failed"
     try:
         grid.begin()

@@ -8,19 +8,31 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from coordinator.admission import AdmissionService
 from coordinator.federation.events import EventStream, RunEvent
-from coordinator.federation.job import Job, JobError, LaunchDecision, SiteCost, claim_of, decide, forecast, job_from
-from coordinator.federation.run_controller import RunContext, RunController
+from coordinator.federation.job import (
+    Job,
+    JobError,
+    LaunchDecision,
+    SiteCost,
+    decide,
+    forecast,
+    job_from,
+    with_noise,
+)
+from coordinator.federation.run_controller import APPROVE_BY, RunContext, RunController
 from coordinator.federation.superlink import FlowerHost
 from coordinator.storage.release_store import ReleaseStore
 from policies.review.rules import AccountContext, account_name
 from policies.statements import ID
 from protos.common.durable_files import replace_file
+
+_DAY_S: Final = 86_400
 
 
 class RunManager:
@@ -37,6 +49,7 @@ class RunManager:
     ) -> None:
         """``root`` holds a directory for each run; ``tell`` says (kind, run, sites) to the sites' sessions."""
         self.root, self.host, self.intake, self.log = root, host, intake, log
+        self.now: Callable[[], float] = time.time  # for the day by which persons have to approve a run
         self._context = RunContext(root, host, intake, shelf, log, tell)
         self.root.mkdir(exist_ok=True)
         self._feeds: dict[str, EventStream] = {}
@@ -66,19 +79,33 @@ class RunManager:
         Raises:
             JobError: unknown sites, a price that cannot be paid, or a run of that name with another content.
         """
-        path = self.root / job.run / "job.json"
-        known = path.exists()
-        if known and job_from(path.read_text()) != job:
-            raise JobError("a run of that name exists with another content")
-        if not known:
-            decision = self.plan(job)[1]
-            if not decision.go:
-                why = "; ".join(f"{site}: {reason}" for site, reason in decision.dropped.items())
-                raise JobError(f"the forecast refuses it: {decision.reason} (see `round plan`); {why}")
-            with self._mutex:
-                path.parent.mkdir(exist_ok=True)
-                replace_file(path, job.to_json().encode())
-        return self._follow(job)
+        path, asked = (self.root / job.run / name for name in ("job.json", "asked.json"))
+        if path.exists():
+            known = job_from(path.read_text())
+            if job != known and not (asked.exists() and job == job_from(asked.read_text())):
+                raise JobError("a run of that name exists with another content")
+            return self._follow(known)
+        noisy = self.with_noise(job)
+        decision = self.plan(noisy)[1]
+        if not decision.go:
+            why = "; ".join(f"{site}: {reason}" for site, reason in decision.dropped.items())
+            raise JobError(f"the forecast refuses it: {decision.reason} (see `round plan`); {why}")
+        with self._mutex:
+            path.parent.mkdir(exist_ok=True)
+            until = int(self.now()) + job.approval_days * _DAY_S
+            replace_file(path.parent / APPROVE_BY, str(until).encode())
+            if noisy != job:  # so that the same job file follows the run, whatever its noise would be by then
+                replace_file(asked, job.to_json().encode())
+            replace_file(path, noisy.to_json().encode())
+        return self._follow(noisy)
+
+    def with_noise(self, job: Job) -> Job:
+        """The job with the noise for the epsilon that it names, by the accounts of its sites as they are now.
+
+        Raises:
+            JobError: unknown sites, none with an account, or no noise is enough.
+        """
+        return with_noise(job, self._standings(job))
 
     def plan(self, job: Job) -> tuple[list[SiteCost], LaunchDecision]:
         """What a run would cost each site, by the same review that the reservation will get; nothing is held.
@@ -86,13 +113,25 @@ class RunManager:
         Raises:
             JobError: unknown sites, or a configuration that has no price.
         """
+        register = self.intake.register
+        with register.store.exclusive():
+            standings = self._standings(job)
+            job = with_noise(job, standings)
+            policies = {site: register.policy_of(site) for site in job.sites}
+            costs = forecast(job, standings, policies, job.claim())
+        return costs, decide(job, costs)
+
+    def _standings(self, job: Job) -> dict[str, AccountContext]:
+        """What the ledger says of the job's sites.
+
+        Raises:
+            JobError: one of them is not enrolled.
+        """
         unknown = [site for site in job.sites if site not in self.intake.node_keys]
         if unknown:
             raise JobError(f"not enrolled: {', '.join(unknown)}")
-        claim = claim_of(job.mechanism, job.config)
-        register = self.intake.register
-        with register.store.exclusive() as state:
-            standings = {
+        with self.intake.register.store.exclusive() as state:
+            return {
                 site: AccountContext(
                     state.accounts.get(account_name(site, job.mechanism)),
                     frozen=state.frozen(site),
@@ -101,8 +140,6 @@ class RunManager:
                 )
                 for site in job.sites
             }
-            costs = forecast(job, standings, {site: register.policy_of(site) for site in job.sites}, claim)
-        return costs, decide(job, costs)
 
     def watch(self, run: str) -> Iterator[RunEvent]:
         """The events of a run that is known, from the first that this process has seen.

@@ -5,7 +5,8 @@ length beyond the word's limit is refused before a byte of it is read. The run's
 the coordinator checks every field of its frames again: see coordinator/federation/run_process.py.
 
 From the coordinator: ``start`` (once), ``answer`` or ``broken`` to each question, ``stop``. From the run: questions
-(``reserve``, ``admit``, ``done``, ``progress``), each answered before the next; then ``over``, ``failed``, ``fault``.
+(``reserve``, ``admit``, ``looked``, ``done``, ``progress``), each answered before the next; then ``over``,
+``failed``, ``fault``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from protos.artifacts.arrays import pack_vector, unpack_vector
 from protos.common.canonical_json import json_object
 from protos.common.errors import PeerError
 from protos.federation import messages
+from protos.federation.round_times import RoundTerms
 
 _HEAD: Final = struct.Struct(">8sQQQ")  # word, padded with zeros; lengths of text, body and more
 _MAX_TEXT: Final = 4 << 20  # bytes
@@ -46,9 +48,11 @@ def from_run(plan: RoundPlan) -> Bounds:
     """What the process that conducts ``plan`` may send: vectors of the plan's length, envelopes of its sites."""
     size, masked = int(plan.model.vector.size), plan.roster is not None
     vector, moments = 4 * size + _TENSOR_HEADER, 16 * size + _TENSOR_HEADER
+    said = (8 if masked else 4) * max(size, plan.sums) + _TENSOR_HEADER
     return {
         "reserve": (len(plan.sites) * messages.MAX_ENVELOPE, 0),
-        "admit": (messages.MAX_ENVELOPE, 8 * size + _TENSOR_HEADER if masked else vector),
+        "admit": (messages.MAX_ENVELOPE, said),
+        "looked": (8 * plan.sums, 0),
         "done": (vector, moments),
         **dict.fromkeys(("progress", "over", "failed", "fault"), (0, 0)),
     }
@@ -164,9 +168,12 @@ class RunSpec:
             "rounds": [plan.first_round, plan.rounds],
             "config": base64.b64encode(plan.config).decode(),
             "least": [plan.min_sites, plan.least_grants],
-            "seconds": [plan.round_timeout_s, plan.node_wait_s],
+            "seconds": [plan.round_timeout_s, plan.node_wait_s, plan.longest_step_s],
+            "terms": [plan.terms.seconds, plan.terms.approve_by],
             "strategy": plan.aggregator.to_json(),
             "roster": roster,
+            "looks": [plan.sums, *sorted(plan.looks)],
+            "lattice": plan.lattice,
         }
         pipe.send("start", text, pack_vector(plan.model.vector), plan.model.moments.to_bytes())
 
@@ -177,8 +184,11 @@ class RunSpec:
         Raises:
             RunFrameError: it is not an order.
         """
-        keys = ("token", "run", "sites", "rounds", "config", "least", "seconds", "strategy", "roster")
-        token, run, sites, rounds, config, least, seconds, strategy, roster = frame.values(*keys)
+        keys = ("token", "run", "sites", "rounds", "config", "least", "seconds", "terms", "strategy", "roster")
+        more = ("looks", "lattice")
+        token, run, sites, rounds, config, least, seconds, terms, strategy, roster, looks, lattice = frame.values(
+            *keys, *more
+        )
         try:
             plan = RoundPlan(
                 run=run,
@@ -191,8 +201,13 @@ class RunSpec:
                 least_grants=least[1],
                 round_timeout_s=seconds[0],
                 node_wait_s=seconds[1],
+                longest_step_s=seconds[2],
+                terms=RoundTerms(*terms),
                 aggregator=strategy_from(strategy),
                 roster=None if roster is None else {site: bytes.fromhex(key) for site, key in roster.items()},
+                looks=frozenset(looks[1:]),
+                sums=looks[0],
+                lattice=None if lattice is None else (float(lattice[0]), int(lattice[1])),
             )
             return cls(plan, str(token))
         except (ValueError, TypeError, LookupError, AttributeError, binascii.Error):

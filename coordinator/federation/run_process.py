@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Self
 
 import httpx
+import numpy as np
 
 from coordinator.federation.aggregation import Moments, MomentsError
 from coordinator.federation.grid import CALL_S, LoopbackEndpoint
@@ -129,13 +130,14 @@ class RunRequestHandler:
     def __init__(self, plan: RoundPlan, gate: RunGate) -> None:
         """At the price of ``plan``."""
         self.plan, self._gate = plan, gate
-        steps = 1 if plan.roster is None else len(SumStep)
-        self.patience = plan.node_wait_s + steps * plan.round_timeout_s + _SLACK_S
+        others = 0 if plan.roster is None else len(SumStep) - 1  # in which nobody trains
+        self.patience = plan.node_wait_s + plan.round_timeout_s + others * plan.step_timeout_s + _SLACK_S
         self.index = plan.first_round  # of the round that is open
         self._model = plan.model
         self._granted: dict[str, bytes] | None = None  # None: nothing was reserved yet
         self._asked: set[str] = set()  # the gate was asked to admit them in this round
         self._admitted: set[str] = set()
+        self._summed = False  # the sums of the look that is open were said
 
     def take(self, frame: RunMessage) -> Answer | None:
         """The answer to one question; None when the run is over.
@@ -150,6 +152,8 @@ class RunRequestHandler:
                 return self._reserve(frame)
             case "admit":
                 return self._admit(frame)
+            case "looked":
+                return self._looked(frame)
             case "done":
                 return self._done(frame)
             case "progress":
@@ -199,7 +203,7 @@ class RunRequestHandler:
             size = read(frame.more).size
         except ArtifactFormatError:
             raise RunFrameError("admit: not a vector") from None
-        if size != self._model.vector.size:
+        if size != self.plan.size_of(self.index):
             raise RunFrameError("admit: not of the run's length")
         self._asked.add(site)
         try:
@@ -211,17 +215,32 @@ class RunRequestHandler:
             return "answer", {"code": None}
         return "answer", {"code": _slug(verdict)}
 
+    def _looked(self, frame: RunMessage) -> Answer:
+        """The sums of a look, once, before it is done."""
+        (index,) = frame.values("round")
+        self._open(index)
+        if self.index not in self.plan.looks or self._summed or len(frame.body) != 8 * self.plan.sums:
+            raise RunFrameError("looked: not now, or of another length")
+        sums = np.frombuffer(frame.body, "<f8").astype(np.float64)
+        if not bool(np.isfinite(sums).all()):
+            raise RunFrameError("looked: not numbers")
+        self._gate.looked(self.index, sums)
+        self._summed = True
+        return "answer", {}
+
     def _done(self, frame: RunMessage) -> Answer:
         index, used, refused = frame.values("round", "used", "refused")
         self._open(index)
         sites = sites_of(used, self._admitted)
         if not sites or (self.plan.roster is None and not len(self._admitted) >= self.plan.min_sites):
             raise RunFrameError("done: of too few")
+        if (self.index in self.plan.looks) is not self._summed:
+            raise RunFrameError("done: a look without its sums")
         codes = codes_of(refused, self.plan.sites)
         model = self._model_of(frame)
         self._gate.round_done(index, model, sites, codes)
         self._model, self.index = model, index + 1
-        self._asked, self._admitted = set(), set()
+        self._asked, self._admitted, self._summed = set(), set(), False
         return "answer", {}
 
     def _open(self, index: object) -> None:

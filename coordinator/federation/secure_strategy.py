@@ -23,6 +23,7 @@ from protos.artifacts.strict_safetensors import pack_ring
 from protos.federation import messages
 from protos.secagg import round
 from protos.secagg.messages import SecAggError, SumStep
+from protos.secagg.ring import Ring
 from protos.secagg.server import Server
 from protos.secagg.session import Quorum, SumSession
 
@@ -52,6 +53,12 @@ class SecureStrategy(GatedStrategy):
             total = hub.aggregate()
         except SecAggError:
             self._fail(index, "not_unmasked", self._without(hub))
+        used = tuple(site for site in self.plan.sites if site in total.survivors)
+        self._expected = set(total.survivors)
+        if index in self.plan.looks:
+            self.gate.looked(index, session.params.ring.decode(total.lattice))
+            self.close(index, self.model, used, self._without(hub))
+            return
         delta = session.params.ring.decode(total.lattice) / len(total.survivors)
         aggregator = self.plan.aggregator
         assert isinstance(aggregator, Advancing), "the job was checked"
@@ -59,8 +66,6 @@ class SecureStrategy(GatedStrategy):
             vector, moments = aggregator.advance(self.model.vector, delta, self.model.moments)
         except NoAggregateError:
             self._fail(index, "no_aggregate", self._without(hub))
-        self._expected = set(total.survivors)
-        used = tuple(site for site in self.plan.sites if site in total.survivors)
         self.close(index, RoundModel(vector, moments), used, self._without(hub))
 
     def _present(self, grid: Grid, index: int) -> tuple[str, ...]:
@@ -80,10 +85,18 @@ class SecureStrategy(GatedStrategy):
     def _session(self, asked: tuple[str, ...], index: int) -> SumSession:
         config = json.loads(self.plan.config)
         quorum = Quorum.smallest(len(asked), round.CORRUPT, config["honest"])
-        terms = round.RoundParams(self.plan.run, index, self.plan.config, self.plan.aggregator.to_json())
+        terms = round.RoundParams(self.plan.run, index, self.plan.config, self._purpose(index))
         assert self.plan.roster is not None, "a plan of a secure run has the sites' keys"
         roster = {site: self.plan.roster[site] for site in asked}
-        return round.session(terms, self.model.vector, roster, quorum)
+        look = None
+        if index in self.plan.looks:
+            assert self.plan.lattice is not None, "a plan with looks in secret sums has their lattice"
+            look = Ring(self.plan.sums, round.LOOK_BITS, *self.plan.lattice)
+        return round.session(terms, self.model.vector, roster, quorum, look)
+
+    def _purpose(self, index: int) -> str:
+        """What the sites are told that a sum is for."""
+        return round.LOOK if index in self.plan.looks else self.plan.aggregator.to_json()
 
     def _without(self, hub: Server) -> dict[str, str]:
         """Site to code of those that are not in the sum; what a site is blamed for in words stays here."""
@@ -92,7 +105,7 @@ class SecureStrategy(GatedStrategy):
     def _step(self, grid: Grid, index: int, hub: Server, step: SumStep) -> None:
         requests = dict(hub.requests())
         if step is SumStep.ADVERTISE:
-            start, strategy = pack_vector(self.model.vector), self.plan.aggregator.to_json()
+            start, strategy = pack_vector(self.model.vector), self._purpose(index)
             requests = dict.fromkeys(requests, round.RoundSetup(dict(hub.session.roster), strategy, start).encode())
         for site, payload in self._exchange(grid, index, step, requests).items():
             message = payload
@@ -124,12 +137,15 @@ class SecureStrategy(GatedStrategy):
         """One message to each site, and what came back in time; who is silent is noted."""
         nodes = {node.name: node.node_id for node in grid.get_nodes()}
         name = step.name.lower()
+        # sites train for their masked vectors alone
+        seconds = self.plan.round_timeout_s if step is SumStep.MASK else self.plan.step_timeout_s
         order = ConfigRecord(
             {
                 messages.RUN: self.plan.run,
                 messages.ROUND: index,
                 messages.CONFIG: self.plan.config,
                 messages.STEP: name,
+                **self.plan.terms.order(),
             }
         )
         self._sent = {
@@ -137,14 +153,14 @@ class SecureStrategy(GatedStrategy):
                 RecordDict({messages.ORDER: order, messages.PAYLOAD: _bytes(payload)}),
                 nodes[site],
                 messages.SECURE,
-                ttl=self.plan.round_timeout_s,
+                ttl=seconds,
                 group_id=f"{index}-{name}",
             )
             for site, payload in requests.items()
             if site in nodes
         }
         lost, self._lost = self._lost, {}
-        replies = grid.send_and_receive(list(self._sent.values()), timeout=self.plan.round_timeout_s)
+        replies = grid.send_and_receive(list(self._sent.values()), timeout=seconds)
         found = {}
         for site, content in self._match(replies):
             payload = _payload(content)

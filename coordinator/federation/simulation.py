@@ -37,12 +37,11 @@ from flwr.simulation import run_simulation
 from coordinator.admission import AdmissionService
 from coordinator.event_log import open_log
 from coordinator.federation.events import EventStream
-from coordinator.federation.job import PLAIN, Job, JobError, forecast
+from coordinator.federation.job import PLAIN, Job, JobError, forecast, with_noise
 from coordinator.federation.replies import pack
 from coordinator.federation.run_controller import RunController
 from coordinator.federation.strategy import GatedStrategy, RoundFailedError, RoundModel, RoundPlan, RoundProgress
 from coordinator.federation.virtual_sites import (
-    FEATURES,
     ROLL,
     Scenario,
     SyntheticCohort,
@@ -52,7 +51,9 @@ from coordinator.federation.virtual_sites import (
 )
 from coordinator.storage.directory import ORIGIN
 from policies.ledger.backends.sqlite import open_sqlite
+from policies.ledger.state import Account
 from policies.ledger.store import Store
+from policies.ledger_service import open_accounts
 from policies.review.policy import parse as parse_policy
 from policies.review.rules import AccountContext, account_name
 from protos.common.errors import ConfigError
@@ -178,8 +179,10 @@ class NamedGrid(Grid):
         return self._grid.send_and_receive(messages, timeout=timeout)
 
 
-def virtual_job(job: Job, sites: int) -> Job:
-    """The same job for so many virtual sites, with the same share of them needed.
+def virtual_job(job: Job, sites: int, policy: str) -> Job:
+    """The same job for so many virtual sites, with the same share of them needed, and its noise found.
+
+    ``policy``: TOML, by which the sites' accounts are opened.
 
     Raises:
         JobError: it cannot be simulated.
@@ -189,10 +192,11 @@ def virtual_job(job: Job, sites: int) -> Job:
     names = tuple(name_of(i) for i in range(sites))
     least = min(sites, math.ceil(sites * job.min_sites / len(job.sites)))
     made = dataclasses.replace(job, sites=names, min_sites=least)
-    if made.parameters != (classes := Training.of(made).classes) * (FEATURES + 1):
-        raise JobError(
-            f"parameters: {classes} classes have {classes * (FEATURES + 1)}; another model is not simulated"
-        )
+    opened = open_accounts(names[0], parse_policy(policy, "federation"))[0]
+    made = with_noise(made, {names[0]: AccountContext(Account(opened))})
+    training = Training.of(made)
+    if made.parameters != (right := training.classes * (training.features + 1)):
+        raise JobError(f"parameters: the task's network trains {right}")
     return made
 
 
@@ -366,7 +370,7 @@ def simulate(
         FlowerEnvironmentError: :func:`protos.federation.flower_environment.configure_environment` was not called.
     """
     flower_environment.require_configured()
-    made = virtual_job(job, players.sites)
+    made = virtual_job(job, players.sites, policy)
     # A short path: Ray's sockets lie deep below it, and a socket's path has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix=f"lz{secrets.token_hex(2)}-", ignore_cleanup_errors=True) as folder:
         return Simulation(made, players, policy, Path(folder), tell).run(cpus)

@@ -1,5 +1,7 @@
 """The Flower strategy that refuses before it aggregates. Flower's public API only.
 
+A run takes turns: rounds of training, and looks at the model in between, both asked of all sites and both reviewed.
+
 `GatedStrategy` first prices a run (only sites that grant it take part), then lets Flower's own round loop
 (`Strategy.start`) send the parameters and collect the replies. Each reply is matched to the message it answers,
 checked against the exact schema of `protos.federation.messages`, and passed to the caller's `Gate`, which reviews
@@ -15,7 +17,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NoReturn, Protocol
 
@@ -26,14 +28,18 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from coordinator.federation.aggregation import Aggregator, FedAvg, Moments, NoAggregateError, vector_problem
+from coordinator.federation.events import NOT_APPROVED_YET
 from coordinator.federation.replies import InvalidReplyError, error_name, pack, read
 from protos.artifacts.arrays import pack_vector
 from protos.common.errors import TrainingError
 from protos.federation import messages as wire
+from protos.federation import round_times
+from protos.federation.round_times import RoundTerms
 
 _POLL_S: Final = 0.2
 SLUG: Final = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")  # a code
 AWAY: Final = frozenset({"offline", "no_reply"})  # codes of sites that may come back
+WAITING: Final = "waiting"  # the code of a site whose persons have not approved the run yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,9 @@ class RunGate(Protocol):
     def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
         """None admits the update; anything else is the code of its refusal."""
 
+    def looked(self, round_index: int, sums: NDArray[np.float64]) -> None:
+        """Take the sum of what the admitted sites said in a look; it is said before the look is done."""
+
     def round_done(
         self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
     ) -> None:
@@ -85,16 +94,31 @@ class RoundPlan:
 
     run: str
     sites: tuple[str, ...]  # the only sites asked, and the order of the sum
-    rounds: int  # of the whole run
+    rounds: int  # of the whole run, looks included
     first_round: int
     model: RoundModel  # before ``first_round``
     config: bytes  # the mechanism's public configuration
     min_sites: int  # in each round
     least_grants: int  # at the price
-    round_timeout_s: float  # from sending to the last usable reply; also for pricing
+    round_timeout_s: float  # from sending to the last usable reply of a site that trains, or looks at a model
     node_wait_s: float  # how long to wait for expected sites that are offline
     aggregator: Aggregator = field(default_factory=FedAvg)
     roster: Mapping[str, bytes] | None = None  # secure aggregation: site -> enrolled Ed25519 key
+    looks: frozenset[int] = frozenset()  # those of the rounds that are looks at the model
+    sums: int = 0  # length of what a site says in one
+    lattice: tuple[float, int] | None = None  # secure aggregation: bound and scale of such a sum
+
+    terms: RoundTerms = field(default_factory=RoundTerms)
+    longest_step_s: float = round_times.STEP_S  # the same for a price, a plan, and a step in which nobody trains
+
+    @property
+    def step_timeout_s(self) -> float:
+        """From sending to the last usable reply of a site that does not train."""
+        return min(self.longest_step_s, self.round_timeout_s)
+
+    def size_of(self, index: int) -> int:
+        """The length of what a site says in a round."""
+        return self.sums if index in self.looks else int(self.model.vector.size)
 
     def __post_init__(self) -> None:
         """Refuse a plan that cannot be carried out as written, all problems at once."""
@@ -110,7 +134,11 @@ class RoundPlan:
                 "min_sites": 1 <= self.min_sites <= len(self.sites),
                 "least_grants": self.min_sites <= self.least_grants <= len(self.sites),
                 "round_timeout_s": math.isfinite(self.round_timeout_s) and self.round_timeout_s > 0,
+                "looks": self.looks <= set(range(1, self.rounds)),
+                "lattice": (self.lattice is not None) is bool(self.roster is not None and self.looks),
+                "sums": (0 if not self.looks else 1) <= self.sums <= wire.MAX_SUMS,
                 "node_wait_s": math.isfinite(self.node_wait_s) and self.node_wait_s >= 0,
+                "longest_step_s": math.isfinite(self.longest_step_s) and self.longest_step_s > 0,
             }.items()
             if not right
         ]
@@ -136,6 +164,7 @@ class GatedStrategy(Strategy):
     plan: RoundPlan
     gate: RunGate
     stopping: threading.Event = field(default_factory=threading.Event)
+    now: Callable[[], float] = time.time  # for the day by which persons have to approve a run
     model: RoundModel = field(init=False)
     granted: dict[str, bytes] = field(init=False, default_factory=dict)
     declined: dict[str, str] = field(init=False, default_factory=dict)
@@ -153,16 +182,20 @@ class GatedStrategy(Strategy):
     def price(self, grid: Grid) -> None:
         """Ask every listed site for its sealed reservation; those whose budgets are then held take part.
 
+        Where persons approve runs, no site is asked for a price before all have decided, or their time is over: a
+        price is held from the moment when it is asked for. Whoever has not approved by then is not asked.
+
         Raises:
-            RoundFailedError: fewer than ``min_sites`` grant it.
+            RoundFailedError: fewer than ``min_sites`` grant it, or persons at a site may still approve it.
         """
-        messages = self._address(grid, self.plan.sites, wire.PRICE, 0, None)
-        replies = grid.send_and_receive(messages, timeout=self.plan.round_timeout_s)
-        for site, content in self._match(replies):
+        undecided = self._undecided(grid)
+        sites = [site for site in self.plan.sites if site not in undecided]
+        for site, content in self._ask(grid, sites, wire.PRICE):
             try:
                 self.granted[site], _ = read(content, None)
             except InvalidReplyError as refusal:
                 self._lost[site] = str(refusal)
+        self._lost |= undecided
         least, away = self.plan.least_grants, {s for s, code in self._lost.items() if code in AWAY}
         if len(self.granted) >= least or not len(self.granted) + len(away) >= least:  # else: once they are back
             self._lost |= self._reserve(least)
@@ -172,6 +205,28 @@ class GatedStrategy(Strategy):
         self.gate.progress(RoundProgress("priced", self.plan.first_round, tuple(self.granted), self.declined))
         if not len(self.granted) >= least:
             self._fail(-1, "too_few_grants", self.declined)
+
+    def _undecided(self, grid: Grid) -> dict[str, str]:
+        """The sites whose persons have not approved the run in time, or have refused it, and the code of each.
+
+        An agent of a version before runs were approved does not know the question, and has no policy that wants it.
+
+        Raises:
+            RoundFailedError: there is still time to.
+        """
+        if not self.plan.terms.approve_by or self.plan.first_round:
+            return {}
+        self._ask(grid, self.plan.sites, wire.PLAN)
+        found = {site: code for site, code in self._lost.items() if code not in AWAY and code != "message_type"}
+        waiting = {site: code for site, code in found.items() if code == WAITING}
+        if waiting and self.now() < self.plan.terms.approve_by:
+            self._fail(-1, NOT_APPROVED_YET, waiting)
+        return found
+
+    def _ask(self, grid: Grid, sites: Sequence[str], kind: str) -> list[tuple[str, RecordDict]]:
+        """The contents of what ``sites`` answer to a question for which nobody trains; all else is noted."""
+        messages = self._address(grid, sites, kind, 0, None)
+        return self._match(grid.send_and_receive(messages, timeout=self.plan.step_timeout_s))
 
     def _reserve(self, least: int) -> dict[str, str]:
         """Site to code, for those whose budget the coordinator's ledger does not hold; all if it cannot tell."""
@@ -192,7 +247,8 @@ class GatedStrategy(Strategy):
         del config  # the plan's configuration is the only one
         index = self.plan.first_round + server_round - 1
         asked = tuple(site for site in self.plan.sites if site in self.granted)
-        messages = self._address(grid, asked, wire.TRAIN, index, arrays)
+        kind = wire.EVALUATE if index in self.plan.looks else wire.TRAIN
+        messages = self._address(grid, asked, kind, index, arrays)
         if not len(messages) >= self.plan.min_sites:
             self._fail(index, "too_few_sites_online", self._lost)
         self.gate.progress(RoundProgress("sent", index, tuple(self._sent), dict(self._lost)))
@@ -201,7 +257,7 @@ class GatedStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord, MetricRecord | None]:
-        """Flower's hook: review every reply, then the uniform mean of the admitted updates.
+        """Flower's hook: review every reply, then the uniform mean of the admitted updates; a look leaves the model.
 
         Raises:
             RoundFailedError: fewer than ``min_sites`` updates are admitted.
@@ -212,7 +268,8 @@ class GatedStrategy(Strategy):
         for site, content in self._match(replies):
             answered.add(site)
             try:
-                envelope, vector = read(content, self.model.vector.size)
+                envelope, vector = read(content, self.plan.size_of(index))
+                content.clear()  # the vector is all that is needed of it, and it may be large
                 admitted[site] = self._admit(site, index, envelope, vector)
             except InvalidReplyError as refusal:
                 self._lost[site] = str(refusal)
@@ -221,6 +278,10 @@ class GatedStrategy(Strategy):
         self._silent |= {site: None for site, code in refused.items() if code == "no_reply"}
         if not len(admitted) >= self.plan.min_sites:
             self._fail(index, "too_few_updates", refused)
+        if index in self.plan.looks:
+            self.gate.looked(index, np.sum([v.astype(np.float64) for v in admitted.values()], axis=0))
+            self.close(index, self.model, tuple(s for s in self.plan.sites if s in admitted), refused)
+            return pack(self.model.vector), None
         try:
             vector, moments, used = self.plan.aggregator.step(
                 self.model.vector, [(s, admitted[s]) for s in self.plan.sites if s in admitted], self.model.moments
@@ -240,7 +301,7 @@ class GatedStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Flower's hook, unused: a metric is a release, and is admitted like any other."""
+        """Flower's hook, unused: a look is a release, and is a round of its own."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -259,6 +320,7 @@ class GatedStrategy(Strategy):
         """One message for each of ``sites`` that is online; the others are noted as offline."""
         nodes = self._online(grid, sites)
         order = ConfigRecord({wire.RUN: self.plan.run, wire.ROUND: index, wire.CONFIG: self.plan.config})
+        order.update(self.plan.terms.order())
         records: dict[str, ArrayRecord | MetricRecord | ConfigRecord] = {wire.ORDER: order}
         if arrays is not None:
             records[wire.PARAMETERS] = arrays
@@ -268,7 +330,7 @@ class GatedStrategy(Strategy):
                 nodes[site],
                 kind,
                 # Expired when the round is over: a site that comes back late must not start on it.
-                ttl=self.plan.round_timeout_s,
+                ttl=self.plan.round_timeout_s if kind in (wire.TRAIN, wire.EVALUATE) else self.plan.step_timeout_s,
                 group_id=str(index),
             )
             for site in sites

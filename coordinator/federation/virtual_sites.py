@@ -1,7 +1,7 @@
 """Virtual sites for a simulated run: made patients, their own keys, a small private training, sealed statements.
 
 A small version of an agent's part in a round, on synthetic data, so that the strategy and the ledger have real work:
-the model of the mechanism ``federated`` (a multinomial logistic regression of 64 pooled pixels), trained by
+the task's network ``linear`` (a multinomial logistic regression of pooled pixels) under ``federated``, trained by
 patient-level DP-SGD (Abadi et al. 2016, algorithm 1, with patients for examples), and the statements that a site
 signs. The agent's own mechanism is not used, since the coordinator has neither torch nor the agent. The noise comes
 from a seeded generator: no real patient depends on it, and a simulation can be repeated.
@@ -26,19 +26,19 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from coordinator.federation.job import Job
-from policies.accounting.claims import SubsampledGaussian
+from coordinator.federation.job import Job, JobError
+from policies.accounting.claims import SubsampledGaussian, training_of
 from policies.accounting.rdp import epsilon_nano
 from policies.ledger_service import open_accounts
 from policies.review.policy import parse as parse_policy
 from policies.review.rules import TERMS
 from policies.statements import PAYLOAD_TYPE, Enrolment, Release, Reservation, Statement, encode, release_id
+from policies.tasks.task import CLASSIFICATION
 from protos.artifacts.arrays import pack_vector
 from protos.common.dsse import seal
 from protos.federation import messages
 from protos.identity.certificates import agent_name, node_public, request
 
-FEATURES: Final = 64  # pooled pixels of an image
 ROLL: Final = "query.roll"  # which of the virtual sites a node is
 _SPREAD: Final = (0.2, 0.6)  # of the classes' centres, and of patients around them, in units of a pixel's range
 _POISON: Final = -10.0  # times what honest training would have changed
@@ -98,21 +98,42 @@ class Training:
     images_per_patient: int
     public_patients: int
     learning_rate: float
+    momentum: float
     proximal: float
     classes: int
+    features: int  # pooled pixels of an image
 
     @staticmethod
     def of(job: Job) -> Training:
-        """Of a job of the mechanism ``federated``, which was checked as it was read."""
-        values = json.loads(job.config)
-        names = Training.__slots__
-        return Training(**{n: len(values[n]) if n == "classes" else values[n] for n in names})
+        """Of a job of the mechanism ``federated`` whose noise is settled.
+
+        Raises:
+            JobError: its task is no classification by the network ``linear``: no other is simulated.
+        """
+        task, noise = job.task(), float(json.loads(job.config)["noise_multiplier"])
+        if task.kind != CLASSIFICATION or task.network.name != "linear":
+            raise JobError("only the classification of a task with the network linear can be simulated")
+        features = task.input.channels * task.network.options["pooled"] ** len(task.input.size)
+        constants = task.training
+        return Training(
+            sampling_rate=constants.sampling_rate,
+            noise_multiplier=noise,
+            steps_per_round=constants.steps_per_round,
+            clip=constants.clip,
+            images_per_patient=constants.images_per_patient,
+            public_patients=constants.public_patients,
+            learning_rate=task.rate(job.parameters, noise),
+            momentum=constants.momentum,
+            proximal=constants.proximal,
+            classes=task.outputs,
+            features=features,
+        )
 
     def train(
         self, start: NDArray[np.float32], site: SyntheticCohort, rng: np.random.Generator
     ) -> NDArray[np.float32]:
         """One round's private steps from ``start`` (p,): the new parameters (p,)."""
-        theta = start.astype(np.float64)
+        theta, pace = start.astype(np.float64), np.zeros(start.size)
         for _ in range(self.steps_per_round):
             picked = rng.random(len(site.labels)) < self.sampling_rate
             gradients = self._gradients(theta, site.images[picked], site.labels[picked])
@@ -120,7 +141,8 @@ class Training:
             clipped = gradients * np.minimum(1.0, self.clip / np.maximum(norms, 1e-12))
             noise = rng.normal(0.0, self.noise_multiplier * self.clip, theta.size)
             mean = (clipped.sum(axis=0) + noise) / (self.sampling_rate * self.public_patients)
-            theta -= self.learning_rate * (mean + self.proximal * (theta - start))
+            pace = self.momentum * pace + mean + self.proximal * (theta - start)
+            theta -= self.learning_rate * pace
         return theta.astype(np.float32)
 
     def _gradients(self, theta: Floats, images: Floats, labels: NDArray[np.int64]) -> Floats:
@@ -132,7 +154,7 @@ class Training:
 
     def chances(self, theta: Floats, images: Floats) -> Floats:
         """The model's probabilities of each class: (n, m, features) to (n, m, c)."""
-        weight, bias = theta[: self.classes * FEATURES].reshape(self.classes, FEATURES), theta[-self.classes :]
+        weight, bias = theta[: -self.classes].reshape(self.classes, self.features), theta[-self.classes :]
         logits = images @ weight.T + bias
         powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
         chances: Floats = powers / powers.sum(axis=-1, keepdims=True)
@@ -148,7 +170,7 @@ class Training:
 class SyntheticCohort:
     """Made patients: everyone's classes look alike, and each site has its own mixture of them."""
 
-    images: Floats  # (n, m, 64), pooled pixels about their centre
+    images: Floats  # (n, m, features), pooled pixels about their centre
     labels: NDArray[np.int64]  # (n,)
 
     @staticmethod
@@ -161,13 +183,15 @@ class SyntheticCohort:
             site: of the patients; -1 for held-out ones.
             even: every class as often as any other, instead of a mixture drawn from a flat Dirichlet law.
         """
-        centres = np.random.default_rng([seed, 0]).normal(0, _SPREAD[0], (training.classes, FEATURES))
+        centres = np.random.default_rng([seed, 0]).normal(0, _SPREAD[0], (training.classes, training.features))
         rng = np.random.default_rng([seed, 1, site + 1])
         n, m = training.public_patients, training.images_per_patient
         mixture = None if even else rng.dirichlet(np.ones(training.classes))
         labels = rng.choice(training.classes, size=n, p=mixture)
-        patients = centres[labels] + rng.normal(0, _SPREAD[1], (n, FEATURES))
-        return SyntheticCohort(patients[:, None, :] + rng.normal(0, _SPREAD[1] / 2, (n, m, FEATURES)), labels)
+        patients = centres[labels] + rng.normal(0, _SPREAD[1], (n, training.features))
+        return SyntheticCohort(
+            patients[:, None, :] + rng.normal(0, _SPREAD[1] / 2, (n, m, training.features)), labels
+        )
 
 
 @dataclass(frozen=True)
@@ -219,7 +243,7 @@ class VirtualSite:
 
     def update(self, round_index: int, vector: NDArray[np.float32]) -> bytes:
         """The sealed statement on what was trained in a round, counted from 0: it claims all rounds so far."""
-        whole, number, artifact = self.job.claim(), round_index + 1, pack_vector(vector)
+        whole, number, artifact = training_of(self.job.claim()), round_index + 1, pack_vector(vector)
         assert isinstance(whole, SubsampledGaussian), "the job's mechanism is the plain one"
         steps = Training.of(self.job).steps_per_round * number
         claim = SubsampledGaussian(whole.sampling_rate, whole.noise_multiplier, steps)

@@ -7,10 +7,16 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from coordinator.federation.events import RunEvent
-from coordinator.federation.job import FEDAVG, Job, JobError
+from coordinator.federation.job import APPROVAL_DAYS, FEDAVG, Job, JobError
 from coordinator.federation.run_manager import RunManager
+from policies.accounting.accountant import tight_epsilon
+from policies.accounting.claims import Claim
+from policies.accounting.rounding import format_rounded_up
+from protos.common.canonical_json import json_object
+from protos.federation import round_times
 from protos.v1 import gateway_pb2
 
+_DEFAULTS: Final = {"round_seconds": round_times.DEFAULT_S, "approval_days": APPROVAL_DAYS}  # for 0, that is unsaid
 _TOLD: Final = ("site", "fits", "epsilon", "delta", "amount", "left", "reason")  # of a site's cost
 
 
@@ -27,11 +33,19 @@ class Operations:
     def plan(self, request: Any) -> Any:
         """What it would cost each site."""
         try:
-            costs, decision = self.runs.plan(_job(request))
+            job = self.runs.with_noise(_job(request))
+            costs, decision = self.runs.plan(job)
+            claim = job.claim()
         except JobError as error:
             return gateway_pb2.PlanReply(refused=str(error))
-        sites = [gateway_pb2.SiteCost(**{name: getattr(c, name) for name in _TOLD}) for c in costs]
-        return gateway_pb2.PlanReply(sites=sites, refused="" if decision.go else decision.reason)
+        tight = {delta: _pld(claim, delta) for delta in {c.delta for c in costs if c.epsilon}}
+        sites = [
+            gateway_pb2.SiteCost(**{name: getattr(c, name) for name in _TOLD}, pld_epsilon=tight.get(c.delta, ""))
+            for c in costs
+        ]
+        noise: float = json_object(job.config)["noise_multiplier"]
+        refused = "" if decision.go else decision.reason
+        return gateway_pb2.PlanReply(sites=sites, refused=refused, noise_multiplier=noise)
 
     def watch(self, run: str) -> Iterator[Any]:
         """Events of a run that is known."""
@@ -46,6 +60,11 @@ class Operations:
         return self.runs.stop(run)
 
 
+def _pld(claim: Claim, delta: str) -> str:
+    """Epsilon of the claim by privacy loss distributions, as decimal text."""
+    return format_rounded_up(tight_epsilon([claim], float(delta)))
+
+
 def _job(request: Any) -> Job:
     """The job of a launch request.
 
@@ -57,7 +76,9 @@ def _job(request: Any) -> Job:
     except UnicodeDecodeError:
         raise JobError("the configuration is not text") from None
     given = {f.name: getattr(request, f.name) for f in fields(Job)}
-    more = {"config": config, "sites": tuple(request.sites), "strategy": request.strategy or FEDAVG}
+    more = {"config": config, "sites": tuple(request.sites), "evaluate": tuple(request.evaluate)}
+    more |= {"strategy": request.strategy or FEDAVG}
+    more |= {name: given[name] or most for name, most in _DEFAULTS.items()}
     return Job(**{**given, **more})
 
 

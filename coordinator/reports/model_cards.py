@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from coordinator.claim_descriptions import BRAIN
+from coordinator.claim_descriptions import BRAIN, looks_in
 from coordinator.explanations import epsilon_text, format_rounded_up
 from coordinator.reports.certificates import admitted, promise
 from coordinator.reports.document import OPEN, Block, Document, FactList, Points, ReportTable, Section, Text
@@ -102,6 +102,17 @@ def _use(inputs: ReportInputs) -> tuple[Block, ...]:
     )
 
 
+def _metrics(item: Item) -> str:
+    """Where its figures stand: the ledger holds that they were paid for, and not what they are."""
+    if any(looks_in(part["claim"]) for part in item.parts):
+        return (
+            "How good it is was looked at on held-out patients, in sums with noise, within the epsilon above: the "
+            'figures stand with their intervals in the certificate beside the model, under "evaluation".'
+        )
+    none = "The ledger holds no accuracy: metrics of a model are a release of their own, and nobody paid for one."
+    return f"{none} {OPEN}"
+
+
 def _model_card(inputs: ReportInputs, item: Item) -> Document:
     sections = (
         Section("Model details", (_details(inputs, item),)),
@@ -110,7 +121,7 @@ def _model_card(inputs: ReportInputs, item: Item) -> Document:
         Section("Factors", (Text("The ledger holds no results by group, device or hospital: " + OPEN),)),
         Section(
             "Metrics and evaluation data",
-            (Text("The ledger holds no accuracy: metrics of a model are a release of their own. " + OPEN),),
+            (Text(_metrics(item)),),
         ),
         Section("Training data", (_parts(item),)),
         Section("Ethical considerations, caveats and recommendations", (_caveats(item),)),

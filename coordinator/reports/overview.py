@@ -187,6 +187,27 @@ def _contents(view: ReleaseView) -> Iterator[Block]:
         yield Text(f"The first {len(shown)} of {total} images are shown.", "note")
 
 
+def _looks(view: ReleaseView) -> Iterator[Block]:
+    """How good a run's model was in each look, and which one the run ended with; nothing without looks."""
+    found, rows = _part(view.certificate, "evaluation"), []
+    for look in _items(found, "looks"):
+        for name, figure in _part(look, "figures").items():
+            value, low, high = (_number(_part({name: figure}, name).get(k), -1.0) for k in ("value", "low", "high"))
+            if low is not None and high is not None:
+                told = "cannot be told" if value is None else f"{value:.3f}"
+                rows.append((str(look.get("after_round")), str(name), told, f"{low:.3f} to {high:.3f}"))
+    if not rows:
+        return
+    head = ("After round", "Figure", "Value", "95 % interval")
+    yield ReportTable("How good it was on held-out patients, from sums with noise", head, tuple(rows), frozenset({2}))
+    yield Text(
+        "The intervals cover the noise and the choice of patients. The run ended with the model after round "
+        f"{_part(found, 'chosen').get('after_round')}, which looked best. The ledger holds that the looks were "
+        "paid for; the figures are the coordinator's.",
+        "note",
+    )
+
+
 def _release(view: ReleaseView, ledger: _JsonMap, items: Mapping[str, Item], inputs: ReportInputs) -> Section:
     """A release whose certificate the ledger bears out, as its certificate says it; of any other only that."""
     proof = _in_ledger(view.certificate, ledger) if view.id == view.certificate.get("release") else ""
@@ -195,7 +216,7 @@ def _release(view: ReleaseView, ledger: _JsonMap, items: Mapping[str, Item], inp
         warning = Text("✕ the ledger does not say this; do not use it", "warn")
         return Section(f"Release {view.id}", (warning,))
     digests = ((name, f"sha256 {view.certificate[f'{name.lower()}_sha256']}") for name in ("Artifact", "Statement"))
-    blocks = (*as_document(inputs, item).sections[0].blocks, *_contents(view))
+    blocks = (*as_document(inputs, item).sections[0].blocks, *_looks(view), *_contents(view))
     where = (("Ledger", f"✓ in the ledger: {proof}"), ("Method", item.method), ("Hospital", item.sites), *digests)
     return Section(f"Release {view.id}", (FactList(where), *blocks))
 

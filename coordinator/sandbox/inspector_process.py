@@ -31,7 +31,15 @@ import numpy as np
 import protos
 
 MAX_ANSWER: Final = 1 << 16  # bytes
-ARTIFACT_TYPES: Final = ("image-set", "volume-set", "update", "masked-update", "model")
+ARTIFACT_TYPES: Final = (
+    "image-set",
+    "volume-set",
+    "update",
+    "masked-update",
+    "model",
+    "evaluation",
+    "masked-evaluation",
+)
 _TEXT: Final = re.compile(r"[ -~]{1,300}")
 _ROOTS: Final = tuple(
     dict.fromkeys(str(Path(str(package.__file__)).resolve().parent.parent) for package in (protos, np))
@@ -227,5 +235,7 @@ _FACTS: Final = {
     "volume-set": _SET,
     "update": {"size": _is_count},
     "masked-update": {"size": _is_count, "dtype": _is_word},
+    "evaluation": {"size": _is_count},
+    "masked-evaluation": {"size": _is_count, "dtype": _is_word},
     "model": {"digest": _is_word, "size": _is_count},
 }

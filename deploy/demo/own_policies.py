@@ -49,7 +49,9 @@ def policies(mechanisms: Iterable[str], spare: Mapping[str, int] = MappingProxyT
         changes["components"] = '["public", "private"]'
     if "remodel" in shown:
         changes |= {"mechanisms": json.dumps(list(MECHANISMS)), "max_reid_rate": "0.4"}
-        changes["artifact_types"] = '["image-set", "volume-set", "model", "update", "masked-update"]'
+        changes["artifact_types"] = (
+            '["image-set", "volume-set", "model", "update", "masked-update", "evaluation", "masked-evaluation"]'
+        )
         changes["max_artifact_bytes"] = str(1 << 27)
     if not shown.isdisjoint(("centroids", "distill-dp")):
         changes["epsilon"] = "16.0"

@@ -17,9 +17,10 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.domain import Cohort, Image, Patient
+from agent.domain import Cohort, Image, Patient, TaskCohort
 from agent.errors import CohortTooSmallError
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
+from agent.mechanisms.federated.task_training import labelled_examples
 from deploy.demo import chests, eyes, heads, letters, pacs
 from deploy.demo.folder import public_basis
 from deploy.demo.jobs import PUBLIC_PATIENTS, federated_job, masked_job
@@ -32,7 +33,7 @@ from deploy.demo.train_networks import RECIPES
 from deploy.demo.twin import non_private_twin
 from deploy.phantoms import digits, scanner_files
 from policies.accounting.accountant import epsilon, tight_epsilon
-from policies.accounting.claims import Claim, KAnonymous, NoClaim
+from policies.accounting.claims import Claim, KAnonymous, NoClaim, SubsampledGaussian
 from policies.accounting.rounding import epsilon_text, format_rounded_up
 from protos.artifacts.arrays import unpack_vector
 
@@ -77,7 +78,7 @@ class Scene:
     def __post_init__(self) -> None:
         """Deal the digits out and fix the public configuration."""
         self.split = digits.split(len(SITES), self.scale.patients, 2)
-        self.mechanism = federated_job(self.split.public, self.scale.rounds)
+        self.mechanism = federated_job(self.scale.rounds)
 
     def __enter__(self) -> Self:
         """Nothing runs yet."""
@@ -443,26 +444,28 @@ class Scene:
     def evaluate(self, say: Say) -> str:
         """Accuracy of each round's model and of the twin that has no privacy."""
         test = self.split.held_out
-        pictures, truth = _large(test.images), np.array([str(label) for label in test.labels])
+        truth = np.array(test.labels)
+        people = [Patient("p", tuple(Image(p, str(c)) for p, c in zip(_large(test.images), truth, strict=True)))]
+        held_out = labelled_examples(self.mechanism.task, Cohort(tuple(people)))
         order, delta = self._account()
-        rounds = []
+        claim, rounds = self.mechanism.claim(), []
+        assert isinstance(claim, SubsampledGaussian), "the demo's run has no looks"
         for number in range(1, self.scale.rounds + 1):
             say(f"round {number}")
             raw = (self.work / "coordinator" / "runs" / RUN / f"round-{number}.safetensors").read_bytes()
-            claim = replace(self.mechanism.claim(), steps=self.mechanism.steps_per_round * number)
-            spent = epsilon([claim], delta, order)
+            made = replace(claim, steps=self.mechanism.steps_per_round * number)
+            spent = epsilon([made], delta, order)
             rounds.append(
-                {"round": number, "epsilon": spent, "accuracy": self._accuracy(unpack_vector(raw), pictures, truth)}
+                {"round": number, "epsilon": spent, "accuracy": self._accuracy(unpack_vector(raw), held_out, truth)}
             )
         say("the twin without privacy")
-        claim = self.mechanism.claim()
         taking_part = [i for i, site in enumerate(SITES) if site != POOR]
         twin = non_private_twin(self.mechanism, [self._cohort(i) for i in taking_part], np.random.default_rng(0))
         self.measured = {
             "title": "Lazaret demo",
             "accuracy": {
                 "private": rounds[-1]["accuracy"],
-                "non_private": self._accuracy(twin.vector, pictures, truth),
+                "non_private": self._accuracy(twin.vector, held_out, truth),
                 "chance": 0.1,
                 "test_images": len(truth),
             },
@@ -487,8 +490,8 @@ class Scene:
         account = next(a for a in ledger["accounts"] if a["account"] == f"{SITES[0]}/rdp")
         return int(account["order"]), float(account["delta"])
 
-    def _accuracy(self, vector: NDArray[np.float32], pictures: NDArray[np.float32], truth: NDArray[np.str_]) -> float:
-        return float((np.array(self.mechanism.predict(vector, pictures)) == truth).mean())
+    def _accuracy(self, vector: NDArray[np.float32], held_out: TaskCohort, truth: NDArray[np.int64]) -> float:
+        return float((self.mechanism.predict(vector, held_out).argmax(axis=1) == truth).mean())
 
     def _cohort(self, index: int) -> Cohort:
         """The same patients as the site ingested, straight from the digits."""

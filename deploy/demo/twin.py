@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import cross_entropy
 
 from agent.domain import Cohort, Update
-from agent.mechanisms.federated.mechanism import Federated, LinearSoftmax
+from agent.dp.noise import SystemEntropy
+from agent.mechanisms.federated.mechanism import Federated
+from agent.mechanisms.federated.task_training import labelled_examples, row_losses, units
 
 
 def non_private_twin(mechanism: Federated, cohorts: Sequence[Cohort], rng: np.random.Generator) -> Update:
@@ -36,19 +37,18 @@ def non_private_twin(mechanism: Federated, cohorts: Sequence[Cohort], rng: np.ra
 def _train_unprotected(
     mechanism: Federated, cohort: Cohort, vector: NDArray[np.float32], rng: np.random.Generator
 ) -> NDArray[np.float32]:
-    model = LinearSoftmax(len(mechanism.classes))
-    torch.nn.utils.vector_to_parameters(torch.from_numpy(vector.copy()), model.parameters())
-    units = [unit for patient in cohort.patients if (unit := mechanism.unit(patient)) is not None]
-    optimizer = torch.optim.SGD(model.parameters(), lr=mechanism.learning_rate * mechanism.clip)
+    network, task = mechanism.network(vector), mechanism.task
+    patients = units(task, network, labelled_examples(task, cohort), SystemEntropy())
+    parameters = [parameter for parameter in network.trained.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=mechanism.learning_rate * task.training.clip)
+    losses = row_losses(task)
     for _ in range(mechanism.steps_per_round):
-        batch = [unit for unit, u in zip(units, rng.random(len(units)), strict=True) if u < mechanism.sampling_rate]
+        drawn = zip(patients, rng.random(len(patients)), strict=True)
+        batch = [unit for unit, u in drawn if u < task.training.sampling_rate]
         if not batch:
             continue
         optimizer.zero_grad()
-        loss = cross_entropy(
-            model(torch.cat([unit.rows[0] for unit in batch])), torch.cat([unit.rows[1] for unit in batch])
-        )
-        torch.autograd.backward(loss)
+        rows = tuple(torch.cat(parts) for parts in zip(*(unit.rows for unit in batch), strict=True))
+        torch.autograd.backward(losses(network.trained, rows).mean())
         optimizer.step()
-    trained: NDArray[np.float32] = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
-    return trained
+    return network.vector()

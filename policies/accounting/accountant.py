@@ -22,6 +22,7 @@ from policies.accounting.claims import (
     Claim,
     Composed,
     DistributedGaussian,
+    Evaluated,
     Gaussian,
     Part,
     SubsampledGaussian,
@@ -52,11 +53,13 @@ class NoiseNotFoundError(ConfigError, ValueError):
 
 
 def _comparable(claims: Iterable[Claim]) -> tuple[Simple, ...]:
-    """The claims in an order of their own, composed ones part by part, when their epsilons may be added at all."""
+    """The claims in an order of their own, part by part and look by look, when their epsilons may be added at all."""
     listed: list[Simple] = []
     for claim in claims:
         if isinstance(claim, Composed):
             listed += claim.parts
+        elif isinstance(claim, Evaluated):
+            listed += [claim.training, *[claim.query] * claim.looks]
         elif isinstance(claim, Gaussian):
             listed.append(claim)
         else:
@@ -70,7 +73,7 @@ def _comparable(claims: Iterable[Claim]) -> tuple[Simple, ...]:
 def rdp(claim: Claim, order: int) -> float:
     """Rényi DP of one claim at one integer order, in nats, by two accountants that must agree.
 
-    Of a composed claim they must agree on each part too: the loudest would cover what is wrong with another.
+    Of several claims in one they must agree on each too: the loudest would cover what is wrong with another.
 
     Raises:
         UnsupportedClaimError: the claim has no Rényi curve (k-anonymity has none, not a zero one).
@@ -81,7 +84,7 @@ def rdp(claim: Claim, order: int) -> float:
     from policies.accounting import reference_accountant  # noqa: PLC0415 - scipy: most commands compute no price
 
     listed = _comparable([claim])
-    for part in listed if isinstance(claim, Composed) else ():
+    for part in set(listed) if isinstance(claim, Composed | Evaluated) else ():
         rdp(part, order)
     of_record = reference_accountant.rdp(listed, order)
     second, steps = integer_rdp(claim, order), sum(map(reference_accountant.steps, listed))

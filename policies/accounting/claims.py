@@ -24,6 +24,7 @@ LEAST_NOISE: Final = 1e-3  # a noise multiplier of less is no noise, and its pri
 MOST_NOISE: Final = 1e6
 MAX_SITES: Final = 10_000  # in one securely aggregated sum
 MAX_PARTS: Final = 8  # of one composed claim
+MAX_LOOKS: Final = 1000  # at one training
 
 
 class UnsupportedClaimError(ConfigError, ValueError):
@@ -129,6 +130,9 @@ class GaussianQuery:
     histograms are no exception, for each image's vector lies in its own class's bins, with k_1 votes as before. The
     mean must be over all images that vote, not one over each class's: those would add up, class by class.
 
+    Sums of anything else. Where a unit contributes a vector of norm at most 1 (sums for an evaluation, see
+    :mod:`policies.tasks.evaluation`), that is one image with one vote, and ``noise`` is in units of that norm.
+
     There is no field for the sensitivity (design P10): it derives from what the mechanism enforces.
     """
 
@@ -197,6 +201,60 @@ class Composed:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A training, and at most ``looks`` looks at how good it is by then, each of them the same Gaussian query.
+
+    Everything is fixed before an image is read: the training, the query and the number of looks. The price of the
+    whole is held before the first step. Its divergence is that of the training and ``looks`` times that of the query,
+    added at every order (Mironov 2017, proposition 1). A look may depend on the models and figures before it, and so
+    may the steps after it: a Rényi divergence of steps that are each bounded whatever came before adds up under
+    adaptivity.
+
+    Charged as a sum. Patients who are held out for the looks are other patients than those trained on, and if that is
+    so each is charged too much: parallel composition would ask for the larger of the two alone. But the division is
+    made at a site by a key that nobody else has, its share is configuration and may differ from run to run, and no
+    auditor can see who was in which part. A price must follow from the claim alone. So no division is assumed, and
+    the claim holds for a patient who is in both parts.
+
+    Not :class:`Composed`: that is granted and used as one, and no part of it can be spent without the rest. A run
+    spends this claim turn by turn: what is released under it so far is the training's own claim with fewer steps
+    before the first look, and after it this one with fewer steps and looks. Nor has a composed claim a place for a
+    :class:`DistributedGaussian`. There the query is of the *sum* over the sites, too: each adds noise of
+    ``query.noise / sqrt(honest)`` to its own part (:attr:`share`), under the same assumption.
+    """
+
+    training: Stepwise
+    query: GaussianQuery  # of one look
+    looks: int  # in [1, MAX_LOOKS]
+
+    def __post_init__(self) -> None:
+        """Refuse what is no training with a query of its unit and relation, looked at a known number of times."""
+        if type(self.training) not in (SubsampledGaussian, DistributedGaussian):
+            raise UnsupportedClaimError("what is evaluated must be a subsampled or a distributed Gaussian")
+        if type(self.query) is not GaussianQuery:
+            raise UnsupportedClaimError("what an evaluation asks must be a Gaussian query")
+        _whole("looks", self.looks, 1, MAX_LOOKS)
+        if (self.query.unit, self.query.relation) != (self.unit, self.relation):
+            raise UnsupportedClaimError("the query must be of the training's unit and neighbouring relation")
+
+    @property
+    def unit(self) -> str:
+        """The training's unit of privacy."""
+        return self.training.unit
+
+    @property
+    def relation(self) -> str:
+        """The training's neighbouring relation."""
+        return self.training.relation
+
+    @property
+    def share(self) -> float:
+        """Standard deviation of the noise that each site adds in a look, in votes."""
+        honest = self.training.honest if isinstance(self.training, DistributedGaussian) else 1
+        return self.query.noise / math.sqrt(honest)
+
+
+@dataclass(frozen=True, slots=True)
 class KAnonymous:
     """Each released record stands for at least ``k`` distinct units, ``l_diversity`` labels among them.
 
@@ -223,8 +281,8 @@ class NoClaim:
     """Nothing is promised. It exists so that a release without a guarantee has to say so."""
 
 
-Gaussian = SubsampledGaussian | DistributedGaussian | GaussianQuery | Composed  # the claims that have an epsilon
-Stepwise = SubsampledGaussian | DistributedGaussian  # those of them that are made step by step, in rounds
+Stepwise = SubsampledGaussian | DistributedGaussian  # the claims that are made step by step, in rounds
+Gaussian = Stepwise | GaussianQuery | Composed | Evaluated  # the claims that have an epsilon
 Claim = Gaussian | KAnonymous | NoClaim
 
 KINDS: Final[Mapping[str, type[Claim]]] = {
@@ -232,6 +290,7 @@ KINDS: Final[Mapping[str, type[Claim]]] = {
     "distributed-gaussian": DistributedGaussian,
     "gaussian-query": GaussianQuery,
     "composed": Composed,
+    "evaluated": Evaluated,
     "k-anonymous": KAnonymous,
     "no-claim": NoClaim,
 }
@@ -239,9 +298,20 @@ KINDS: Final[Mapping[str, type[Claim]]] = {
 
 def assumption(claim: Claim) -> str:
     """What a claim takes for granted of others, as every certificate must print it; "" when nothing is."""
+    claim = training_of(claim)
     if not isinstance(claim, DistributedGaussian) or claim.honest == 1:
         return ""
     return (
         f"it holds if in every sum at least {claim.honest} of the {claim.sites} sites add their share of the noise "
         "and tell nobody what it was, and the secure aggregation shows nothing but the sum"
     )
+
+
+def training_of(claim: Claim) -> Claim:
+    """The training of an evaluated claim; any other claim as it is."""
+    return claim.training if isinstance(claim, Evaluated) else claim
+
+
+def looks_of(claim: Claim) -> int:
+    """How many looks a claim counts."""
+    return claim.looks if isinstance(claim, Evaluated) else 0

@@ -25,7 +25,14 @@ from decimal import (
 from functools import lru_cache
 from typing import Final
 
-from policies.accounting.claims import Claim, Composed, Gaussian, GaussianQuery, UnsupportedClaimError
+from policies.accounting.claims import (
+    Claim,
+    Composed,
+    Evaluated,
+    Gaussian,
+    GaussianQuery,
+    UnsupportedClaimError,
+)
 
 NANO: Final = 10**9
 MAX_ORDER: Final = 1024
@@ -78,6 +85,8 @@ def _divergence(claim: Gaussian, order: int) -> Decimal:
     """An upper bound on the Rényi divergence of the whole claim at ``order``, in nats; the context must round up."""
     if isinstance(claim, Composed):  # smallest first, whatever the order written: the last digits are the same
         return sum(sorted(_divergence(part, order) for part in claim.parts), Decimal(0))
+    if isinstance(claim, Evaluated):
+        return _divergence(claim.training, order) + claim.looks * _divergence(claim.query, order)
     if isinstance(claim, GaussianQuery):  # sigma = noise / (m sqrt(k_1)): no square root is needed
         inverse = 1 / Decimal(claim.noise)
         return order * claim.contribution**2 * claim.votes * inverse * inverse / 2
@@ -93,7 +102,8 @@ def integer_rdp(claim: Gaussian, order: int) -> float:
 
     Poisson-subsampled Gaussian, also of a sum whose noise the sites share: ``steps * log(A) / (a - 1)``, see
     :func:`_log_moment`. Plain Gaussian, and every Gaussian query: ``a / (2 sigma^2)`` (Mironov 2017, corollary 3;
-    PrivImage, theorem 3.1). Composed: the sum of its parts' (Mironov 2017, proposition 1; PrivImage, theorem E.2).
+    PrivImage, theorem 3.1). Composed: the sum of its parts' (Mironov 2017, proposition 1; PrivImage, theorem E.2),
+    and so of a training and the looks at it.
 
     Raises:
         ValueError: the order is not an integer in [2, 1024].

@@ -15,7 +15,7 @@ from typing import Final
 from policies.accounting.rdp import allowance
 from policies.audit.auditor import open_envelope
 from policies.governance import amendments
-from policies.ledger.approvals import ROLES
+from policies.ledger.approvals import ROLES, RUN_PLAN, refusal
 from policies.ledger.entries import (
     Amended,
     Appointed,
@@ -59,6 +59,7 @@ _VALUES: Final[Mapping[str, re.Pattern[str]]] = MappingProxyType(
         "limit": re.compile(r"[0-9][0-9.e-]{0,23}"),
         "refuse": re.compile(f"{HEX.pattern} {ID.pattern}"),
         "release": HEX,
+        "run": HEX,
         "waive": re.compile(r"[1-9][0-9]{0,8}-[A-Za-z0-9_-]{1,64}"),  # the epoch and its nonce
     }
 )
@@ -160,6 +161,10 @@ def _readable(s: Approval | Request, state: State) -> None:
     if not form.fullmatch(s.value):
         now = "; `ledger waive` prints the present one" if s.action == "waive" else ""
         raise InvalidEntryError(f"{s.action}: the value cannot be carried out{now}")
+    if s.serial.startswith(plan := refusal(RUN_PLAN)):  # whatever is signed there refuses the plan of that SHA-256
+        digest = s.serial.removeprefix(plan)
+        if s.action != "refuse" or not digest or not s.value.startswith(digest):
+            raise InvalidEntryError("under that serial the plan of its own SHA-256 is refused, and nothing else said")
 
 
 def statement_bytes(kind: str, fields: Sequence[str]) -> bytes:

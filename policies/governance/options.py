@@ -21,6 +21,7 @@ VALUES: Final[Mapping[str, str]] = MappingProxyType(  # action -> the value that
         "limit": "BUDGET",
         "refuse": "SHA-256 REASON",
         "release": "SHA-256",
+        "run": "the plan's SHA-256, as `run show` prints it",
         "waive": "EPOCH-NONCE, as `ledger waive` prints it",
     }
 )

@@ -16,7 +16,9 @@ from policies.ledger.state import State
 from policies.ledger.store import Store
 from policies.statements import Approval, Request
 
-OF_OTHERS = frozenset({"amend", "enrol", "refuse", "release"})  # what waits for these is more than an open proposal
+OF_OTHERS = frozenset(
+    {"amend", "enrol", "refuse", "release", "run"}
+)  # what waits for these is more than an open proposal
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,12 @@ APPROVING: Final = frozenset({"compliance", "hospital"})  # who runs the machine
 ASKING: Final = ROLES - {"auditor"}  # who only looks on asks for nothing
 
 
-# Serials that follow from what is decided: a release's own, a policy's amendment, a refusal. Nobody asks under one,
+# Serials that follow from what is decided: a release's own, a run's plan ("release-run-"), a policy's amendment, a
+# refusal. Nobody asks under one,
 # or whoever may ask could keep it for other words, and nothing could be decided under it ever again.
 FIXED: Final = ("amend-", "refuse-", "release-")
-UNASKED: Final = frozenset({"amend", "refuse", "release"})  # what is decided under such a serial
+UNASKED: Final = frozenset({"amend", "refuse", "release", "run"})  # what is decided under such a serial
+RUN_PLAN: Final = "release-run-"  # a run's plan: then follows the beginning of its SHA-256
 
 
 def refusal(release: str) -> str:

@@ -85,6 +85,7 @@ class Grant:
     used: int = 0
     last_round: int = 0
     sent: int = 0  # in a site's own ledger: what set out under it has consumed, answered or not
+    claim: bytes = b""  # of the newest release that was admitted under it, canonical JSON
 
 
 class KeyReusedError(RefusedError, ValueError):
@@ -281,7 +282,7 @@ class State(Approvers):
             raise InvalidEntryError("the release was reviewed before")
         if not grant.used < e.used <= held.amount or (e.run and e.round <= grant.last_round):
             raise InvalidEntryError("the grant does not cover the release")
-        grant.used, grant.last_round = e.used, e.round
+        grant.used, grant.last_round, grant.claim = e.used, e.round, e.claim
         self.releases[e.release] = e
         self.envelopes.add(e.envelope)
         if e.run:

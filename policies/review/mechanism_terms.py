@@ -8,15 +8,20 @@ from types import MappingProxyType
 from typing import Final
 
 from policies.accounting.claims import (
+    Claim,
     Composed,
     DistributedGaussian,
     Gaussian,
     KAnonymous,
     NoClaim,
     SubsampledGaussian,
+    training_of,
 )
 
-ARTIFACT_TYPES: Final = frozenset({"image-set", "volume-set", "update", "masked-update", "model"})
+EVALUATIONS: Final = frozenset({"evaluation", "masked-evaluation"})  # what a look releases
+ARTIFACT_TYPES: Final = frozenset(
+    {"image-set", "volume-set", "update", "masked-update", "model", "evaluation", "masked-evaluation"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,10 @@ class Terms:
     def artifact_type(self) -> str:
         """What it usually releases."""
         return self.artifact_types[0]
+
+    def admits(self, claim: Claim) -> bool:
+        """Is it a claim that the mechanism must make; or, where it is made in rounds, that claim with looks?"""
+        return type(training_of(claim) if self.rounds else claim) is self.claim
 
     @property
     def kind(self) -> str:
@@ -54,8 +63,8 @@ TERMS: Final[Mapping[str, Terms]] = MappingProxyType(
         "ksame": Terms(KAnonymous, _IMAGES, frozenset({"encoder", "generator"}), rounds=False),
         "ksalsa": Terms(KAnonymous, _IMAGES, frozenset({"encoder", "generator", "style", "content"}), rounds=False),
         "anonfaces": Terms(KAnonymous, _IMAGES, frozenset({"encoder", "generator", "recogniser"}), rounds=False),
-        "federated": Terms(SubsampledGaussian, ("update",), _ROUND, rounds=True),
-        "federated-masked": Terms(DistributedGaussian, ("masked-update",), _ROUND, rounds=True),
+        "federated": Terms(SubsampledGaussian, ("update", "evaluation"), _ROUND, rounds=True),
+        "federated-masked": Terms(DistributedGaussian, ("masked-update", "masked-evaluation"), _ROUND, rounds=True),
         # a noisy histogram chooses what is pre-trained on, and training with noise follows; or noisy counts and sums
         "privimage": Terms(Composed, _IMAGES, frozenset({"semantics", "pretraining"}), rounds=False),
         "centroids": Terms(Composed, _IMAGES, frozenset({"encoder", "generator", "codebook"}), rounds=False),

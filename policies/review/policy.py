@@ -1,6 +1,7 @@
-"""A site's or a federation's policy: flat TOML, every key required, the strictest of two wins.
+"""A site's or a federation's policy: flat TOML, every key but one required, the strictest of two wins.
 
-Default deny: no policy, no release. The coordinator may only tighten what a site admits (design P12).
+Default deny: no policy, no release. The coordinator may only tighten what a site admits (design P12). A policy that
+was signed before runs were approved has no ``run_approvals``, and is read as it was meant then: nobody approves them.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ class Policy:
     max_reid_rate: float  # largest share of synthetic images that vetting may re-identify, upper confidence bound
     mechanisms: frozenset[str]  # that may release
     modalities: frozenset[str]  # DICOM codes, (0008,0060)
-    artifact_types: frozenset[str]  # that may leave: image-set, model, update, masked-update
+    artifact_types: frozenset[
+        str
+    ]  # that may leave: image-set, model, update, masked-update, evaluation, masked-evaluation
     components: frozenset[str]  # provenance admitted of generators, encoders, ... (P6)
     levels: frozenset[str]  # claim levels admitted: "A", "A*", "B", "C"
     approvals: frozenset[str]  # roles of the persons who must have approved a release before it leaves
     readers: frozenset[
         str
     ]  # SHA-256 of the HPKE keys that a release may be encrypted to, past the coordinator's eyes
+    run_approvals: frozenset[str] = frozenset()  # roles that must approve a federated run's plan before its price
 
 
 _BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
@@ -59,7 +63,9 @@ _CHOICES: Final[Mapping[str, frozenset[str]]] = {
     "components": frozenset({"public", "dp", "private"}),
     "levels": frozenset({"A", "A*", "B", "C"}),
     "approvals": frozenset({"compliance", "hospital"}),
+    "run_approvals": frozenset({"compliance", "hospital"}),
 }
+_OF_LATER: Final[Mapping[str, list[str]]] = {"run_approvals": []}  # keys that a policy of before does not have
 
 
 def _problem(key: str, value: object) -> str | None:
@@ -96,6 +102,7 @@ def parse(text: str, source: str) -> Policy:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise PolicyError(f"{source}: not TOML: {error}") from None
+    table = {**_OF_LATER, **table}
     names = {f.name for f in fields(Policy)}
     problems = [f"{key}: missing" for key in sorted(names - set(table))]
     problems += [f"{key}: unknown key" for key in sorted(set(table) - names)]
@@ -153,4 +160,5 @@ def strictest(a: Policy, b: Policy) -> Policy:
         levels=a.levels & b.levels,
         approvals=a.approvals | b.approvals,
         readers=a.readers & b.readers,
+        run_approvals=a.run_approvals | b.run_approvals,
     )

@@ -16,17 +16,20 @@ from policies.accounting.claims import (
     UNIT,
     Claim,
     DistributedGaussian,
+    Evaluated,
     Gaussian,
     KAnonymous,
     NoClaim,
     Stepwise,
     UnsupportedClaimError,
     assumption,
+    looks_of,
+    training_of,
 )
 from policies.accounting.rdp import allowance, cost, epsilon_nano
 from policies.accounting.rounding import epsilon_text
 from policies.ledger.state import Account, Grant
-from policies.review.mechanism_terms import ARTIFACT_TYPES, TERMS, Terms
+from policies.review.mechanism_terms import ARTIFACT_TYPES, EVALUATIONS, TERMS, Terms
 from policies.review.policy import Policy
 from policies.statements import (
     Release,
@@ -105,7 +108,7 @@ def _terms(mechanism: str, claim: Claim, policy: Policy) -> Iterator[Finding]:
         return
     if mechanism not in policy.mechanisms:
         yield Finding("mechanism_not_allowed", f"the policy {policy.name} does not admit {mechanism}")
-    if type(claim) is not terms.claim:
+    if not terms.admits(claim):
         yield Finding("claim_kind", f"{mechanism} must claim {terms.claim.__name__}, not {type(claim).__name__}")
     if isinstance(claim, KAnonymous):
         if not claim.k >= policy.k_min:
@@ -125,8 +128,12 @@ def _place(statement: Reservation | Release) -> Iterator[Finding]:
     if isinstance(statement, Release):
         if (statement.round >= 1) is not rounds:
             yield Finding("round", "a release of a run names its round, and no other does")
-        claim = statement.claim
-        if isinstance(claim, DistributedGaussian) and assumption(claim) and not claim.steps <= statement.round:
+        claim, looks = training_of(statement.claim), looks_of(statement.claim)
+        if (
+            isinstance(claim, DistributedGaussian)
+            and assumption(claim)
+            and not claim.steps + looks <= statement.round
+        ):
             yield Finding("one_step", "where sites share the noise of a sum, every step is a round of its own")
         if statement.release != release_id(statement.site, statement.grant, statement.round):
             yield Finding("release_id", "a release's id follows from its site, grant and round")
@@ -171,10 +178,15 @@ def review_reservation(reservation: Reservation, standing: AccountContext, polic
 
 
 def _attainable(claim: Claim, policy: Policy) -> Iterator[Finding]:
-    """A level that follows from the claim alone is asked for before anything is made."""
+    """What follows from the claim alone is asked for before anything is made: the level, and looks at a training."""
     level = "C" if isinstance(claim, NoClaim) else "A*" if assumption(claim) else ""
     if level and level not in policy.levels:
         yield _too_weak(level, policy)
+    if isinstance(claim, Evaluated):
+        masked = isinstance(claim.training, DistributedGaussian)
+        kind = "masked-evaluation" if masked else "evaluation"
+        if kind not in policy.artifact_types:
+            yield Finding("artifact_type_not_allowed", f"the policy {policy.name} does not admit {kind}")
 
 
 def _too_weak(level: str, policy: Policy) -> Finding:
@@ -267,6 +279,17 @@ def _granted(claim: bytes) -> Claim | None:
         return None
 
 
+def _within(part: Claim, whole: Claim) -> bool:
+    """Is ``part`` the claim ``whole`` with as many steps, or fewer, and with as many looks, or fewer, or none?"""
+    steps, of = training_of(part), training_of(whole)
+    if not isinstance(steps, Stepwise) or not isinstance(of, Stepwise):
+        return False
+    if isinstance(part, Evaluated) and not (isinstance(whole, Evaluated) and part.query == whole.query):
+        return False
+    fewer = steps.steps <= of.steps and looks_of(part) <= looks_of(whole)
+    return fewer and replace(of, steps=steps.steps) == steps
+
+
 def _covered(release: Release, grant: Grant, account: Account) -> Iterator[Finding]:
     """Does the grant cover everything released under it, this release included?"""
     held = grant.reserved
@@ -277,8 +300,8 @@ def _covered(release: Release, grant: Grant, account: Account) -> Iterator[Findi
         return
     granted, claim = _granted(held.claim), release.claim
     rounds = TERMS[release.mechanism].rounds  # the review has ended before this if it is unknown
-    if rounds and isinstance(granted, Stepwise) and isinstance(claim, Stepwise):
-        covered = replace(granted, steps=claim.steps) == claim and claim.steps <= granted.steps
+    if rounds:
+        covered = granted is not None and _within(claim, granted)
     else:  # all of it or nothing: fewer steps, or a part of a composed claim, are another claim
         covered = canonical(claim_json(claim)) == held.claim
     if not covered:
@@ -288,8 +311,14 @@ def _covered(release: Release, grant: Grant, account: Account) -> Iterator[Findi
     elif not rounds:
         if grant.used:
             yield Finding("grant_used", "the grant's one release was made before")
-    elif not price(claim, account) > grant.used or not release.round > grant.last_round:
+    elif not price(claim, account) > grant.used or not release.round > grant.last_round or _shrunk(claim, grant):
         yield Finding("round_repeated", "this round's steps were released before")
+
+
+def _shrunk(claim: Claim, grant: Grant) -> bool:
+    """Does a claim leave out steps or looks of the newest release that was admitted under its grant?"""
+    last = _granted(grant.claim)  # None before the first one
+    return last is not None and not _within(last, claim)
 
 
 def _epsilon(release: Release, account: Account, policy: Policy) -> Iterator[Finding]:
@@ -325,6 +354,8 @@ def _contents(release: Release, policy: Policy) -> Iterator[Finding]:
     terms = TERMS.get(release.mechanism)
     if terms is not None and release.artifact_type not in terms.artifact_types:
         yield Finding("artifact_type", f"{release.mechanism} releases {' or '.join(terms.artifact_types)}")
+    if release.artifact_type in EVALUATIONS and not looks_of(release.claim):
+        yield Finding("artifact_type", "an evaluation is released under a claim that counts looks")
     if release.artifact_type not in policy.artifact_types & ARTIFACT_TYPES:
         yield Finding("artifact_type_not_allowed", f"the policy does not admit {release.artifact_type}")
     if not 0 < release.artifact_bytes <= policy.max_artifact_bytes:

@@ -23,6 +23,8 @@ def check(source: ByteSource, artifact_type: str, expected: Mapping[str, Any]) -
     ``volume-set``           nothing                               the same
     ``update``               ``size``: int, or nothing             size
     ``masked-update``        ``size``, ``dtype``, or nothing       size, dtype
+    ``evaluation``           ``size``: int, or nothing             size
+    ``masked-evaluation``    ``size``, ``dtype``, or nothing       size, dtype
     ``model``                ``architecture``: canonical JSON      digest, size (bytes of values)
     ======================== ===================================== ==========================================
 
@@ -80,5 +82,7 @@ _READERS: Final[dict[str, tuple[Callable[[ByteSource, Mapping[str, Any]], dict[s
     "volume-set": (_volumes, frozenset()),
     "update": (lambda source, told: {"size": check_vector(source, told.get("size"))}, frozenset({"size"})),
     "masked-update": (_masked, frozenset({"size", "dtype"})),
+    "masked-evaluation": (_masked, frozenset({"size", "dtype"})),
+    "evaluation": (lambda source, told: {"size": check_vector(source, told.get("size"))}, frozenset({"size"})),
     "model": (_model, frozenset({"architecture"})),
 }

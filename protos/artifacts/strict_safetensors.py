@@ -214,6 +214,11 @@ def vector_architecture(size: int, name: str = "flat", dtype: str = "F32") -> Ar
     return Architecture.of({name: (dtype, (size,))})
 
 
+def vector_bytes(size: int, name: str = "flat", dtype: str = "F32") -> int:
+    """How many bytes the file of one tensor with one axis has."""
+    return len(vector_architecture(size, name, dtype).header()) + size * WIDTHS[dtype]
+
+
 def check_weights(source: ByteSource, architecture: Architecture) -> None:
     """Refuse everything but finite values for this architecture, in the one form; 4 MiB are held at once.
 
@@ -264,8 +269,9 @@ def pack_weights(tensors: Mapping[str, NDArray[Any]]) -> bytes:
             raise ArtifactFormatError("no such type of tensor")
         shaped[name] = (_DTYPES[array.dtype.newbyteorder("<")], array.shape)
     architecture = Architecture.of(shaped)
-    parts = [np.ascontiguousarray(tensors[t.name], _NUMPY[t.dtype]).tobytes() for t, _ in architecture.placed()]
-    raw = b"".join([architecture.header(), *parts])
+    parts = [np.ascontiguousarray(tensors[t.name], _NUMPY[t.dtype]) for t, _ in architecture.placed()]
+    # an array of one element at least lends its bytes: a large one is copied once, into the file
+    raw = b"".join([architecture.header(), *(part.reshape(-1).view(np.uint8).data for part in parts)])
     check_weights(BytesSource(raw), architecture)
     return raw
 

@@ -1,21 +1,29 @@
 """What the two ends of a federated round agree on: messages, records, keys, codes, the stub, the tunnel.
 
-Agent and coordinator never import each other; both import this. A run has three kinds of message, as
+Agent and coordinator never import each other; both import this. A run has four kinds of message, as
 `flwr.app.Message`. Records and keys are exact: anything missing or extra is refused by the receiver.
 
 ``query.price``, coordinator to site: one ConfigRecord ``order`` {run: str, round: int, config: bytes}
     reply: one ConfigRecord ``answer`` {envelope: bytes}, or an Error; at the price, the site's sealed reservation
+``query.plan``, coordinator to site, before the price where persons approve runs: the same ``order``
+    reply: ``answer`` with an empty envelope: nothing here waits; or an Error, ``waiting`` while persons decide
 ``query.secure``, coordinator to site: ``order`` {run, round, config, step: str} and one ArrayRecord
 ``payload`` {data: (n,) uint8}
     reply: one ArrayRecord ``payload`` {data: (m,) uint8}, or an Error. What the bytes mean is
     protos/secagg/member.py's
 ``train``, coordinator to site: the same ``order`` and one ArrayRecord ``parameters`` {flat: (n,) float32}
     reply: the same ``answer`` and one ArrayRecord ``parameters`` {flat: (n,) float32}, or an Error
+``evaluate``, coordinator to site: as ``train``
+    reply: as to ``train``, with the noisy sums of one look (policies/tasks/evaluation.py) in place of parameters
 
 ``run`` is Lazaret's run id (not Flower's), ``round`` counts from 0 (always 0 in ``query.price``),
-``config`` is the mechanism's public configuration, opaque here. Parameters travel as one flat tensor,
-because Flower's cost is per tensor; bytes as an array, because Flower cuts only arrays into pieces that fit
-a call. An Error carries a code of `CODES` and that code's name as its reason, never other text.
+``config`` is the mechanism's public configuration, opaque here. Since a job names its times, every ``order`` also has
+{seconds: int, approve_by: int}: how long a round may take, and until when persons may approve the run (seconds since
+1970; 0: no site that is asked wants that). Without the two, a round takes at most 150 seconds.
+
+Parameters travel as one flat tensor, because Flower's cost is per tensor; bytes as an array, because Flower cuts only
+arrays into pieces that fit a call. An Error carries a code of `CODES` and that code's name as its reason, never other
+text.
 
 Flower starts a run from an app bundle. Lazaret runs no received code, so the bundle is a stub: it is
 built here, byte for byte the same everywhere, both sides know its SHA-256, and nobody unpacks it.
@@ -33,15 +41,19 @@ from collections.abc import Mapping
 from typing import Final
 
 PRICE: Final = "query.price"
+PLAN: Final = "query.plan"
 TRAIN: Final = "train"
+EVALUATE: Final = "evaluate"
 SECURE: Final = "query.secure"
-KINDS: Final = frozenset({PRICE, TRAIN, SECURE})
+KINDS: Final = frozenset({PLAN, PRICE, TRAIN, EVALUATE, SECURE})
 
 ORDER: Final = "order"
 RUN: Final = "run"
 ROUND: Final = "round"
 CONFIG: Final = "config"
 STEP: Final = "step"
+SECONDS: Final = "seconds"
+APPROVE_BY: Final = "approve_by"
 
 ANSWER: Final = "answer"
 ENVELOPE: Final = "envelope"
@@ -56,8 +68,9 @@ MAX_CONFIG: Final = 1 << 20  # bytes
 MAX_ENVELOPE: Final = 1 << 20  # bytes
 MAX_STEP: Final = 64  # characters
 MAX_PARAMETERS: Final = 100_000_000
+MAX_SUMS: Final = 1 << 16  # numbers of one look
 MAX_PAYLOAD: Final = 8 * MAX_PARAMETERS + (1 << 20)  # bytes: one ring element for each parameter, and some more
-MAX_OBJECTS: Final = 64  # of one message: its records, and arrays in pieces of 20 MB
+MAX_OBJECTS: Final = 192  # of one message: its records, and arrays in pieces of 5 MB, 153 for the longest payload
 
 # The calls of Flower's Fleet API that a site makes: not among them are registering a node and fetching a bundle.
 FLEET_CALLS: Final = frozenset(
@@ -86,7 +99,7 @@ FLEET_HEADERS: Final = frozenset(
     }
 )
 FLEET_PART: Final = 1 << 20  # bytes of a body in one part
-FLEET_BODY: Final = 32 << 20  # bytes of one body; Flower cuts arrays into objects of 20 MB
+FLEET_BODY: Final = 32 << 20  # bytes of one body; Flower cuts arrays into objects of 5 MB
 
 # Why a site declines. Codes below 1000 are Flower's own. A cause that depends on patients (too few of
 # them, none at all, data that cannot be read) has one code only, "unavailable": the coordinator's side
@@ -101,6 +114,7 @@ CODES: Final[Mapping[str, int]] = {
     "mechanism": 1006,  # unknown mechanism or configuration
     "not_granted": 1007,  # training was asked for without a grant
     "unavailable": 1008,
+    "waiting": 1009,  # persons at the site have not approved the run yet
 }
 
 _WORDS: Final = '"""A stub. It does nothing: Lazaret runs only code that is installed locally."""\n'

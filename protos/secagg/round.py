@@ -24,6 +24,8 @@ from protos.secagg.messages import SumStep, open_message
 from protos.secagg.ring import Ring, Words
 from protos.secagg.session import Params, Quorum, SumSession, start_context
 
+LOOK: Final = "look"  # in a strategy's place: the sum is one of a look at the model, and moves no parameter
+LOOK_BITS: Final = 64  # of the ring of its sums
 CORRUPT: Final = 1  # sites that may work with the coordinator against the others
 MOST_SETUP: Final = 1 << 16
 _LENGTH: Final = struct.Struct(">Q")
@@ -40,7 +42,7 @@ class RoundParams:
     run: str
     round_index: int  # from 0
     config: bytes  # the mechanism's, JSON
-    strategy: str  # the coordinator's, JSON
+    strategy: str  # the coordinator's, JSON; or LOOK
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +104,26 @@ def ring_of(config: Mapping[str, Any], parameters: int) -> Ring:
 
 
 def session(
-    terms: RoundParams, start: NDArray[np.float32], roster: Mapping[str, bytes], quorum: Quorum
+    terms: RoundParams,
+    start: NDArray[np.float32],
+    roster: Mapping[str, bytes],
+    quorum: Quorum,
+    look: Ring | None = None,
 ) -> SumSession:
     """The session as one side sees it: equal on both sides, or nothing can be unmasked.
+
+    Args:
+        terms: the round.
+        start: the parameters that it starts from, or that are looked at.
+        roster: site -> its enrolled key.
+        quorum: for so many sites.
+        look: the ring of a look's sums; None: it is that of the parameters.
 
     Raises:
         ValueError: a configuration under which a sum could wrap, or a site be unmasked.
     """
     config = json.loads(terms.config)
-    ring = ring_of(config, int(start.size))
+    ring = ring_of(config, int(start.size)) if look is None else look
     context = start_context(start, (terms.strategy.encode(), terms.config))
     return SumSession(terms.run, terms.round_index, Params(ring, quorum), context, roster)
 

@@ -224,7 +224,7 @@ class OutcomeRequest(_message.Message):
     def __init__(self, key: _Optional[str] = ..., seen: _Optional[int] = ...) -> None: ...
 
 class LaunchRequest(_message.Message):
-    __slots__ = ("run", "mechanism", "config", "parameters", "sites", "rounds", "min_sites", "strategy", "all_or_none", "secure")
+    __slots__ = ("run", "mechanism", "config", "parameters", "sites", "rounds", "min_sites", "strategy", "all_or_none", "secure", "round_seconds", "approval_days", "evaluate")
     RUN_FIELD_NUMBER: _ClassVar[int]
     MECHANISM_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +235,9 @@ class LaunchRequest(_message.Message):
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     ALL_OR_NONE_FIELD_NUMBER: _ClassVar[int]
     SECURE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    APPROVAL_DAYS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATE_FIELD_NUMBER: _ClassVar[int]
     run: str
     mechanism: str
     config: bytes
@@ -245,7 +248,10 @@ class LaunchRequest(_message.Message):
     strategy: str
     all_or_none: bool
     secure: bool
-    def __init__(self, run: _Optional[str] = ..., mechanism: _Optional[str] = ..., config: _Optional[bytes] = ..., parameters: _Optional[int] = ..., sites: _Optional[_Iterable[str]] = ..., rounds: _Optional[int] = ..., min_sites: _Optional[int] = ..., strategy: _Optional[str] = ..., all_or_none: _Optional[bool] = ..., secure: _Optional[bool] = ...) -> None: ...
+    round_seconds: int
+    approval_days: int
+    evaluate: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., mechanism: _Optional[str] = ..., config: _Optional[bytes] = ..., parameters: _Optional[int] = ..., sites: _Optional[_Iterable[str]] = ..., rounds: _Optional[int] = ..., min_sites: _Optional[int] = ..., strategy: _Optional[str] = ..., all_or_none: _Optional[bool] = ..., secure: _Optional[bool] = ..., round_seconds: _Optional[int] = ..., approval_days: _Optional[int] = ..., evaluate: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RunRequest(_message.Message):
     __slots__ = ("run",)
@@ -260,15 +266,17 @@ class StopReply(_message.Message):
     def __init__(self, state: _Optional[str] = ...) -> None: ...
 
 class PlanReply(_message.Message):
-    __slots__ = ("sites", "refused")
+    __slots__ = ("sites", "refused", "noise_multiplier")
     SITES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    NOISE_MULTIPLIER_FIELD_NUMBER: _ClassVar[int]
     sites: _containers.RepeatedCompositeFieldContainer[SiteCost]
     refused: str
-    def __init__(self, sites: _Optional[_Iterable[_Union[SiteCost, _Mapping]]] = ..., refused: _Optional[str] = ...) -> None: ...
+    noise_multiplier: float
+    def __init__(self, sites: _Optional[_Iterable[_Union[SiteCost, _Mapping]]] = ..., refused: _Optional[str] = ..., noise_multiplier: _Optional[float] = ...) -> None: ...
 
 class SiteCost(_message.Message):
-    __slots__ = ("site", "fits", "epsilon", "delta", "amount", "left", "reason")
+    __slots__ = ("site", "fits", "epsilon", "delta", "amount", "left", "reason", "pld_epsilon")
     SITE_FIELD_NUMBER: _ClassVar[int]
     FITS_FIELD_NUMBER: _ClassVar[int]
     EPSILON_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +284,7 @@ class SiteCost(_message.Message):
     AMOUNT_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    PLD_EPSILON_FIELD_NUMBER: _ClassVar[int]
     site: str
     fits: bool
     epsilon: str
@@ -283,7 +292,8 @@ class SiteCost(_message.Message):
     amount: int
     left: int
     reason: str
-    def __init__(self, site: _Optional[str] = ..., fits: _Optional[bool] = ..., epsilon: _Optional[str] = ..., delta: _Optional[str] = ..., amount: _Optional[int] = ..., left: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    pld_epsilon: str
+    def __init__(self, site: _Optional[str] = ..., fits: _Optional[bool] = ..., epsilon: _Optional[str] = ..., delta: _Optional[str] = ..., amount: _Optional[int] = ..., left: _Optional[int] = ..., reason: _Optional[str] = ..., pld_epsilon: _Optional[str] = ...) -> None: ...
 
 class InviteRequest(_message.Message):
     __slots__ = ("site",)

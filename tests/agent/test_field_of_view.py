@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent.field_of_view import field, fit
+from agent.field_of_view import field, fit, fit_to
 from deploy.phantoms.retina import anatomy, photograph
 from deploy.reproduction.datasets import real_images
 
@@ -111,3 +111,21 @@ def test_a_real_retina_is_found() -> None:
     assert length > 1300
     assert abs(left + length / 2 - framed.shape[1] / 2) < 20
     assert abs(top + length / 2 - framed.shape[0] / 2) < 20
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 40), st.integers(1, 40))
+def test_an_image_is_fitted_to_any_size_that_it_is_not_smaller_than(h: int, w: int, tall: int, wide: int) -> None:
+    picture = np.random.default_rng(0).random((tall, wide), dtype=np.float32)
+    if tall < h or wide < w:
+        with pytest.raises(ValueError, match="smaller"):
+            fit_to(picture, (h, w))
+        return
+    made = fit_to(picture, (h, w))
+    assert made.shape == (h, w)
+    assert picture.min() <= made.min() <= made.max() <= picture.max()
+
+
+def test_an_oblong_size_takes_the_centred_part_of_its_proportions() -> None:
+    picture = np.random.default_rng(0).random((12, 40, 3), dtype=np.float32)
+    made = fit_to(picture, (4, 8))
+    assert np.allclose(made, picture[:, 8:32].reshape(4, 3, 8, 3, 3).mean(axis=(1, 3)), atol=1e-6)

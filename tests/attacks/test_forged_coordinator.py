@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agent.domain import Cohort, Update
+from agent.domain import Update
 from agent.errors import LedgerForkError, ReviewRejectedError
 from agent.federation.participant import Participant
 from agent.mechanisms.federated.mechanism import Federated
@@ -29,20 +28,10 @@ from tests.attacks.ground import Ground
 from tests.support.federation_world import Site
 from tests.support.ledger_world import policy
 from tests.support.rolled_back_ledgers import marked_as_it_is
+from tests.support.small_tasks import classification
 
-MECHANISM = Federated(
-    sampling_rate=0.25,
-    noise_multiplier=1.8,
-    rounds=4,
-    steps_per_round=15,
-    clip=1.0,
-    images_per_patient=1,
-    public_patients=40,
-    learning_rate=0.1,
-    classes=("0", "1"),
-    shape=(8, 8),
-    centre=(0.0,) * 64,
-)
+TASK = classification(("0", "1"), rounds=4, clip=1.0, images_per_patient=1, public_patients=40, learning_rate=0.1)
+MECHANISM = Federated(TASK, 130, noise_multiplier=1.8)
 
 
 @contextmanager
@@ -59,12 +48,12 @@ def participant(runtime: AgentRuntime, monkeypatch: pytest.MonkeyPatch) -> tuple
     """The agent's part in a run, and what of its images was asked for."""
     read: list[str] = []
 
-    def cohort(_vault: Any, modality: str, shape: tuple[int, int], without: Sequence[str] = ()) -> Cohort:
-        read.append(modality)
+    def look(*_: Any) -> Any:
+        read.append("an image")
         raise AssertionError("an image would have been read")
 
-    monkeypatch.setattr(type(runtime.vault), "cohort", cohort)
-    return Participant(runtime.site, "OT", _no_entropy), read  # type: ignore[arg-type]
+    monkeypatch.setattr(type(runtime.vault), "cohort", look)
+    return Participant(replace(runtime.site, examples=look), "OT", _no_entropy), read  # type: ignore[arg-type]
 
 
 def _no_entropy(_count: int) -> bytes:
@@ -181,11 +170,11 @@ def test_rounds_of_another_run_beyond_the_grant_or_under_another_configuration_a
         for run, number in (("run-2", 1), ("run-1", 0), ("run-1", -1)):
             with pytest.raises(ReviewRejectedError):
                 part.train(run, number, start())
-        dearer = Federated(**{**asdict(MECHANISM), "noise_multiplier": 0.4})
+        dearer = replace(MECHANISM, noise_multiplier=0.4)
         with pytest.raises(ReviewRejectedError):
             part.join("run-1", dearer)
         assert read == []
     digest = hashlib.sha256(envelope).digest()
     grants = [g.reserved.envelope for g in ground.federation.store.state.grants.values()]
     assert grants == [digest]
-    assert json.loads(MECHANISM.to_json())["rounds"] == 4
+    assert MECHANISM.rounds == 4

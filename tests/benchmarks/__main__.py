@@ -22,6 +22,7 @@ from tests.benchmarks import (
     ksalsa,
     ledger,
     privimage,
+    round_size,
     rounds,
     service,
     start,
@@ -48,6 +49,7 @@ BENCHMARKS: Final[dict[str, Callable[[], Report]]] = {
     "ksalsa": ksalsa.main,
     "ledger": ledger.main,
     "privimage": privimage.main,
+    "round_size": round_size.main,
     "rounds": rounds.main,
     "service": service.main,
     "start": start.main,
@@ -57,7 +59,11 @@ BENCHMARKS: Final[dict[str, Callable[[], Report]]] = {
     "vetting": vetting.main,
     "volume_gan": volume_gan.main,
 }
-SIZED: Final[dict[str, Callable[[int], Report]]] = {"console": console.main, "ledger": ledger.large}
+SIZED: Final[dict[str, Callable[[int], Report]]] = {
+    "console": console.main,
+    "ledger": ledger.large,
+    "round_size": round_size.main,
+}
 
 
 def main() -> int:
@@ -66,6 +72,7 @@ def main() -> int:
     parser.add_argument("name", choices=sorted(BENCHMARKS), metavar="NAME", help=", ".join(sorted(BENCHMARKS)))
     parser.add_argument("--json", action="store_true", help="print JSON")
     told = "ledger: build, reopen and verify one of N entries; console: so many instead of a million"
+    told += "; round_size: parameters"
     parser.add_argument("--entries", type=int, metavar="N", help=told)
     arguments = parser.parse_args()
     if arguments.entries is not None and (arguments.name not in SIZED or arguments.entries < 1000):

@@ -19,38 +19,28 @@ from statistics import median
 from typing import Final
 
 import torch
-from monai.networks.nets.densenet import DenseNet121
-from monai.networks.nets.resnet import resnet18
-from monai.networks.nets.segresnet import SegResNet
-from monai.networks.nets.vit import ViT
 from opacus import GradSampleModule
 from torch import nn
 
 from agent.dp import clipping
 from agent.dp.clipping import PrivacyUnit, bookkeeping_engine, loop_engine, trainable
+from agent.models.networks import build
 from agent.models.training_loop import seeded
+from policies.tasks.networks import NetworkSpec
 from tests.benchmarks.report import Report, Row
-from tests.support.real_networks import First, grouped, row_losses
+from tests.support.real_networks import no_files, row_losses
 
 PATIENTS: Final = {2: 16, 3: 2}  # by dimensions
 SIDE: Final = {2: 64, 3: 48}
 ROUNDS: Final = 5
 
 
-def _vit_head() -> nn.Module:
-    size = {"hidden_size": 384, "mlp_dim": 1536, "num_layers": 12, "num_heads": 6}
-    model = ViT(1, (64, 64), (16, 16), classification=True, num_classes=2, spatial_dims=2, **size)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith("classification_head"))
-    return First(model)
-
-
-NETWORKS: Final[dict[str, tuple[int, Callable[[], nn.Module]]]] = {
-    "resnet18": (2, lambda: grouped(resnet18(spatial_dims=2, n_input_channels=1, num_classes=2), 16)),
-    "densenet121": (2, lambda: grouped(DenseNet121(spatial_dims=2, in_channels=1, out_channels=2), 16)),
-    "segresnet": (2, lambda: SegResNet(2, init_filters=16, in_channels=1, out_channels=2)),
-    "segresnet3d": (3, lambda: SegResNet(3, init_filters=16, in_channels=1, out_channels=2)),
-    "vit_head": (2, _vit_head),
+NETWORKS: Final[dict[str, tuple[int, NetworkSpec]]] = {
+    "resnet18": (2, NetworkSpec("resnet18")),
+    "densenet121": (2, NetworkSpec("densenet121")),
+    "segresnet": (2, NetworkSpec("segresnet")),
+    "segresnet3d": (3, NetworkSpec("segresnet")),
+    "vit_head": (2, NetworkSpec("vit-s16", trained="head")),
 }
 MODES: Final = ("plain", "own", "loop")
 OPACUS: Final = "densenet121"
@@ -58,9 +48,9 @@ OPACUS: Final = "densenet121"
 
 def step_of(name: str, mode: str) -> Callable[[], object]:
     """A function that makes the gradient of one step."""
-    dims, make = NETWORKS[name]
+    dims, spec = NETWORKS[name]
+    model: nn.Module = build(spec, 1, (SIDE[dims],) * dims, 2, 0, no_files).module
     with seeded(0):
-        model = make()
         shape = (1, 1, *[SIDE[dims]] * dims)
         units = [PrivacyUnit((torch.randn(shape), torch.randint(0, 2, (1,)))) for _ in range(PATIENTS[dims])]
     rows = tuple(torch.cat(tensors) for tensors in zip(*(unit.rows for unit in units), strict=True))
@@ -73,7 +63,8 @@ def step_of(name: str, mode: str) -> Callable[[], object]:
     for module in model.modules():
         if isinstance(module, nn.ReLU):
             module.inplace = False
-    wrapped = GradSampleModule(model, loss_reduction="sum")
+    # it records nothing in evaluation; nothing in the network draws in training
+    wrapped = GradSampleModule(model.train(), loss_reduction="sum")
 
     def step() -> None:
         wrapped.zero_grad()

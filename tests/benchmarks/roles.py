@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -31,8 +32,10 @@ from agent.dp.noise import SystemEntropy  # noqa: E402
 from agent.federation import service  # noqa: E402
 from agent.federation.supernode_process import LinkConfig, SuperNodeLink  # noqa: E402
 from agent.federation.tasks import RoundAnswer, RoundTask  # noqa: E402
-from agent.mechanisms.federated import mechanism as federated  # noqa: E402
+from agent.mechanisms.federated.mechanism import Federated  # noqa: E402
+from agent.mechanisms.federated.task_training import example_rule  # noqa: E402
 from agent.storage import projects  # noqa: E402
+from agent.storage.examples import task_cohort  # noqa: E402
 from agent.storage.site_directory import SiteDirectory as AgentHome  # noqa: E402
 from coordinator import daemon  # noqa: E402
 from coordinator.federation import run_manager  # noqa: E402
@@ -44,14 +47,20 @@ from coordinator.storage.directory import CoordinatorDirectory  # noqa: E402
 
 MODALITY: Final = "OT"
 TENSORS: Final = 320
-MOST_CLASSES: Final = 1 << 20  # the linear model has a million parameters only with very many classes
 
 
 def governed(home: Path, paced: bool) -> int:
     """``lazaret-agent serve``."""
     if not paced:
-        service.response_delay = lambda _seconds: 0.0
-    return serve.serve(argparse.Namespace(home=home, modality=MODALITY))
+        service.response_delay = lambda *_: 0.0
+    return serve.serve(argparse.Namespace(home=home, modality=MODALITY, project="main"))
+
+
+def sized(home: Path) -> int:
+    """``lazaret-agent serve`` without the pause, and with a model of any length that nobody trains."""
+    made = importlib.import_module("made_mechanism")  # by PYTHONPATH: the confined process may read no tests
+    service.read_mechanism = made.Made.from_json
+    return governed(home, paced=False)
 
 
 def bare(home: Path, answer: Callable[[AgentHome, RoundTask], RoundAnswer]) -> int:
@@ -69,10 +78,10 @@ def trained(site: AgentHome, task: RoundTask) -> RoundAnswer:
     """The same training from the same vault."""
     if task.vector is None:
         return RoundAnswer(b"-")
-    mechanism = federated.Federated.from_json(task.config.decode())
+    mechanism = Federated.from_json(task.config.decode())
     vault = projects.open_vault(site)
     try:
-        cohort = vault.cohort(MODALITY, mechanism.shape)
+        cohort = task_cohort(vault, example_rule(mechanism.task))
     finally:
         vault.close()
     return RoundAnswer(b"-", mechanism.run_round(cohort, Update(task.vector.copy()), SystemEntropy()).vector)
@@ -156,11 +165,11 @@ def hub(home: Path) -> int:
 
 def main(role: str, home: Path) -> int:
     """Play a role until told to stop."""
-    federated.MOST_CLASSES = MOST_CLASSES  # type: ignore[misc]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     roles: dict[str, Callable[[], int]] = {
         "governed": lambda: governed(home, paced=False),
         "paced": lambda: governed(home, paced=True),
+        "sized": lambda: sized(home),
         "trained": lambda: bare(home, trained),
         "flat": lambda: bare(home, flat),
         "many": lambda: bare(home, many),

@@ -33,9 +33,10 @@ import grpc
 import numpy as np
 
 from agent.deidentify.record import Record
-from agent.mechanisms.federated import mechanism as federated
+from agent.mechanisms.federated.mechanism import Federated
 from agent.storage import projects
 from coordinator.storage.directory import operator_certificate
+from policies.tasks.networks import NetworkSpec
 from protos.protocol_version import USER_AGENT
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
@@ -43,30 +44,21 @@ from tests.benchmarks import network
 from tests.benchmarks.report import Report, Row
 from tests.support.federation_world import Federation, Site
 from tests.support.ports import free_port
+from tests.support.small_tasks import classification, linear_length
 
 SITES: Final = ("site-a", "site-b", "site-c")
 ROUNDS, TURNS, PACED = 6, 4, 3
-CLASSES: Final = 15_384  # of 64 features and a bias: 999,960 parameters
+CLASSES: Final = 975  # of 1,024 features and a bias: 999,375 parameters
 PATIENTS: Final = 12
 ROLES: Final = "tests.benchmarks.roles"
 
 
-def job(rounds: int) -> federated.Federated:
+def job(rounds: int) -> Federated:
     """The public configuration: one cheap private step a round, so that training does not hide what is measured."""
-    federated.MOST_CLASSES = 1 << 20  # type: ignore[misc]
-    return federated.Federated(
-        sampling_rate=0.25,
-        noise_multiplier=8.0,
-        steps_per_round=1,
-        rounds=rounds,
-        clip=0.1,
-        images_per_patient=1,
-        public_patients=250,
-        learning_rate=1.0,
-        classes=tuple(str(n) for n in range(CLASSES)),
-        shape=(32, 32),
-        centre=(0.0,) * federated.FEATURES,
-    )
+    wide = NetworkSpec("linear", {"pooled": 32})
+    steps = {"rounds": rounds, "steps_per_round": 1, "images_per_patient": 1, "public_patients": 250}
+    task = classification([str(n) for n in range(CLASSES)], (32, 32), wide, learning_rate=1.0, **steps)
+    return Federated(task, linear_length(task), noise_multiplier=8.0)
 
 
 def stock(site: Site, seed: int) -> None:

@@ -9,17 +9,25 @@ import pytest
 
 from coordinator.claim_descriptions import BRAIN, NOTHING, UNKNOWN, UNTESTED, describe_claim, evidence
 from coordinator.explanations import MECHANISMS
-from policies.accounting.claims import KINDS, Composed, DistributedGaussian, KAnonymous, NoClaim, SubsampledGaussian
+from policies.accounting.claims import (
+    KINDS,
+    Composed,
+    DistributedGaussian,
+    Evaluated,
+    KAnonymous,
+    NoClaim,
+    SubsampledGaussian,
+)
 from policies.review.rules import TERMS
 from policies.statements import claim_json
-from tests.support.ledger_world import BOTH, HISTOGRAM
+from tests.support.ledger_world import BOTH, HISTOGRAM, LOOKED
 
 TRAINING = BOTH.parts[1]
 SHARED = DistributedGaussian(0.25, 1.8, 10, sites=3, honest=2)
 
 
 def test_every_kind_of_claim_but_none_at_all_has_a_sentence_of_its_own() -> None:
-    claims = [KAnonymous(11, 2, 1), TRAINING, SHARED, HISTOGRAM, BOTH]
+    claims = [KAnonymous(11, 2, 1), TRAINING, SHARED, HISTOGRAM, BOTH, LOOKED]
     assert {type(claim) for claim in claims} == set(KINDS.values()) - {NoClaim}
     told = [describe_claim(claim_json(claim)) for claim in claims]
     assert len({*told, UNKNOWN}) == len(claims) + 1
@@ -60,6 +68,16 @@ def test_an_officer_is_told_every_part_of_a_composed_claim_and_that_they_are_pai
 def test_a_sum_says_on_whose_noise_it_stands() -> None:
     assert "at least 2 of the 3 sites" in describe_claim(claim_json(SHARED))
     assert "every site adds the whole noise" in describe_claim(claim_json(replace(SHARED, honest=1)))
+
+
+def test_looks_at_a_training_are_told_with_their_number_their_noise_and_what_one_patient_moves() -> None:
+    told = describe_claim(claim_json(LOOKED))
+    assert "a training, and 3 looks at how good it is, paid for together: 60 steps" in told
+    assert "Gaussian noise of 30.0 on each, where one patient moves all sums together by at most 1" in told
+    shared = describe_claim(claim_json(Evaluated(SHARED, LOOKED.query, 1)))
+    assert "1 look at" in shared
+    assert "at least 2 of the 3 sites" in shared
+    assert describe_claim({**claim_json(LOOKED), "looks": 0}) == UNKNOWN
 
 
 FORM: Any = claim_json(BOTH)

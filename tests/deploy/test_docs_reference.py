@@ -75,7 +75,7 @@ def test_an_event_whose_name_cannot_be_read_stops_the_generator() -> None:
 def test_every_table_and_key_of_an_example_is_in_the_reference(example: Path) -> None:
     """Found by their names: of a mechanism's own model the example alone has every key."""
     name = example.name.replace(".example", "")
-    page = "configuration.md" if name == "ingest.toml" else "release-files.md"
+    page = "configuration.md" if name in ("ingest.toml", "labels.toml") else "release-files.md"
     text = (__main__.HERE / page).read_text()
     section = text.partition(f"\n## {name.replace('-dp', '')}\n")[2].partition("\n## ")[0]
     assert section
@@ -83,5 +83,5 @@ def test_every_table_and_key_of_an_example_is_in_the_reference(example: Path) ->
         assert f"[{key}" in section or f"`{key}" in section, key
         table = value[0] if isinstance(value, list) and isinstance(value[0], dict) else value
         for inner in table if isinstance(table, dict) and key not in ("model", "teacher") else ():
-            nested = isinstance(table[inner], dict) and key in ("pacs", "dicomweb")
+            nested = isinstance(table[inner], dict) and key in ("pacs", "dicomweb", "columns")
             assert nested or f"`{inner}`" in section, f"{key}.{inner}"

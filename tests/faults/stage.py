@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,9 +27,9 @@ from agent.cli import main as agent_commands
 from coordinator.cli import main as coordinator_commands
 from deploy.demo.jobs import federated_job
 from deploy.demo.scene import SITES
-from deploy.phantoms import digits
 from tests.support.ports import free_port
-from tests.support.process_world import PATIENTS, dial, write_setting
+from tests.support.process_world import dial, write_setting
+from tests.support.small_tasks import changed
 from tests.support.tcp_proxy import wait_until
 
 ROUNDS, MIN_SITES = 2, 2
@@ -61,8 +61,8 @@ class Stage:
         stage = cls(to)
         dial(to, f"127.0.0.1:{stage.port}")
         # Little noise is needed of a job whose accuracy nobody looks at: few steps a round, so that many runs fit.
-        job = federated_job(digits.split(len(SITES), PATIENTS, 2).public, ROUNDS)
-        cheap = replace(job, noise_multiplier=8.0, steps_per_round=2)
+        job = federated_job(ROUNDS)
+        cheap = changed(job, noise_multiplier=8.0, steps_per_round=2)
         text = {
             "mechanism": "federated",
             "parameters": int(cheap.initial().vector.size),

@@ -18,7 +18,7 @@ from policies.statements import claim_json, encode
 from protos.common.canonical_json import canonical
 from tests.fuzz import images
 from tests.fuzz.ledger import LOG_KEY, SHARED, note, public, sealed, sound, statements
-from tests.support.ledger_world import BOTH, HISTOGRAM
+from tests.support.ledger_world import BOTH, HISTOGRAM, LOOKED
 
 
 def _claims() -> list[bytes]:
@@ -28,7 +28,7 @@ def _claims() -> list[bytes]:
         SubsampledGaussian(0.25, 1.8, 60),
         SubsampledGaussian(1.0, 2e-3, 1),
     )
-    claims += (SHARED, replace(SHARED, honest=1), HISTOGRAM, BOTH, Composed((BOTH.parts[1],) * MAX_PARTS))
+    claims += (SHARED, replace(SHARED, honest=1), HISTOGRAM, BOTH, Composed((BOTH.parts[1],) * MAX_PARTS), LOOKED)
     return [canonical(claim_json(c)) for c in claims]
 
 

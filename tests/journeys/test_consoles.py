@@ -81,6 +81,16 @@ def test_a_round_is_planned_launched_and_followed(scene: ConsoleWorld, chrome: C
         visitor.screenshot("coordinator-operator-forecast")
         page.get_by_role("button", name="Launch it at this cost").click()
         page.wait_for_url(f"**/rounds/{RUN}")
+        page.get_by_text("have not approved").first.wait_for(timeout=120_000)  # the third hospital's, who say no
+        visitor.screenshot("coordinator-operator-waits")
+        with at(scene, chrome, REVIEWED, "head-1") as head:  # type: ignore[attr-defined]
+            head.log_in(f"/plans/{RUN}")
+            head.axe()
+            head.screenshot("site-hospital-plan")
+            head.page.get_by_role("button", name="Go on to sign the refusal").click()
+            head.page.set_input_files("input.key", str(scene.key("head-1")))
+            head.page.get_by_role("button", name=re.compile("my signature")).click()
+            head.page.get_by_text("Your refusal is in the ledger.").wait_for()
         page.get_by_text(re.compile("finished|failed")).first.wait_for(timeout=1_200_000)
         assert "failed" not in page.inner_text("main"), page.inner_text("main")
         visitor.axe()

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,16 @@ from PIL import Image
 
 import agent.cli.options
 import coordinator.cli.options
-from agent.federation.participant import read_mechanism
+from agent.federation.run_mechanism import read_mechanism
 from agent.mechanisms.common.linear_codec import load_basis
-from coordinator.federation.job import Job
+from coordinator.federation.job import Job, with_noise
 from deploy.phantoms import scanner_files
 from deploy.reproduction import __main__
+from policies.ledger.state import Account
+from policies.ledger_service import open_accounts
 from policies.review.policy import parse, preset
+from policies.review.rules import AccountContext
+from policies.tasks.task import task_from_toml
 from tests.conftest import LONGEST
 from tests.support.command_server import python as forking_python
 
@@ -212,16 +217,22 @@ def test_every_file_that_the_documents_in_deploy_name_exists() -> None:
 
 def test_the_documented_jobs_are_jobs() -> None:
     text = (ROOT / "deploy" / "docs" / "rounds.md").read_text()
-    shown = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, flags=re.S)]
+    (written,) = re.findall(r"```toml\n(\[task\].*?)```", text, flags=re.S)
+    task = task_from_toml(written, "chest-triage.toml")
+    sums = replace(task, training=replace(task.training, rounds=40, steps_per_round=1, momentum=0.0))
+    blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, flags=re.S)]
+    shown = [block for block in blocks if "mechanism" in block]  # the others are parts of jobs
     assert [one["mechanism"] for one in shown] == ["federated", "federated-masked"]
-    for one in shown:
-        config = one.pop("config")
-        assert config["centre"][-1] == "…64 numbers…"
-        written = json.dumps({**config, "centre": [0.5] * 64})
+    account = AccountContext(Account(open_accounts("site-a", parse(preset("internal"), "internal"))[0]))
+    for one, meant in zip(shown, (task, sums), strict=True):
+        config = {**one.pop("config"), "parameters": one["parameters"], "task": meant.to_table()}
         strategy = json.dumps(one.pop("strategy", {"name": "fedavg"}))
-        job = Job(run="shown", config=written, strategy=strategy, **{**one, "sites": tuple(one["sites"])})
+        sites = tuple(one.pop("sites"))
+        job = Job(run="shown", config=json.dumps(config), strategy=strategy, sites=sites, **one)
+        job = with_noise(job, dict.fromkeys(sites, account))
         mechanism = read_mechanism(job.config)
-        assert (mechanism.claim(), mechanism.parameters) == (job.claim(), job.parameters)
+        assert mechanism.claim() == job.claim()
+        assert mechanism.network().parameters == job.parameters
 
 
 def _source(path: Path) -> str:

@@ -17,12 +17,17 @@ EQUIVALENT: Final[Mapping[str, str]] = {
     "rules review_reservation: findings or account is None -> findings": (
         "without an account there is a finding already; the words are for the type checker"
     ),
-    "rules _place: isinstance(claim, DistributedGaussian) and assumption(claim) and (not claim.steps <= "
-    "statement.round) -> assumption(claim) and (not claim.steps <= statement.round)": (
+    "rules _place: isinstance(claim, DistributedGaussian) and assumption(claim) and (not claim.steps + looks <= "
+    "statement.round) -> assumption(claim) and (not claim.steps + looks <= statement.round)": (
         "no other claim takes anything for granted; the words are for the type checker"
     ),
-    "rules _covered: rounds and isinstance(granted, Stepwise) and isinstance(claim, Stepwise) -> "
-    "rounds and isinstance(granted, Stepwise)": (
+    "rules _within: return False -> return None": _FALSE,
+    "rules _within: return False -> return None #2": _FALSE,
+    "rules _covered: granted is not None and _within(claim, granted) -> _within(claim, granted)": (
+        "nothing is within a grant that cannot be read; the words are for the type checker"
+    ),
+    "rules _within: not isinstance(steps, Stepwise) or not isinstance(of, Stepwise) -> "
+    "not isinstance(of, Stepwise)": (
         "what is made in rounds claims nothing else, or the review has ended; the words are for the type checker"
     ),
     "rules _payable: opened.order == 0 -> opened.order <= 0": _NEGATIVE,

@@ -51,9 +51,8 @@ def _sites(root: Path) -> str:
     with Federation(root) as federation:
         for site in SITES:
             federation.join(site)
-    public = digits.split(len(SITES), PATIENTS, 2).public
     digits.write_hospital(root / "input", 0, len(SITES), PATIENTS, 2, np.random.default_rng(0))
-    mechanism = federated_job(public, ROUNDS)
+    mechanism = federated_job(ROUNDS)
     job = {
         "mechanism": "federated",
         "parameters": int(mechanism.initial().vector.size),

@@ -44,6 +44,7 @@ from protos.artifacts.byte_source import ArtifactFormatError, BytesSource
 from protos.artifacts.inspection import check
 from protos.federation import messages as wire
 from tests.support.ledger_world import Clock, Hospital, policy
+from tests.support.small_tasks import classification, masked_config, plain_config
 
 LEVELS = '["A", "A*", "B"]'
 
@@ -248,18 +249,12 @@ class Federation:
 
 def configuration(rounds: int = 3) -> dict[str, Any]:
     """The training of a ``federated`` job as JSON, without torch: ``tests.support.federated_sites.federated``."""
-    return {
-        **{"centre": [0.0] * 64, "classes": ["0", "1", "2"], "clip": 0.1, "images_per_patient": 2},
-        **{"learning_rate": 40.0, "noise_multiplier": 1.8, "proximal": 0.0, "public_patients": 25},
-        **{"rounds": rounds, "sampling_rate": 0.25, "shape": [8, 8], "steps_per_round": 15},
-    }
+    return plain_config(classification(rounds=rounds))
 
 
 def secret_configuration(rounds: int = 2, sites: int = 3) -> dict[str, Any]:
     """The same of ``tests.support.federated_sites.masked``."""
-    own = {"honest": 2, "learning_rate": 4.0, "ring_bits": 32, "scale": 20, "sites": sites, "value_bound": 4.0}
-    shared = configuration(rounds)
-    return {key: shared[key] for key in shared if key not in ("proximal", "steps_per_round")} | own
+    return masked_config(classification(rounds=rounds, steps_per_round=1, learning_rate=4.0), sites=sites)
 
 
 def written(values: dict[str, Any]) -> str:
@@ -279,6 +274,15 @@ def job(rounds: int = 3, sites: tuple[str, ...] = SITES, **changes: Any) -> Job:
         **changes,
     }
     return Job(**values)
+
+
+LOOKS = {"looks": 2, "noise": 20.0, "held_out": 25, "bins": 4}
+
+
+def evaluated_job(rounds: int = 2, evaluate: tuple[int, ...] = (1, 2), **changes: Any) -> Job:
+    """A run with looks at its model, as ``tests.support.federated_sites.evaluated`` prices them."""
+    config = written({**configuration(rounds), "evaluate": LOOKS})
+    return job(rounds, **{"config": config, "evaluate": evaluate, **changes})
 
 
 def secret_job(rounds: int = 2, sites: tuple[str, ...] = SITES, min_sites: int = 3, **changes: Any) -> Job:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from agent.dp.clipping import PrivacyUnit, RowLosses
-from agent.mechanisms.federated.mechanism import LinearSoftmax, row_losses
 from agent.models.diffusion.edm import PRESETS as DIFFUSION_PRESETS
 from agent.models.diffusion.edm import Denoiser, loss_weight, with_lora
 from agent.models.training_loop import seeded
@@ -54,12 +53,25 @@ def convolutions(padding_mode: str = "reflect") -> Family:
     return Family(model, classified, lambda n, g: (torch.randn(n, 1, 8, 8, generator=g), _classes(3, n, g)))
 
 
+class LinearSoftmax(nn.Module):
+    """Logits (n, c) of features (n, 64), by two bare parameters; zero at the start."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(classes, 64))
+        self.bias = nn.Parameter(torch.zeros(classes))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(n, 64) -> (n, c)."""
+        return features @ self.weight.T + self.bias
+
+
 def linear() -> Family:
-    """Federated learning's classifier: two bare parameters."""
+    """A classifier of two bare parameters."""
     model = LinearSoftmax(4)
     with seeded(1):
         nn.init.normal_(model.weight)
-    return Family(model, row_losses, lambda n, g: (torch.randn(n, 64, generator=g), _classes(4, n, g)))
+    return Family(model, classified, lambda n, g: (torch.randn(n, 64, generator=g), _classes(4, n, g)))
 
 
 def discriminator() -> Family:

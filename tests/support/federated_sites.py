@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agent.domain import Update
-from agent.errors import ReviewRejectedError
-from agent.federation.participant import Participant, read_mechanism
-from agent.federation.secure_aggregation import SecureAggregationClient
-from agent.federation.tasks import RoundAnswer, RoundTask, TaskDeclinedError
+from agent.federation.participant import Participant
+from agent.federation.secure_aggregation import SecureAggregationClient, _ring_of_look
+from agent.federation.service import TaskHandler
+from agent.federation.tasks import RoundAnswer, RoundTask
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
 from coordinator.admission import AdmissionService
 from coordinator.federation.run_controller import UpdateArtifact
 from policies.ledger_service import LedgerService
 from policies.statements import PAYLOAD_TYPE, Release
 from policies.statements import parse as parse_statement
+from policies.tasks.evaluation import EvaluationPlan
 from protos.artifacts.arrays import pack_vector
 from protos.artifacts.strict_safetensors import pack_ring
 from protos.common.dsse import key_id, open_sealed
+from protos.federation.round_times import RoundTerms
 from protos.secagg import round
 from protos.secagg.messages import SumStep
 from protos.secagg.server import Server
@@ -32,20 +34,27 @@ from tests.support.coordinator_runs import admitting
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.ledger_world import Hospital, policy
 from tests.support.site_world import SHAPE, DirectCoordinatorClient, MemoryVault, admission, site_of
+from tests.support.small_tasks import changed, classification, linear_length
 
 
 def federated(rounds: int = 3, **changes: Any) -> Federated:
     """A small training job."""
-    job = Federated(0.25, 1.8, 15, rounds, 0.1, 2, 25, 40.0, ("0", "1", "2"), SHAPE, (0.0,) * 64)
-    return replace(job, **changes)
+    task = classification(size=SHAPE, rounds=rounds)
+    return changed(Federated(task, linear_length(task), 1.8), **changes)
+
+
+PLAN = EvaluationPlan(looks=2, noise=20.0, held_out=25, bins=4)
+
+
+def evaluated(rounds: int = 3, **changes: Any) -> Federated:
+    """The same with looks."""
+    return federated(rounds, **{"evaluate": PLAN, **changes})
 
 
 def masked(rounds: int = 2, sites: int = 3, **changes: Any) -> FederatedMasked:
     """A small training job in secret sums."""
-    job = FederatedMasked(
-        0.25, 1.8, rounds, 0.1, 2, 25, 4.0, ("0", "1", "2"), SHAPE, (0.0,) * 64, sites, 2, 4.0, 20, 32
-    )
-    return replace(job, **changes)
+    task = classification(size=SHAPE, rounds=rounds, steps_per_round=1, learning_rate=4.0)
+    return changed(FederatedMasked(task, linear_length(task), 1.8, sites, 2, 4.0, 20, 32), **changes)
 
 
 @dataclass
@@ -88,20 +97,7 @@ class FederatedSite:
             TaskDeclinedError: with a code.
         """
         self.asked.append((task.kind, task.round_index, task.step))
-        part = self.part.participant
-        try:
-            if task.kind == "price":
-                return RoundAnswer(part.join(task.run, read_mechanism(task.config.decode())))
-            if task.kind == "secure":
-                return RoundAnswer(
-                    payload=self.part.step(task.run, task.round_index + 1, task.step, task.payload, task.config)
-                )
-            assert task.vector is not None
-            sent, update = part.train(task.run, task.round_index + 1, Update(task.vector.copy()))
-            return RoundAnswer(sent.envelope, update.vector)
-        except ReviewRejectedError as refusal:
-            rules = {f.rule for f in refusal.verdict.findings}
-            raise TaskDeclinedError("budget" if "budget" in rules else "policy") from None
+        return TaskHandler(self.part, threading.Lock(), ErrorLog(), threading.Event())._answer(task)
 
     def account(self, kind: str = "rdp") -> tuple[int, int]:
         """(held, spent) in the site's own ledger."""
@@ -161,6 +157,7 @@ def when_it_had_set_out(_: FederatedSite, patch: pytest.MonkeyPatch) -> None:
 NAMES = ("north", "south", "west")
 STRATEGY = '{"name":"fedavg"}'
 SECURE_JOB = masked(rounds=2)
+_TERMS = RoundTerms()
 
 
 @dataclass
@@ -170,6 +167,7 @@ class SecureRun:
     folder: Path
     strangers: tuple[str, ...] = ()  # sites that name no partners
     job: FederatedMasked = SECURE_JOB
+    terms: RoundTerms = _TERMS
     vaults: Mapping[str, MemoryVault] = field(
         default_factory=lambda: {name: MemoryVault(seed=i) for i, name in enumerate(NAMES)}
     )
@@ -191,33 +189,37 @@ class SecureRun:
         return self.job.to_json().encode()
 
     def granted(self, run: str = "run-1") -> None:
-        sealed = {name: ward.part.participant.join(run, self.job) for name, ward in self.wards.items()}
+        sealed = {name: ward.part.participant.join(run, self.job, self.terms) for name, ward in self.wards.items()}
         assert all(v.admitted for v in self.intake.reserve_run(run, sealed, 3).values())
 
-    def session(self, index: int = 0, start: np.ndarray | None = None, run: str = "run-1") -> SumSession:
+    def session(
+        self, index: int = 0, start: np.ndarray | None = None, run: str = "run-1", strategy: str = STRATEGY
+    ) -> SumSession:
         start = self.job.initial().vector if start is None else start
         quorum = Quorum.smallest(3, round.CORRUPT, self.job.honest)
-        return round.session(round.RoundParams(run, index, self.config, STRATEGY), start, self.roster, quorum)
+        ring = _ring_of_look(self.job) if strategy == round.LOOK else None
+        terms = round.RoundParams(run, index, self.config, strategy)
+        return round.session(terms, start, self.roster, quorum, ring)
 
-    def setup(self, start: np.ndarray | None = None) -> bytes:
+    def setup(self, start: np.ndarray | None = None, strategy: str = STRATEGY) -> bytes:
         start = self.job.initial().vector if start is None else start
-        return round.RoundSetup(self.roster, STRATEGY, pack_vector(start)).encode()
+        return round.RoundSetup(self.roster, strategy, pack_vector(start)).encode()
 
     def step(self, site: str, step: SumStep, payload: bytes, number: int = 1) -> bytes:
         return self.wards[site].part.step("run-1", number, step.name.lower(), payload, self.config)
 
-    def play(self, until: SumStep, index: int = 0) -> Server:
+    def play(self, until: SumStep, index: int = 0, strategy: str = STRATEGY) -> Server:
         """Honestly up to, and not into, ``until``; each masked vector is admitted at the coordinator."""
-        hub = Server(self.session(index))
+        hub = Server(self.session(index, strategy=strategy))
         for step in SumStep:
             if step is until:
                 break
-            self.once(hub, step, index)
+            self.once(hub, step, index, strategy)
         return hub
 
-    def once(self, hub: Server, step: SumStep, index: int = 0) -> None:
+    def once(self, hub: Server, step: SumStep, index: int = 0, strategy: str = STRATEGY) -> None:
         for site, request in hub.requests().items():
-            payload = self.setup() if step is SumStep.ADVERTISE else request
+            payload = self.setup(strategy=strategy) if step is SumStep.ADVERTISE else request
             answer = self.step(site, step, payload, index + 1)
             if step is SumStep.MASK:
                 envelope, answer = round.unframe(answer)

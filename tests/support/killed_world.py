@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from tests.support.command_server import python
 from tests.support.ended_demo import processes
 from tests.support.ports import free_port
 from tests.support.process_world import PATIENTS, ProcessWorld, write_setting
+from tests.support.small_tasks import changed
 from tests.support.steady_sender import CALLER, TITLE
 from tests.support.tcp_proxy import TcpProxy, wait_until
 
@@ -190,7 +191,7 @@ class KilledWorld(ProcessWorld):
         scale = Scale(PATIENTS, rounds, ("ksalsa", "privimage", "federated"), PRETRAINING)
         world = cls(folder / "out", folder / "work", scale)
         priced = rounds + SPARE_ROUNDS
-        world.mechanism = replace(world.mechanism, noise_multiplier=30.0, steps_per_round=3, rounds=priced)
+        world.mechanism = changed(world.mechanism, noise_multiplier=30.0, steps_per_round=3, rounds=priced)
         say: Callable[[str], None] = lambda _text: None  # noqa: E731 - nobody listens
         for step in (world.folders, world.public, world.found, world.enrol, world.ingest):
             step(say)

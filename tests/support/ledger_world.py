@@ -9,7 +9,14 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from policies.accounting.claims import Claim, Composed, GaussianQuery, KAnonymous, SubsampledGaussian
+from policies.accounting.claims import (
+    Claim,
+    Composed,
+    Evaluated,
+    GaussianQuery,
+    KAnonymous,
+    SubsampledGaussian,
+)
 from policies.ledger.backends.sqlite import open_sqlite
 from policies.ledger.store import Store
 from policies.ledger_service import LedgerService
@@ -41,6 +48,7 @@ COMPONENTS = {
 }
 DP = SubsampledGaussian(sampling_rate=0.25, noise_multiplier=1.8, steps=60)
 HISTOGRAM = GaussianQuery(noise=60.0, contribution=1, votes=4)
+LOOKED = Evaluated(DP, GaussianQuery(noise=30.0, contribution=1, votes=1), looks=3)
 BOTH = Composed((HISTOGRAM, SubsampledGaussian(sampling_rate=0.1, noise_multiplier=3.0, steps=50)))
 
 

@@ -1,84 +1,91 @@
-"""The networks of the field at their smallest width: MONAI's classes, with group norm for batch norm."""
+"""The networks that a task may name, at their smallest width, with a loss and patients for each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import gcd
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
 
+import numpy as np
 import torch
-from monai.networks.nets.densenet import DenseNet
-from monai.networks.nets.resnet import ResNet
-from monai.networks.nets.segresnet import SegResNet
-from monai.networks.nets.unet import UNet
-from monai.networks.nets.vit import ViT
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from agent.dp.clipping import PrivacyUnit
-from agent.models.training_loop import seeded
+from agent.models.networks import TrainableNetwork, build
+from policies.tasks.networks import NetworkSpec
+from protos.artifacts.strict_safetensors import pack_weights
 
+_UNET = NetworkSpec("unet", {"width": 4, "levels": 3, "units": 1})
+_SEGRESNET = NetworkSpec("segresnet", {"width": 8, "levels": 2})
+_DENSENET = NetworkSpec("densenet121", {"growth": 8})
+_CNN = NetworkSpec("small-cnn", {"width": 8, "convolutions": 3, "pooled": 1})
 
-def resnet18() -> nn.Module:
-    """Two basic blocks in each of four stages."""
-    return grouped(ResNet("basic", [2, 2, 2, 2], [8, 8, 16, 16], spatial_dims=2, n_input_channels=1, num_classes=2))
-
-
-def resnet50() -> nn.Module:
-    """Bottlenecks."""
-    widths = {"layers": [1, 1, 1, 1], "block_inplanes": [4, 4, 4, 8]}
-    return grouped(ResNet("bottleneck", spatial_dims=2, n_input_channels=1, num_classes=2, **widths))
-
-
-def densenet(dims: int = 2) -> nn.Module:
-    """Dense blocks, of two layers each."""
-    return grouped(DenseNet(dims, 1, 2, init_features=8, growth_rate=4, block_config=(2, 2, 2)))
-
-
-def segresnet(dims: int = 2) -> nn.Module:
-    """In-place additions."""
-    return SegResNet(dims, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 2), blocks_up=(1,))
-
-
-def unet(dims: int = 2) -> nn.Module:
-    """Transposed convolutions and PReLU."""
-    return UNet(dims, in_channels=1, out_channels=2, channels=(4, 8, 8), strides=(2, 2), num_res_units=1)
-
-
-def vit() -> nn.Module:
-    """A class token and positions as bare parameters; the first of a tuple, and without what it never uses."""
-    size = {"hidden_size": 24, "mlp_dim": 32, "num_layers": 2, "num_heads": 4}
-    model = ViT(1, (16, 16), (4, 4), classification=True, num_classes=2, spatial_dims=2, **size)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("cross_attn" not in name)
-    return First(model)
-
-
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "resnet18": resnet18,
-    "resnet50": resnet50,
-    "densenet": densenet,
-    "segresnet": segresnet,
-    "unet": unet,
-    "vit": vit,
-    "densenet of volumes": lambda: densenet(3),
-    "segresnet of volumes": lambda: segresnet(3),
-    "unet of volumes": lambda: unet(3),
+NETWORKS: Mapping[str, tuple[NetworkSpec, tuple[int, ...]]] = {  # and the size of its pictures
+    "linear": (NetworkSpec("linear", {"pooled": 4}), (16, 16)),
+    "small-cnn": (_CNN, (16, 16)),
+    "resnet18": (NetworkSpec("resnet18", {"width": 4}), (16, 16)),
+    "resnet50": (NetworkSpec("resnet50", {"width": 4}), (16, 16)),
+    "densenet121": (_DENSENET, (32, 32)),
+    "vit-s16": (NetworkSpec("vit-s16", {"width": 32, "layers": 2, "heads": 4, "patch": 4}), (16, 16)),
+    "unet": (_UNET, (16, 16)),
+    "segresnet": (_SEGRESNET, (16, 16)),
+    "small-cnn of volumes": (_CNN, (8, 8, 8)),
+    "densenet121 of volumes": (_DENSENET, (32, 32, 32)),
+    "unet of volumes": (_UNET, (16, 16, 16)),
+    "segresnet of volumes": (_SEGRESNET, (8, 8, 8)),
 }
+QUICK = tuple(name for name in NETWORKS if not name.startswith(("densenet", "resnet50")))  # the others take longer
+
+
+def no_files(digest: str) -> bytes:
+    """A site that has no public file."""
+    raise AssertionError(digest)
+
+
+def small(name: str, **part: object) -> NetworkSpec:
+    """One of them, with ``trained`` and what belongs to it."""
+    spec = NETWORKS[name][0]
+    return NetworkSpec(spec.name, spec.options, **part)  # type: ignore[arg-type]
+
+
+def built(name: str, **part: object) -> TrainableNetwork:
+    """One of them, with random weights."""
+    return build(small(name, **part), 1, NETWORKS[name][1], 2, 0, no_files)
 
 
 def network(name: str) -> nn.Module:
-    """One of them, with random weights."""
-    with seeded(0):
-        return NETWORKS[name]()
+    """All of one of them is trained."""
+    return built(name).module
+
+
+def stirred(net: TrainableNetwork, seed: int = 1) -> TrainableNetwork:
+    """The same after a step of noise: what begins at zeros hides the gradients of what is before it."""
+    net.load((0.05 * np.random.default_rng(seed).standard_normal(net.parameters)).astype(np.float32))
+    return net
+
+
+def weights_file(spec: NetworkSpec, size: tuple[int, ...], outputs: int = 2, seed: int = 7) -> tuple[str, bytes]:
+    """Somebody's public file of such a network with other weights: its digest, and its bytes."""
+    net = stirred(build(NetworkSpec(spec.name, {**spec.options, "head": 0}), 1, size, outputs, seed, no_files))
+    raw = pack_weights({name: tensor.numpy() for name, tensor in net.module.net.state_dict().items()})
+    return hashlib.sha256(raw).hexdigest(), raw
+
+
+def frozen_features(outputs: int = 2, head: int = 0) -> tuple[NetworkSpec, dict[str, bytes | Path]]:
+    """One layer on two public networks of 16 pixels a side, and their files."""
+    specs = [NETWORKS[name][0] for name in ("small-cnn", "resnet18")]
+    made = [weights_file(spec, (16, 16), outputs) for spec in specs]
+    parts = [NetworkSpec(spec.name, spec.options, weights=told[0]) for spec, told in zip(specs, made, strict=True)]
+    return NetworkSpec("frozen-features", {"head": head}, parts=tuple(parts)), dict(made)
 
 
 def units_for(name: str, counts: tuple[int, ...], seed: int = 0) -> list[PrivacyUnit]:
-    """Patients with so many pictures (or volumes) of 16 pixels a side each, and a class for each."""
+    """Patients with so many pictures (or volumes) each, and a class for each."""
     draw = torch.Generator().manual_seed(seed)
-    sides = [16] * (3 if name.endswith("volumes") else 2)
+    size = NETWORKS[name][1]
     return [
-        PrivacyUnit((torch.randn(n, 1, *sides, generator=draw), torch.randint(0, 2, (n,), generator=draw)))
+        PrivacyUnit((torch.randn(n, 1, *size, generator=draw), torch.randint(0, 2, (n,), generator=draw)))
         for n in counts
     ]
 
@@ -89,26 +96,3 @@ def row_losses(model: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
     if out.ndim == 2:
         return cross_entropy(out, rows[1], reduction="none")
     return cross_entropy(out, (rows[0][:, 0] > 0.5).long(), reduction="none").flatten(1).mean(dim=1)
-
-
-class First(nn.Module):
-    """The first of what a network returns."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """Around ``model``."""
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, ...) -> (n, ...)."""
-        return self.model(x)[0]
-
-
-def grouped(model: nn.Module, most: int = 4) -> nn.Module:
-    """The same network with group norm for every batch norm, of so many groups at most."""
-    for name, child in model.named_children():
-        if isinstance(child, _BatchNorm):
-            setattr(model, name, nn.GroupNorm(gcd(most, child.num_features), child.num_features))
-        else:
-            grouped(child, most)
-    return model

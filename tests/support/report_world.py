@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from policies.accounting.accountant import epsilon_nano
 from policies.accounting.claims import DistributedGaussian, KAnonymous, NoClaim, SubsampledGaussian
 from policies.ledger.backends.sqlite import open_sqlite
 from policies.ledger.store import Store, export
+from policies.review.mechanism_terms import ARTIFACT_TYPES
 from policies.review.policy import parse as parse_policy
 from policies.statements import Settlement
 from protos.artifacts.arrays import pack_images, pack_vector
@@ -38,7 +40,7 @@ LAX = policy(
     levels='["A", "A*", "B", "C"]',
     max_releases_per_patient=3,
     mechanisms='["ksame", "distill", "remodel", "federated", "federated-masked"]',
-    artifact_types='["image-set", "volume-set", "model", "update", "masked-update"]',
+    artifact_types=json.dumps(sorted(ARTIFACT_TYPES)),
 )
 K11 = KAnonymous(k=11, l_diversity=2, releases_per_patient=1)
 K5 = KAnonymous(k=5, l_diversity=2, releases_per_patient=1)

@@ -29,7 +29,6 @@ from deploy.demo.jobs import federated_job, masked_job
 from deploy.demo.kept_networks import lay
 from deploy.demo.scene import SITES, K, L
 from deploy.demo.train_networks import RECIPES
-from deploy.phantoms import digits
 from policies.review.policy import preset
 from protos.artifacts.arrays import unpack_images
 from protos.secagg.messages import SumStep
@@ -121,7 +120,7 @@ def _anonfaces(folder: Path, division: str) -> Any:
 
 def _sum_in_secret(work: Path, patients: int, folder: Path) -> Left:
     """One round under secure aggregation of three hospitals' digits, until their masked parts are admitted."""
-    job = masked_job(federated_job(digits.split(len(SITES), patients, 2).public, 2))
+    job = masked_job(federated_job(2))
     with ExitStack() as open_:
         vaults: dict[str, Vault] = {}
         for site in SITES:

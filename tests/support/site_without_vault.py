@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agent.domain import TaskCohort
 from agent.release.ports import SiteContext as PipelineSite
 from policies.ledger.backends.sqlite import open_sqlite
 from policies.ledger.store import Store
@@ -35,4 +36,7 @@ def pipeline_site(site: Site, folder: Path) -> PipelineSite:
         read=lambda raw: None,  # type: ignore[arg-type, return-value]
         new_id=lambda prefix: prefix,
         say=lambda *_: None,
+        examples=lambda rule: TaskCohort(()),
+        public_file=lambda digest: None,
+        label_misfit=lambda rule: "",
     )

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agent.domain import Cohort, Image, Patient, Scan, Selection
+from agent.domain import Cohort, Example, ExampleRule, Image, Patient, Scan, Selection, TaskCohort, TaskPatient
 from agent.errors import CoordinatorUnreachableError
 from agent.federation.participant import Participant
 from agent.mechanisms.common.linear_codec import Basis, fit_basis
@@ -21,6 +22,9 @@ from agent.mechanisms.federated.mechanism import Federated
 from agent.mechanisms.ksame.mechanism import KSame
 from agent.release.pipeline import release_synthetic
 from agent.release.ports import ApprovalPending, SignedRelease, SiteContext
+from agent.storage.examples import label_misfit, task_cohort
+from agent.storage.instance_index import part_of
+from agent.storage.vault import Vault
 from coordinator.admission import AdmissionService, RequestRejectedError
 from policies.governance import decisions
 from policies.ledger.backends.sqlite import open_sqlite
@@ -54,6 +58,13 @@ class MemoryCheckpointStore:
         self.blobs.pop(self.name, None)
 
 
+def in_part(selection: str | Selection, person: str) -> bool:
+    """Whether a patient is in the part of a split that is selected, by a key that a vault would have."""
+    if isinstance(selection, str) or selection.split is None:
+        return True
+    return part_of(selection.split, bytes(32), person) == selection.part
+
+
 @dataclass
 class MemoryVault:
     """The vault's port in memory. It counts how often patients are read."""
@@ -80,9 +91,22 @@ class MemoryVault:
         found = []
         for i in range(self.patients - self.unreadable):
             images = tuple(Image(dice.random(shape).astype(np.float32), str(i % 3)) for _ in range(2))
-            if f"{i:04d}" not in excluded:
+            if f"{i:04d}" not in excluded and in_part(modality, f"{i:04d}"):
                 found.append(Patient(f"{i:04d}", images))
         return Cohort(tuple(found))
+
+    def examples(self, rule: ExampleRule) -> TaskCohort:
+        """The images whose label is a class of the rule."""
+        places = {name: place for place, name in enumerate(rule.classes)}
+        found = []
+        whom: str | Selection = rule.modality
+        if rule.split is not None:
+            whom = Selection(rule.modality, rule.size, split=rule.split, part=rule.part)
+        for patient in self.cohort(whom, rule.size).patients:
+            known = [image for image in patient.images if image.label in places]
+            made = tuple(Example(image.pixels[None], np.array([places[image.label]])) for image in known)
+            found += [TaskPatient(patient.pseudonym, made)] if made else []
+        return TaskCohort(tuple(found))
 
     def alike_ids(self) -> tuple[frozenset[str], ...]:
         return ()
@@ -202,9 +226,12 @@ def site_of(folder: Path, hospital: Hospital, vault: MemoryVault, gateway: Direc
             name for i in made if (name := f"{prefix}-{hospital.name}-{i}") not in register.store.state.grants
         )
 
-    return SiteContext(
-        hospital.name, register, gateway, vault, hospital.seal, read, new_id, lambda _step, _detail: None
-    )
+    of_files = partial(task_cohort, vault) if isinstance(vault, Vault) else None
+    find: Callable[[ExampleRule], TaskCohort] = of_files or vault.examples
+    nothing: Callable[[str, str], None] = lambda _step, _detail: None  # noqa: E731 - nobody listens
+    fits = partial(label_misfit, vault) if isinstance(vault, Vault) else lambda _rule: ""
+    said = hospital.seal, read, new_id, nothing
+    return SiteContext(hospital.name, register, gateway, vault, *said, find, lambda _digest: None, fits)
 
 
 @dataclass

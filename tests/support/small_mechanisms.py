@@ -29,6 +29,7 @@ from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.networks import codec, recogniser
 from tests.support.site_world import SiteWorld
 from tests.support.small_privimage import tiny
+from tests.support.small_tasks import classification
 
 DATA = load_digits()
 DIGITS = (DATA.images / 16).astype(np.float32)
@@ -48,35 +49,12 @@ def digit_patients(indices, images=LARGE):
     )
 
 
-def _centre():
-    tiles = LARGE[PUBLIC].reshape(150, 8, 4, 8, 4)
-    return tuple(round(float(v), 4) for v in tiles.mean(axis=(0, 2, 4)).ravel())
-
-
-FEDERATED = Federated(
-    sampling_rate=0.25,
-    noise_multiplier=1.8,
-    steps_per_round=15,
-    rounds=4,
-    clip=0.1,
-    images_per_patient=2,
-    public_patients=225,
-    learning_rate=40.0,
-    classes=tuple("0123456789"),
-    shape=(32, 32),
-    centre=_centre(),
-)
+DIGITS_TASK = classification("0123456789", (32, 32), rounds=4, public_patients=225)
+FEDERATED = Federated(DIGITS_TASK, 650, noise_multiplier=1.8)
 MASKED = FederatedMasked(
-    sampling_rate=0.25,
+    classification("0123456789", (32, 32), rounds=30, steps_per_round=1, public_patients=225),
+    650,
     noise_multiplier=1.8,
-    rounds=30,
-    clip=0.1,
-    images_per_patient=2,
-    public_patients=225,
-    learning_rate=40.0,
-    classes=tuple("0123456789"),
-    shape=(32, 32),
-    centre=_centre(),
     sites=3,
     honest=2,
     value_bound=4.0,

@@ -163,11 +163,14 @@ def concept(scheme: str, value: str) -> str | None:
 
     SNOMED-RT codes count by their SNOMED-CT successor.
     """
+    return _concepts().get(current_code(scheme, value))
+
+
+def current_code(scheme: str, value: str) -> tuple[str, str]:
+    """A code as it is written today: a SNOMED-RT code by its SNOMED-CT successor, "" where it has none."""
     from pydicom.sr._snomed_dict import mapping  # noqa: PLC0415 - as in `_concepts`
 
-    if scheme in _OLD_SNOMED:
-        scheme, value = "SCT", mapping["SRT"].get(value, "")
-    return _concepts().get((scheme, value))
+    return ("SCT", mapping["SRT"].get(value, "")) if scheme in _OLD_SNOMED else (scheme, value)
 
 
 def meanings() -> Iterable[str]:

@@ -36,3 +36,11 @@ def menu(text: str) -> tuple[int, ...]:
     if len(ks) < 2 or list(ks) != sorted(set(ks)) or not ks[0] >= 2:
         raise argparse.ArgumentTypeError("give two or more ascending numbers from 2 on: 11,15,20")
     return ks
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Two sides of an image, or three of a volume, with commas between them."""
+    sides = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
+    if len(sides) not in (2, 3) or not all(1 <= side <= 4096 for side in sides):
+        raise argparse.ArgumentTypeError("give two or three numbers from 1 to 4096: 64,64")
+    return sides

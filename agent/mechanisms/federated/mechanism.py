@@ -1,116 +1,103 @@
-"""Federated learning with patient-level DP-SGD at every site: a small classifier of coarse image classes.
+"""Federated learning with patient-level DP-SGD at every site, of what a task says.
 
 ``Federated``: in each round the coordinator sends the global parameters, each site trains them privately and
 releases its new ones. A site's account is charged for its own steps alone; averaging the sites' releases is
 post-processing. ``FederatedMasked``: in each round every site takes one step with a share of the noise, and
-only the sum of all steps is ever seen. The model is a multinomial logistic regression on average-pooled
-pixels: convex, zero at the start, and its 650 parameters (ten classes) keep the noise small.
+only the sum of all steps is ever seen. Network, labels, loss and every constant of the steps are the task's
+(:mod:`policies.tasks.task`), and the parameters that travel are those that it trains, less their start: zeros at
+every site before the first round.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, Self, get_type_hints
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from agent.domain import Cohort, Patient, Update
-from agent.dp.clipping import PrivacyUnit
+from agent.domain import LatticePart, TaskCohort, Update
 from agent.dp.dpsgd import PrivateSgd, SecureSumGrid, TrainingTask, noisy_part, train_privately
+from agent.dp.evaluation_sums import masked_look, private_look
 from agent.dp.noise import TAIL, Entropy, deviation
 from agent.mechanisms.common.workspace import Workspace
-from policies.accounting.claims import DistributedGaussian, SubsampledGaussian
+from agent.mechanisms.federated.task_training import (
+    RoundSgd,
+    engine_of,
+    network_of,
+    row_losses,
+    scored,
+    scores,
+    units,
+)
+from agent.models.diffusion.edm_training import Average
+from agent.models.networks.trainable import TrainableNetwork
+from policies.accounting.claims import DistributedGaussian, Evaluated, SubsampledGaussian
+from policies.tasks.bounds import TaskError
+from policies.tasks.evaluation import EvaluationPlan, SumLattice, SumLayout, plan_from
+from policies.tasks.task import WRITE_A_TASK, Task, task_from_table
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 
-POOLED: Final = 8  # images are averaged down to 8 x 8
-FEATURES: Final = POOLED * POOLED
-MOST_CLASSES: Final = 1000
-MOST_ROUNDS: Final = 1000
-MOST_STEPS: Final = 10_000  # of one round: a job must not hold a site for hours
-MOST_PIXELS: Final = 1 << 15  # along a side
-MOST_STEPS_OF_VALUE: Final = 1 << 24  # whole numbers up to it are exact in float32
+MOST_PARAMETERS: Final = 100_000_000
+MOST_STEPS_OF_VALUE: Final = 1 << 52  # whole numbers up to it, and their sums of a few, are exact in float64
 MOST_WIDENING: Final = 0.01  # of the noise, to cover the rounding to the lattice
 _NO_BENCH: Final = Workspace()
 LEAST_NOISE_STEPS: Final = 16.0  # of the lattice: rounded noises then add up like noise, to a part in e^5000
+
+PublicFiles = Mapping[str, bytes]
+"""SHA-256 of a file of public weights, which the site vouches for -> its bytes."""
+
+NO_FILES: Final[PublicFiles] = {}
 
 
 class FederatedConfigError(ConfigError, ValueError):
     """The configuration is not one of this mechanism. The text names keys, never values."""
 
 
-class LinearSoftmax(nn.Module):
-    """Logits (n, c) of pooled features (n, 64); zero at the start, so no seed is ever needed."""
-
-    def __init__(self, classes: int) -> None:
-        """Make ``classes`` rows of zeros."""
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(classes, FEATURES))
-        self.bias = nn.Parameter(torch.zeros(classes))
-
-    def forward(self, features: Tensor) -> Tensor:
-        """(n, 64) -> (n, c)."""
-        return features @ self.weight.T + self.bias
-
-
-def row_losses(model: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
-    """Cross entropy of each row: features (n, 64) and class numbers (n,) -> (n,)."""
-    features, targets = rows
-    return cross_entropy(model(features), targets, reduction="none")
-
-
-class ProximalSgd(torch.optim.SGD):
-    """Plain steps on h(w) = F(w) + mu / 2 |w - w_start|^2: Li et al. 2020 (arXiv 1812.06127), equation 2.
-
-    The term's gradient, mu (w - w_start), depends on released numbers alone: the round's start and noisy steps. It is
-    added after clipping and noise, so that no patient's contribution changes and it costs nothing.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, mu: float) -> None:
-        """Remember where the round starts."""
-        listed = list(parameters)
-        super().__init__(listed, lr=lr)
-        self._pairs = [(parameter, parameter.detach().clone()) for parameter in listed]
-        self._mu = mu
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step with the noisy gradient and the proximal one."""
-        for parameter, start in self._pairs:
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter - start, alpha=self._mu)
-        loss: float | None = super().step(closure)
-        return loss
-
-
-class _Classifier:
-    """What both mechanisms share: the model, its features and the form of the configuration."""
+class _OfTask:
+    """What both mechanisms share: the task, and the form of the configuration."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
-    sampling_rate: float
-    rounds: int
-    clip: float
-    images_per_patient: int
-    public_patients: int
-    learning_rate: float
-    classes: tuple[str, ...]
-    shape: tuple[int, int]
-    centre: tuple[float, ...]
+    task: Task
+    parameters: int  # p, that the task trains: whoever has no networks learns it here, and a site checks it
+    evaluate: EvaluationPlan | None
 
     @property
-    def parameters(self) -> int:
-        """Length of the flat model."""
-        return len(self.classes) * (FEATURES + 1)
+    def turns(self) -> int:
+        """Rounds and looks together: as often a site may be asked for something of its patients."""
+        return self.rounds + (self.evaluate.looks if self.evaluate is not None else 0)
+
+    def layout(self) -> SumLayout:
+        """The sums of one look.
+
+        Raises:
+            EvaluationError: there are none for so many outputs.
+        """
+        assert self.evaluate is not None, "a look is priced"
+        return SumLayout(self.task.kind, self.task.outputs, self.evaluate.bins)
+
+    @property
+    def rounds(self) -> int:
+        """That are priced."""
+        return self.task.training.rounds
+
+    @property
+    def public_patients(self) -> int:
+        """A public bound on the patients of each site."""
+        return self.task.training.public_patients
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(h, w) of the images, or (h, w, 3) of coloured ones."""
+        colours = (3,) if self.task.input.channels == 3 else ()
+        return (*self.task.input.size, *colours)
 
     def components(self) -> dict[str, str]:
         """Where every component of the released model comes from (P6)."""
@@ -120,38 +107,37 @@ class _Classifier:
         """The parameters before the first round: zeros, the same everywhere."""
         return Update(np.zeros(self.parameters, np.float32))
 
-    def unit(self, patient: Patient) -> PrivacyUnit | None:
-        """The patient's features and class numbers; None when no image is of a known class."""
-        images = [image for image in patient.images if image.label in self.classes]
-        if not images:
-            return None
-        features = self.features(np.stack([image.pixels for image in images]))
-        targets = [self.classes.index(image.label) for image in images]
-        return PrivacyUnit((torch.from_numpy(features), torch.tensor(targets)))
-
-    def features(self, images: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Average-pool images (n, h, w) to 8 x 8 and subtract the centre: (n, 64) float32.
+    def network(self, vector: NDArray[np.float32] | None = None, files: PublicFiles = NO_FILES) -> TrainableNetwork:
+        """The task's network, at a vector of parameters if there is one.
 
         Raises:
-            ValueError: the images do not have the configured shape.
+            FederatedConfigError: it trains another number of parameters than the configuration says, or a file of
+            public weights is not there.
+            ValueError: the vector is of another length.
         """
-        if images.shape[1:] != self.shape:
-            raise ValueError("the images do not have the configured shape")
-        h, w = self.shape
-        tiles = images.reshape(len(images), POOLED, h // POOLED, POOLED, w // POOLED)
-        pooled = tiles.mean(axis=(2, 4), dtype=np.float64).reshape(len(images), FEATURES)
-        features: NDArray[np.float32] = (pooled - np.array(self.centre)).astype(np.float32)
-        return features
+        missing = [digest for digest in self.task.network.public_files if digest not in files]
+        if missing:
+            raise FederatedConfigError(f"task: public weights that are not here: {', '.join(missing)}")
+        network = network_of(self.task, files.__getitem__)
+        if network.parameters != self.parameters:
+            raise FederatedConfigError(f"parameters: the task's network trains {network.parameters}")
+        if vector is not None:
+            if vector.shape != (self.parameters,):
+                raise ValueError("the parameters do not fit the configured model")
+            network.load(vector)
+        return network
 
-    def predict(self, vector: NDArray[np.float32], images: NDArray[np.float32]) -> tuple[str, ...]:
-        """Name the class of each image (n, h, w) by the parameters ``vector``; no torch is used."""
-        weight, bias = self._unpack(vector)
-        best = (self.features(images) @ weight.T + bias).argmax(axis=1)
-        return tuple(self.classes[i] for i in best)
+    def predict(
+        self, vector: NDArray[np.float32], cohort: TaskCohort, files: PublicFiles = NO_FILES
+    ) -> NDArray[np.float32]:
+        """What the network says of every example by ``vector``, patient after patient: (n, outputs)."""
+        return scores(self.task, self.network(vector, files), cohort)
 
     def to_json(self) -> str:
-        """The configuration as JSON: sorted keys, no spaces, floats that read back exactly."""
-        return canonical(dataclasses.asdict(self)).decode()
+        """The configuration as JSON: sorted keys, no spaces, floats that read back exactly. No looks, no key."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values |= {"task": self.task.to_table(), "evaluate": self.evaluate and self.evaluate.to_table()}
+        return canonical({key: value for key, value in values.items() if value is not None}).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -164,145 +150,149 @@ class _Classifier:
             values = json_object(text)
         except ValueError as fault:
             raise FederatedConfigError("not a JSON object of distinct keys and finite numbers") from fault
+        if "task" not in values and {"classes", "shape", "centre"} & values.keys():
+            raise FederatedConfigError(WRITE_A_TASK)
         hints = get_type_hints(cls)
-        kinds = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+        kinds = {field.name: hints[field.name] for field in dataclasses.fields(cls)} | {"task": dict}
+        del kinds["evaluate"]
+        looks = {"evaluate": values.pop("evaluate")} if "evaluate" in values else {}
         if wrong := sorted(kinds.keys() ^ values.keys()):
             raise FederatedConfigError("unknown or missing keys: " + ", ".join(wrong))
-        if wrong := sorted(key for key, kind in kinds.items() if not _is(values[key], kind)):
+        if wrong := sorted(key for key, kind in kinds.items() if type(values[key]) is not kind):
             raise FederatedConfigError("keys of the wrong type: " + ", ".join(wrong))
-        arguments: dict[str, Any] = {key: tuple(v) if type(v) is list else v for key, v in values.items()}
         try:
-            return cls(**arguments)
+            plan = {key: plan_from(value) for key, value in looks.items()}
+            return cls(**{**values, "task": task_from_table(values["task"]), **plan})
         except FederatedConfigError:
             raise
+        except TaskError as fault:
+            raise FederatedConfigError("; ".join(f"task: {problem}" for problem in fault.problems)) from None
         except ValueError as fault:
             raise FederatedConfigError(str(fault)) from fault
 
     def _check(self) -> None:
-        """Refuse what cannot be trained or compared."""
-        if not 2 <= len(self.classes) == len(set(self.classes)) <= MOST_CLASSES or "" in self.classes:
-            raise FederatedConfigError("classes: at least two, distinct, none of them empty")
-        if len(self.shape) != 2 or not all(0 < s <= MOST_PIXELS and s % POOLED == 0 for s in self.shape):
-            raise FederatedConfigError("shape: two multiples of 8")
-        if len(self.centre) != FEATURES or not all(-1.0 <= value <= 1.0 for value in self.centre):
-            raise FederatedConfigError("centre: 64 numbers in [-1, 1]")
-        if not 0.0 < self.learning_rate < math.inf:
-            raise FederatedConfigError("learning_rate: finite and positive")
-        if not self.public_patients >= 1:
-            raise FederatedConfigError("public_patients: at least 1")
-        if not 1 <= self.rounds <= MOST_ROUNDS:
-            raise FederatedConfigError(f"rounds: 1 to {MOST_ROUNDS}")
-
-    def _units(self, cohort: Cohort) -> list[PrivacyUnit]:
-        return [unit for patient in cohort.patients if (unit := self.unit(patient)) is not None]
-
-    def _model(self, vector: NDArray[np.float32]) -> LinearSoftmax:
-        weight, bias = self._unpack(vector)
-        model = LinearSoftmax(len(self.classes))
-        with torch.no_grad():
-            model.weight.copy_(torch.from_numpy(weight.copy()))
-            model.bias.copy_(torch.from_numpy(bias.copy()))
-        return model
+        """Refuse what cannot be trained."""
+        if not 1 <= self.parameters <= MOST_PARAMETERS:
+            raise FederatedConfigError(f"parameters: 1 to {MOST_PARAMETERS}")
 
     def _sgd(self, noise_multiplier: float, steps: int) -> PrivateSgd:
+        constants = self.task.training
         return PrivateSgd(
-            sampling_rate=self.sampling_rate,
+            sampling_rate=constants.sampling_rate,
             noise_multiplier=noise_multiplier,
             steps=steps,
-            clip=self.clip,
-            images_per_patient=self.images_per_patient,
-            expected_batch=self.sampling_rate * self.public_patients,
+            clip=constants.clip,
+            images_per_patient=constants.images_per_patient * constants.views,
+            expected_batch=constants.expected_batch,
         )
-
-    def _unpack(self, vector: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        c = len(self.classes)
-        if vector.shape != (self.parameters,):
-            raise ValueError("the parameters do not fit the configured model")
-        return vector[: c * FEATURES].reshape(c, FEATURES), vector[c * FEATURES :]
 
 
 @dataclass(frozen=True, slots=True)
-class Federated(_Classifier):
+class Federated(_OfTask):
     """Public configuration of one federated training: constants, none of them derived from patients."""
 
-    sampling_rate: float  # q, the chance of each patient in each step
-    noise_multiplier: float  # sigma, in units of ``clip``
-    steps_per_round: int
-    rounds: int
-    clip: float  # L2 bound of one patient's gradient
-    images_per_patient: int  # used in one step
-    public_patients: int  # a public bound; times sampling_rate it is the divisor of every sum
-    learning_rate: float
-    classes: tuple[str, ...]  # coarse classes, in the order of the model's outputs
-    shape: tuple[int, int]  # (h, w) of the images, multiples of 8
-    centre: tuple[float, ...]  # (64,) subtracted from the pooled pixels; from public images or constant
-    proximal: float = 0.0  # FedProx's mu, 0: plain steps; required in JSON like every other key
+    task: Task
+    parameters: int  # p, that the task trains
+    noise_multiplier: float  # sigma of a step at each site, in units of the task's clip
+    evaluate: EvaluationPlan | None = None  # None: nobody looks at how good the model is
 
     name: ClassVar[str] = "federated"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be priced, trained or compared."""
         self._check()
-        if not 1 <= self.steps_per_round <= MOST_STEPS:
-            raise FederatedConfigError(f"steps_per_round: 1 to {MOST_STEPS}")
-        if not (self.proximal >= 0.0 and self.proximal * self.learning_rate <= 1.0):
-            raise FederatedConfigError(
-                "proximal: not negative, and at most 1 / learning_rate, else its steps overshoot"
-            )
         self._job()
         self.claim()
+        if not self.task.training.proximal * self.learning_rate <= 1.0:
+            raise FederatedConfigError("task: training.proximal: at most 1 / learning_rate, else its steps overshoot")
+        if self.evaluate is not None:
+            self.layout()
 
-    def claim(self) -> SubsampledGaussian:
-        """What all rounds together promise. It is settled before an image is read."""
-        return SubsampledGaussian(self.sampling_rate, self.noise_multiplier, self.steps_per_round * self.rounds)
+    @property
+    def steps_per_round(self) -> int:
+        """Private steps of each round."""
+        return self.task.training.steps_per_round
 
-    def run_round(self, cohort: Cohort, update: Update, entropy: Entropy, bench: Workspace = _NO_BENCH) -> Update:
-        """Train ``steps_per_round`` private steps from the global parameters ``update``.
+    @property
+    def learning_rate(self) -> float:
+        """Of each step: written in the task, or found for the noise."""
+        return self.task.rate(self.parameters, self.noise_multiplier)
 
-        Gradient steps, plain or proximal: no optimiser state is carried from round to round. Images of a class that
-        is not in the configuration are left out, and so is a patient with no others; both depend on that patient's
-        own record alone, so the claim holds. An empty cohort trains on noise like any other: a refusal would reveal
-        whether there is a single patient.
+    def claim(self) -> SubsampledGaussian | Evaluated:
+        """What all rounds and looks together promise. It is settled before an image is read."""
+        rate, steps = self.task.training.sampling_rate, self.steps_per_round * self.rounds
+        training = SubsampledGaussian(rate, self.noise_multiplier, steps)
+        return training if self.evaluate is None else self.evaluate.claim(training)
+
+    def run_look(self, cohort: TaskCohort, update: Update, entropy: Entropy, files: PublicFiles = NO_FILES) -> Update:
+        """The noisy sums of one look at the global parameters ``update``: how good they are on ``cohort``.
+
+        The patients are those held out. Of an empty cohort there is as much noise: a refusal would reveal whether
+        there is a single patient.
 
         Returns:
-            The new parameters, flat: weight (c, 64) row by row, then bias (c).
+            (layout.size,) sums, see :mod:`policies.tasks.evaluation`.
         Raises:
             ValueError: the update or the images have another shape than the configuration.
         """
-        model = self._model(update.vector)
-        task = TrainingTask(model, row_losses, partial(ProximalSgd, lr=self.learning_rate, mu=self.proximal))
+        plan = self.evaluate
+        assert plan is not None, "a look is priced"
+        patients = scored(self.task, self.network(update.vector, files), cohort)
+        return Update(private_look(self.layout(), patients, plan.noise, entropy))
+
+    def run_round(
+        self,
+        cohort: TaskCohort,
+        update: Update,
+        entropy: Entropy,
+        bench: Workspace = _NO_BENCH,
+        files: PublicFiles = NO_FILES,
+    ) -> Update:
+        """Train ``steps_per_round`` private steps from the global parameters ``update``.
+
+        Momentum, the proximal term and the moving average see noisy gradients and the parameters that these made,
+        and begin anew in each round: they are post-processing. Examples without a target that the task knows are
+        left out, and so is a patient with no others; both depend on that patient's own record alone, so the claim
+        holds. An empty cohort trains on noise like any other: a refusal would reveal whether there is a single
+        patient.
+
+        Returns:
+            The new parameters (p,).
+        Raises:
+            ValueError: the update or the images have another shape than the configuration.
+        """
+        network, constants = self.network(update.vector, files), self.task.training
+        sgd = partial(RoundSgd, lr=self.learning_rate, momentum=constants.momentum, mu=constants.proximal)
+        average = Average(network.trained, constants.ema)
+        task = TrainingTask(network.trained, row_losses(self.task), sgd, follower=average)
+        patients = units(self.task, network, cohort, entropy)
         say = lambda at: bench.say("train", at.step, at.steps)  # noqa: E731 - one line
-        train_privately(task, self._units(cohort), self._job(), entropy, say=say)
-        return Update(np.concatenate([model.weight.detach().numpy().ravel(), model.bias.detach().numpy()]))
+        train_privately(task, patients, self._job(), entropy, engine_of(network, constants.expected_batch), say=say)
+        average.give(network.trained)
+        return Update(network.vector())
 
     def _job(self) -> PrivateSgd:
         return self._sgd(self.noise_multiplier, self.steps_per_round)
 
 
 @dataclass(frozen=True, slots=True)
-class FederatedMasked(_Classifier):
+class FederatedMasked(_OfTask):
     """Public configuration of a federated training whose updates are visible only as a secure sum.
 
     Every round is one step: between two steps a site's model would follow its own part, which bears a share of
     the noise alone. A part is a vector of whole steps of 2^-scale, none above ``value_bound``, so that
-    ``sites`` of them add up in the ring of ``ring_bits`` without wrapping, and quantising it again is exact.
+    ``sites`` of them add up in the ring of ``ring_bits`` without wrapping.
     """
 
-    sampling_rate: float  # q, the chance of each patient in each step
-    noise_multiplier: float  # sigma of the sum, in units of ``clip``
-    rounds: int
-    clip: float  # L2 bound of one patient's gradient
-    images_per_patient: int  # used in one step
-    public_patients: int  # a public bound of each site; times sampling_rate it is the divisor of every sum
-    learning_rate: float
-    classes: tuple[str, ...]  # coarse classes, in the order of the model's outputs
-    shape: tuple[int, int]  # (h, w) of the images, multiples of 8
-    centre: tuple[float, ...]  # (64,) subtracted from the pooled pixels; from public images or constant
+    task: Task
+    parameters: int  # p, that the task trains
+    noise_multiplier: float  # sigma of the sum, in units of the task's clip
     sites: int  # asked for a part of each sum
     honest: int  # of them, at least, that keep to the protocol in every sum: their noise alone must do
     value_bound: float  # of each coordinate of a part; a multiple of 2^-scale
     scale: int  # a part is in steps of 2^-scale
     ring_bits: int  # sums are modulo 2^ring_bits
+    evaluate: EvaluationPlan | None = None  # None: nobody looks at how good the model is
 
     name: ClassVar[str] = "federated-masked"
     steps_per_round: ClassVar[int] = 1
@@ -312,25 +302,75 @@ class FederatedMasked(_Classifier):
         self._check()
         self.claim()
         self._job()
-        if not (0 <= self.scale <= 30 and self.ring_bits in (32, 64)):
-            raise FederatedConfigError("scale: 0 to 30; ring_bits: 32 or 64")
+        constants = self.task.training
+        if constants.steps_per_round != 1:
+            raise FederatedConfigError("task: training.steps_per_round: 1, since a part bears a share of the noise")
+        if constants.momentum or constants.ema or constants.proximal:
+            raise FederatedConfigError(
+                "task: training.momentum, ema, proximal: 0.0 with one step in a round; the strategy has a momentum"
+            )
+        if not (0 <= self.scale <= 40 and self.ring_bits in (32, 64)):
+            raise FederatedConfigError("scale: 0 to 40; ring_bits: 32 or 64")
         whole = self.value_bound * 2.0**self.scale
         if not (0.0 < whole <= MOST_STEPS_OF_VALUE and whole == math.floor(whole)):
-            raise FederatedConfigError("value_bound: a positive multiple of 2^-scale, at most 2^24 of them")
-        if not self.sites * whole < 2.0 ** (self.ring_bits - 1):
+            raise FederatedConfigError("value_bound: a positive multiple of 2^-scale, at most 2^52 of them")
+        if not self.sites * whole < 2.0 ** (min(self.ring_bits, 54) - 1):
             raise FederatedConfigError("ring_bits: too few for the sum of all sites")
         noise, grid = self._noise(), self._grid()
         widened = grid * math.sqrt(self.parameters)
-        if not (noise >= LEAST_NOISE_STEPS * grid and widened <= MOST_WIDENING * self.clip):
+        if not (noise >= LEAST_NOISE_STEPS * grid and widened <= MOST_WIDENING * constants.clip):
             raise FederatedConfigError("scale: too small, the steps of 2^-scale are not small beside noise and clip")
-        if not self._room() >= self.clip + grid:
+        if not self._room() >= constants.clip + grid:
             raise FederatedConfigError("value_bound: too small for the noise and one patient's gradient")
+        if self.evaluate is not None:
+            self.look_ring()
 
-    def claim(self) -> DistributedGaussian:
-        """What all rounds together promise of the sums. It is settled before an image is read."""
-        return DistributedGaussian(self.sampling_rate, self.noise_multiplier, self.rounds, self.sites, self.honest)
+    def claim(self) -> DistributedGaussian | Evaluated:
+        """What all rounds and looks together promise of the sums. It is settled before an image is read."""
+        training = self._training()
+        return training if self.evaluate is None else self.evaluate.claim(training)
 
-    def run_round(self, cohort: Cohort, update: Update, entropy: Entropy, bench: Workspace = _NO_BENCH) -> Update:
+    def _training(self) -> DistributedGaussian:
+        rate = self.task.training.sampling_rate
+        return DistributedGaussian(rate, self.noise_multiplier, self.rounds, self.sites, self.honest)
+
+    def look_ring(self) -> tuple[int, SumLattice]:
+        """How many sums a look has, and the lattice that they are on.
+
+        Raises:
+            EvaluationError: there are none for so many outputs, or the noise is too small.
+        """
+        assert self.evaluate is not None, "a look is priced"
+        size = self.layout().size
+        return size, SumLattice.of(self.evaluate.claim(self._training()), self.public_patients, size)
+
+    def run_look(
+        self, cohort: TaskCohort, update: Update, entropy: Entropy, files: PublicFiles = NO_FILES
+    ) -> LatticePart:
+        """As ``Federated.run_look``, of a secret sum: *this site's part*, with its share of the noise.
+
+        Each number is in steps of 2^-scale, and exact.
+        """
+        _, lattice = self.look_ring()
+        assert self.evaluate is not None
+        share = self.evaluate.claim(self._training()).share
+        patients = scored(self.task, self.network(update.vector, files), cohort)
+        box = float(self.public_patients), lattice.scale
+        return LatticePart(masked_look(self.layout(), patients, share, box, entropy))
+
+    @property
+    def learning_rate(self) -> float:
+        """Of each step: written in the task, or found for the noise of the mean of all parts."""
+        return self.task.rate(self.parameters, self._training().share / math.sqrt(self.sites))
+
+    def run_round(
+        self,
+        cohort: TaskCohort,
+        update: Update,
+        entropy: Entropy,
+        bench: Workspace = _NO_BENCH,
+        files: PublicFiles = NO_FILES,
+    ) -> LatticePart:
         """One private step from the global parameters ``update``: the change, *this site's part of a sum*.
 
         It bears noise_multiplier / sqrt(honest) of the noise and must leave masked only. Each coordinate of the
@@ -338,20 +378,23 @@ class FederatedMasked(_Classifier):
         within ``value_bound``: nothing is cut afterwards, and the noise of the sum is the sum of the noises. A sum of
         gradients beyond the box is understated; no neighbours come further apart by it. Rounding moves each
         coordinate by at most 2^-scale (half for the clipped sum, half for the noise), and so the mean of
-        the parts; it is made here, once, and the part is exact in float32 and in the ring.
+        the parts; it is made here, once, and the part is whole numbers from here to the sum.
 
         Returns:
-            Change of the parameters, flat: weight (c, 64) row by row, then bias (c).
+            Change of the parameters (p,), in steps of 2^-scale.
         Raises:
             ValueError: the update or the images have another shape than the configuration.
         """
         bench.say("train", 0, 1)
-        box = SecureSumGrid(self._grid(), self._room())
-        whole = noisy_part(self._model(update.vector), row_losses, self._units(cohort), self._job(), entropy, box)
-        return Update((-whole * 2.0**-self.scale).astype(np.float32))
+        network = self.network(update.vector, files)
+        patients = units(self.task, network, cohort, entropy)
+        box, engine = SecureSumGrid(self._grid(), self._room()), engine_of(network, self.task.training.expected_batch)
+        loss = row_losses(self.task)
+        whole = noisy_part(network.trained, loss, patients, self._job(), entropy, box, clipped_sum=engine)
+        return LatticePart(-whole.astype(np.int64))
 
     def _job(self) -> PrivateSgd:
-        return self._sgd(self.claim().share, 1)
+        return self._sgd(self._training().share, 1)
 
     def _grid(self) -> float:
         """A step of 2^-scale of the change, in units of the clipped sum."""
@@ -365,12 +408,3 @@ class FederatedMasked(_Classifier):
     def _room(self) -> float:
         """What ``value_bound`` leaves to the clipped sum beside the noise's largest number and the rounding."""
         return self.value_bound * 2.0**self.scale * self._grid() - TAIL * self._noise() - self._grid()
-
-
-def _is(value: object, kind: object) -> bool:
-    """Whether a JSON value has exactly the type of a field; a JSON list stands for a tuple."""
-    if kind in (int, float):
-        return type(value) is kind
-    inners: dict[object, type] = {tuple[str, ...]: str, tuple[float, ...]: float, tuple[int, int]: int}
-    inner = inners[kind]
-    return type(value) is list and all(type(item) is inner for item in value)

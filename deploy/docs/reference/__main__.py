@@ -29,7 +29,9 @@ from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.errors import REASONS
 from agent.deidentify.pixel_redaction import Blank
 from agent.deidentify.ps315.options import Profile
+from agent.deidentify.segment_list import Segment
 from agent.ingest import config as ingest
+from agent.ingest import label_sheet
 from agent.ingest.ocr import OcrSettings
 from agent.mechanisms.anonfaces.identity_mixing import Mixing
 from agent.operations import metrics as agent_metrics
@@ -64,11 +66,16 @@ FILES: Final[Mapping[str, tuple[str, Sequence[Table]]]] = {
         "in the site's directory: what may come in, from where, and how it is de-identified. Without it only the "
         "folder of `site.toml` is read. Example: `deploy/docs/ingest.example.toml`",
         [
-            ("[site]", ingest.Reading), ("[rules]", AdmissionRules), ("[[blank]]", Blank), ("[deidentify]", Profile),
-            ("[ocr]", OcrSettings), ("[listener]", ListenerSettings), ("[stow]", StowSettings),
-            ("[pacs.NAME]", ArchiveConfig), ("[dicomweb.NAME]", DicomWebArchive), ("[[folder]]", ingest._FolderTable),
-            ("[faces]", FacesSettings),
+            ("[site]", ingest.Reading), ("[rules]", AdmissionRules), ("[[blank]]", Blank), ("[[segment]]", Segment),
+            ("[deidentify]", Profile), ("[ocr]", OcrSettings), ("[listener]", ListenerSettings),
+            ("[stow]", StowSettings), ("[pacs.NAME]", ArchiveConfig), ("[dicomweb.NAME]", DicomWebArchive),
+            ("[[folder]]", ingest._FolderTable), ("[faces]", FacesSettings),
         ],
+    ),
+    "labels.toml": (
+        "beside a table of labels, with its name: `lazaret-agent labels import findings.csv` reads `findings.toml`. "
+        "Example: `deploy/docs/labels.example.toml`",
+        [("[table]", label_sheet._TableTable), ("[columns.NAME]", label_sheet._ColumnTable)],
     ),
     "policy.toml": ("in the directory of either side; `init --policy NAME` copies a preset", [("", Policy)]),
     "coordinator.toml": (
@@ -114,8 +121,9 @@ RELEASES: Final[Mapping[str, tuple[str, Sequence[Table]]]] = {
 }
 # fields that the parser fills in itself, from the table's name or from another file
 _NOT_KEYS: Final = {
-    *((AdmissionRules, key) for key in ("modalities", "secondary_capture_modalities", "blanks")),
+    *((AdmissionRules, key) for key in ("modalities", "secondary_capture_modalities", "blanks", "segments")),
     *((ArchiveConfig, "name"), (DicomWebArchive, "name"), (Mixing, "k")),
+    (label_sheet._ColumnTable, "name"),
 }
 
 

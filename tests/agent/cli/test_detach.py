@@ -58,6 +58,26 @@ def test_a_folder_to_learn_from_is_seen_where_it_lies(tmp_path: Path, network: s
     assert found == ["train", network, option, str(tmp_path / "public"), "--out", "out/nets"]
 
 
+def test_a_list_of_labels_comes_along_and_the_word_for_folders_stays(tmp_path: Path) -> None:
+    (tmp_path / "task.toml").write_text("[network]\nname = 'linear'\n")
+    (tmp_path / "labels.csv").write_text("file,label\n")
+    typed = [
+        "train",
+        "network",
+        "--task",
+        tmp_path / "task.toml",
+        "--pictures",
+        tmp_path,
+        "--out",
+        "nets",
+        "--labels",
+    ]
+    found, _ = words(tmp_path, *typed, tmp_path / "labels.csv", "--detach")
+    assert found[3::2] == ["in/0-task.toml", str(tmp_path), "out/nets", "in/1-labels.csv"]
+    found, _ = words(tmp_path / "other", *typed, "folders", "--detach")
+    assert found[-1] == "folders"
+
+
 def test_what_a_configuration_names_comes_along_and_folders_are_seen_where_they_lie(tmp_path: Path) -> None:
     for name in ("net.safetensors", "sub/other.safetensors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -23,6 +23,7 @@ from agent.console.app import console_server
 from agent.console.context import SiteConsoleContext
 from agent.deidentify.record import Record
 from agent.event_log import open_log
+from agent.federation.run_plan import RunPlan
 from agent.ingest.context import open_ingest
 from agent.ingest.service import IngestService
 from agent.mechanisms.common.linear_codec import Basis, fit_basis
@@ -34,9 +35,12 @@ from agent.storage import projects
 from agent.storage.site_directory import MAIN, SiteDirectory
 from agent.storage.spool import ReceivedFile
 from deploy.phantoms.fundus import FundusPatient, fundus_patients
+from policies.accounting.claims import SubsampledGaussian
 from policies.governance import decisions
 from policies.ledger.backends.sqlite import open_sqlite
 from policies.ledger.store import Store
+from policies.statements import claim_json
+from protos.federation.round_times import RoundTerms
 from protos.identity.key_files import pem, write_private
 from protos.web.client_certificates import PinnedCertificates, make
 from protos.web.login_cli import FOLDER
@@ -267,3 +271,15 @@ def approve(client: Client, name: str, release: str, value: str, action: str = "
     sealed = client.hospital.approval(name, serial or release, action, release, value)
     answer = client.post(f"/releases/{release}/approve", files={"envelope": sealed})
     return words(client.get(answer.headers["location"])) if answer.status_code == 303 else words(answer)
+
+
+PLAN = RunPlan(
+    "run-1",
+    "federated",
+    '{"classes":["0","1"],"rounds":3}',
+    claim_json(SubsampledGaussian(0.25, 1.8, 45)),
+    3,
+    "OT",
+    "main",
+    RoundTerms(600, 4_000_000_000),
+)

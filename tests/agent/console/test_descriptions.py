@@ -24,7 +24,7 @@ from policies.ledger.store import LedgerBusyError, LedgerStoppedError
 from policies.review.mechanism_terms import TERMS
 from policies.review.policy import parse, preset
 from protos.web.router import PageError
-from tests.support.ledger_world import BOTH, DP, K5, Hospital, policy
+from tests.support.ledger_world import BOTH, DP, K5, LOOKED, Hospital, policy
 
 SITE = Hospital("site-a")
 
@@ -64,6 +64,7 @@ def test_k_is_said_in_patients_and_has_no_epsilon() -> None:
     assert "5 different patients" in told
     assert "no epsilon" in told
     assert descriptions.promise(BOTH).startswith("2 uses")
+    assert "Charged together: the training, and 3 looks" in descriptions.promise(LOOKED)
     assert "no guarantee" in descriptions.promise(NoClaim())
 
 

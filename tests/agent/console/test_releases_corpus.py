@@ -19,6 +19,7 @@ from agent.console.context import SiteConsoleContext
 from agent.console.proposal_process import CheckedProposal
 from agent.console.releases import REFUSE, refusal_serial
 from agent.event_log import open_log
+from agent.federation import run_plan
 from agent.ingest.context import open_ingest
 from agent.runtime import open_runtime, recover_at_startup
 from agent.service.jobs import FAILED, INTERRUPTED, PROPOSED, QUEUED, Event, Job, JobStore
@@ -30,11 +31,12 @@ from agent.storage.spool import ReceivedFile
 from agent.storage.vault import JOB_OUTPUTS
 from policies.governance import amendments, decisions
 from policies.index.search import Index
+from policies.ledger.approvals import refusal
 from policies.statements import Release, parse
 from protos.web.client_certificates import PinnedCertificates
 from protos.web.login_cli import FOLDER
 from protos.web.settings import ConsoleSettings
-from tests.agent.console.hospital import BOTH, ROLES, Hospital, hospital
+from tests.agent.console.hospital import BOTH, PLAN, ROLES, Hospital, hospital
 from tests.support.console_attack import Trial
 from tests.support.corpus import CORPUS, Form, Heard, Side
 from tests.support.ledger_world import policy
@@ -95,6 +97,8 @@ class Clerk:
         if head == "/jobs/propose":
             basis, eyes = ("networks/basis.safetensors",), ("networks/eyes",)
             return {"--basis": basis, "public.pictures": eyes, "public.how": ("a",), "propose": ("yes",)}
+        if head.startswith("/plans/"):
+            return self._signed(form, self.place.approval(name, *self.of_plan(tail)))
         if head.startswith("/jobs/"):
             return {"why": ("the purpose is over",)} if tail == "refuse" else {}
         typed: dict[str, dict[str, Any]] = {
@@ -102,6 +106,12 @@ class Clerk:
             "/opt-out/undo": {"patients": (self.place.patient_id(99),)},
         }
         return typed.get(form.path, {})
+
+    @staticmethod
+    def of_plan(act: str) -> tuple[str, str, str, str]:
+        if act == "approve":
+            return PLAN.serial, *PLAN.words()
+        return refusal(PLAN.serial), REFUSE, PLAN.run, f"{PLAN.digest} purpose"
 
     def of_release(self, name: str, release: str, act: str) -> bytes:
         with self.context.vault() as vault:
@@ -122,7 +132,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
     """All of it, once."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        hospital(tmp_path_factory.mktemp("place")) as place,
+        hospital(tmp_path_factory.mktemp("place"), run_approvals=BOTH) as place,
     ):
         heard = Heard.listening(patch)
         patch.setattr(proposals, "read_all_forms", lambda: (FORM,))
@@ -131,6 +141,8 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
         release = place.release()
         place.refuse(2, source=CORPUS[0])
         has_jobs(place, release)
+        with closing(projects.open_vault(place.home)) as vault:
+            run_plan.keep(vault, PLAN)
         for name in ROLES:
             place.login(name)
         with open_runtime(place.home.root, lambda *_: None) as opened:
@@ -203,7 +215,8 @@ def _side(place: Hospital, context: SiteConsoleContext) -> Side:
 def _happens(place: Hospital, context: SiteConsoleContext, trial: Trial, release: str) -> None:
     """A site's days: after each of them, whatever was not there before is tried."""
     clerk, draft = Clerk(place, context), place.home.root / policy_pages.FILE
-    tighter, looser = policy(approvals=BOTH, k_min=7), policy(approvals='["compliance"]')
+    tighter = policy(approvals=BOTH, run_approvals=BOTH, k_min=7)
+    looser = policy(approvals='["compliance"]', run_approvals=BOTH)
     with open_ingest(place.home, MAIN) as way:
         way.inbox.put(ReceivedFile("dimse", "PACS1", b"no image either"))
     draft.write_text(looser)

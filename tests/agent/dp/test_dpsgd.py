@@ -14,7 +14,15 @@ from torch import nn
 
 from agent.dp import dpsgd, noise
 from agent.dp.clipping import PrivacyUnit, UnsuitableModelError, bookkeeping_engine, loop_engine, vmap_engine
-from agent.dp.dpsgd import CHECKPOINT_EVERY, PrivateSgd, TrainingTask, best_engine, train_privately
+from agent.dp.dpsgd import (
+    CHECKPOINT_EVERY,
+    PrivateSgd,
+    SecureSumGrid,
+    TrainingTask,
+    best_engine,
+    noisy_part,
+    train_privately,
+)
 from agent.dp.noise import SystemEntropy
 from agent.errors import DivergedError, OtherRunError, TrainingCheckpointError
 from tests.support.entropy import UnsafeSeededEntropy
@@ -590,3 +598,22 @@ def test_a_fault_in_the_middle_is_passed_on():
 def test_a_job_without_noise_or_bound_can_not_be_built(change):
     with pytest.raises(ValueError, match="must"):
         dataclasses.replace(JOB, **change)
+
+
+def test_a_masked_part_is_exact_up_to_the_last_step_that_a_job_may_have():
+    """2^52 steps: each is that of the sum and that of the noise, although no step is a power of two."""
+    grid, size = 0.7 * 2.0**-52, 4_000
+    totals = np.random.default_rng(3).uniform(-0.7, 0.7, size)
+    engine = lambda *_: torch.from_numpy(totals)  # noqa: E731 - one line
+    job = dataclasses.replace(JOB, noise_multiplier=1e-3)
+    part = noisy_part(
+        nn.Linear(1, 1), None, [], job, UnsafeSeededEntropy(7), SecureSumGrid(grid, 0.7), clipped_sum=engine
+    )
+    spread = noise.deviation(job.clip, job.noise_multiplier, size, grid)
+    again = UnsafeSeededEntropy(7)
+    noise.draw_uniforms(again, 0)  # of the patients of the step: nobody
+    drawn = noise.draw_gaussians(again, size) * spread
+    exact = [int(np.rint(t / grid)) + int(np.rint(z / grid)) for t, z in zip(totals, drawn, strict=True)]
+    assert [int(one) for one in part] == exact
+    assert max(map(abs, exact)) > 2**51
+    assert any(np.rint(one * grid / grid) != one for one in part), "a red control: by way of the grid some are lost"

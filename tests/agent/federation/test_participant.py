@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent.domain import Update
+from agent.domain import ExampleRule, TaskCohort, Update
 from agent.errors import CoordinatorUnreachableError, ReviewRejectedError
 from agent.federation.participant import Participant
 from agent.release.recovery import recover
@@ -33,6 +33,21 @@ from tests.support.federated_sites import (
     part,
     when_it_had_set_out,
 )
+
+
+def test_what_a_run_reads_is_asked_for_in_the_name_of_the_run(tmp_path: Path) -> None:
+    """So that the vault knows which version of a label table it stays with, whichever process asks."""
+    w, asked = federated_site(tmp_path), list[str]()
+    granted(w, federated())
+    find = part(w).site.examples
+
+    def noted(rule: ExampleRule) -> TaskCohort:
+        asked.append(rule.run)
+        return find(rule)
+
+    part(w).site = replace(part(w).site, examples=noted)
+    part(w).train("run-1", 1, START)
+    assert asked == ["run-1"]
 
 
 def _before_the_note(w: FederatedSite, _patch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,8 +97,8 @@ def test_an_update_made_while_a_patient_opts_out_does_not_leave_and_the_next_is_
     seen: list[set[str]] = []
     cohort = MemoryVault.cohort
 
-    def look(self: MemoryVault, modality: str, shape: tuple[int, int], without: tuple[str, ...] = ()) -> Cohort:
-        found = cohort(self, modality, shape, without)
+    def look(self: MemoryVault, *rule: Any) -> Cohort:
+        found = cohort(self, *rule)
         seen.append({p.pseudonym for p in found.patients})
         return found
 

@@ -13,7 +13,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agent.errors import ReviewRejectedError
 from agent.federation.part_watch import PartView, PartWatch
+from agent.federation.tasks import RoundTask, TaskDeclinedError
 from agent.mechanisms.federated.mechanism import FederatedMasked
+from agent.mechanisms.federated.task_training import example_rule
 from agent.service import jobs
 from agent.service.job_rules import JobSettings, Surroundings, choose
 from agent.service.jobs import Event, Job
@@ -45,8 +47,9 @@ def own_delta(ward: FederatedSite, start: np.ndarray = START) -> np.ndarray:
     mechanism = ward.part.participant.mechanism
     assert isinstance(mechanism, FederatedMasked)
     twin = type(ward.part.participant.entropy)(ward.seed)  # type: ignore[call-arg]
-    from_vault = MemoryVault(seed=ward.vault.seed).cohort("OT", mechanism.shape)
-    return np.asarray(mechanism.run_round(from_vault, replace(mechanism.initial(), vector=start), twin).vector)
+    from_vault = MemoryVault(seed=ward.vault.seed).examples(example_rule(mechanism.task))
+    made = mechanism.run_round(from_vault, replace(mechanism.initial(), vector=start), twin)
+    return np.ldexp(made.steps.astype(np.float64), -mechanism.scale)
 
 
 def test_the_hub_learns_the_sum_of_what_three_sites_trained_and_each_part_is_written_down_as_masked(
@@ -311,3 +314,33 @@ def test_more_strangers_in_the_roster_than_may_be_corrupt_are_refused(tmp_path: 
                 part.step("run-1", 1, "advertise", trial.setup(), config)
         else:
             assert part.step("run-1", 1, "advertise", trial.setup(), config)
+
+
+def test_a_fault_of_the_sites_own_work_is_not_taken_for_one_of_the_protocol(
+    trial: SecureRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its people would look for the fault at the coordinator; and a fault for a patient's sake has one word."""
+
+    def fails(*_: object) -> None:
+        raise ValueError("the images do not have the configured shape")
+
+    request, north = trial.play(until=SumStep.MASK).requests()["north"], trial.wards["north"]
+    told: list[str] = []
+    north.part.participant.watch.came_to_nothing = lambda _part, _number, why: told.append(why)  # type: ignore[method-assign]
+    monkeypatch.setattr(FederatedMasked, "run_round", fails)
+    task = RoundTask("run-1", "secure", 0, CONFIG, None, "mask", request)
+    with pytest.raises(TaskDeclinedError, match="unavailable"):
+        north.handle(task)
+    assert told == ["internal fault (ValueError)"]
+    with pytest.raises(ReviewRejectedError, match="out of order"):
+        trial.step("north", SumStep.MASK, request)
+    assert not north.part.participant.round_in_progress
+
+
+def test_what_is_wrong_with_the_protocol_is_still_told_as_that(trial: SecureRun) -> None:
+    north, told = trial.wards["north"], list[str]()
+    north.part.participant.watch.came_to_nothing = lambda _part, _number, why: told.append(why)  # type: ignore[method-assign]
+    trial.play(until=SumStep.MASK)
+    with pytest.raises(TaskDeclinedError, match="policy"):
+        north.handle(RoundTask("run-1", "secure", 0, CONFIG, None, "mask", b"no message"))
+    assert told[0].startswith("masked: ")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from typing import Any
 
 import numpy as np
@@ -19,13 +21,16 @@ from agent.federation.tasks import (
     frame,
     read_reply_frame,
     read_task_frame,
+    receive_frame,
     reply_frame,
+    send_frame,
     task_frame,
     unframe,
 )
 from protos.federation import messages
 
 ORDER: dict[str, Any] = {"run": "r1", "round": 3, "config": b"{}"}
+SECONDS = (3_600).to_bytes(8, "big")
 VECTOR = np.arange(3, dtype=np.float32)
 
 
@@ -138,7 +143,7 @@ def test_a_secure_step_of_another_shape_is_malformed(records: dict[str, Any]) ->
     ids=["price", "train", "secure"],
 )
 def test_a_task_comes_out_of_the_pipe_as_it_went_in(task: RoundTask) -> None:
-    word, fields = unframe(task_frame(b"ticket", task))
+    word, fields = unframe(b"".join(task_frame(b"ticket", task)))
     ticket, read = read_task_frame(fields)
     assert (word, ticket) == ("task", b"ticket")
     assert (read.run, read.kind, read.round_index, read.config) == (
@@ -158,7 +163,7 @@ def test_a_task_comes_out_of_the_pipe_as_it_went_in(task: RoundTask) -> None:
     "reply", [Reply(b"t", "train", RoundAnswer(b"e", VECTOR)), Reply(b"t", "price", None, "budget")]
 )
 def test_a_reply_comes_out_of_the_pipe_as_it_went_in(reply: Reply) -> None:
-    read = read_reply_frame(*unframe(reply_frame(reply)))
+    read = read_reply_frame(*unframe(b"".join(reply_frame(reply))))
     assert (read.ticket, read.code) == (reply.ticket, reply.code)
     if reply.answer is None:
         assert read.answer is None
@@ -170,7 +175,7 @@ def test_a_reply_comes_out_of_the_pipe_as_it_went_in(reply: Reply) -> None:
         assert read.answer.vector.tolist() == VECTOR.tolist()
 
 
-GOOD = task_frame(b"t", RoundTask("r1", "train", 0, b"{}", VECTOR))
+GOOD = b"".join(task_frame(b"t", RoundTask("r1", "train", 0, b"{}", VECTOR)))
 
 
 @pytest.mark.parametrize(
@@ -206,14 +211,36 @@ def test_garbage_in_the_pipe_is_no_frame(garbage: bytes) -> None:
         (7, b""),
         (7, b"123"),
         (7, np.array([np.nan], np.float32).tobytes()),
+        (8, bytes(8)),
+        (8, (86_401).to_bytes(8, "big")),
+        (9, b"\xff" * 8),
     ],
 )
 def test_a_frame_of_a_link_gone_bad_is_no_task(place: int, value: bytes) -> None:
-    fields = [b"t", b"train", b"r1", bytes(8), b"{}", b"", b"", VECTOR.tobytes()]
+    fields = [b"t", b"train", b"r1", bytes(8), b"{}", b"", b"", VECTOR.tobytes(), SECONDS, bytes(8)]
     read_task_frame([memoryview(field) for field in fields])
     fields[place] = value
     with pytest.raises(FrameError):
         read_task_frame([memoryview(field) for field in fields])
+
+
+def test_a_frame_crosses_the_pipe_in_pieces_and_none_is_too_long_to_be_refused_unread() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        task = RoundTask("r1", "train", 0, b"{}", np.arange(100_000, dtype=np.float32))
+        sender = threading.Thread(target=send_frame, args=(ours.fileno(), task_frame(b"t", task)))
+        sender.start()
+        _, fields = unframe(receive_frame(theirs.fileno()))
+        sender.join()
+        read = read_task_frame(fields)[1].vector
+        assert read is not None
+        assert read.tolist() == list(range(100_000))
+        ours.sendall((1 << 40).to_bytes(8, "big"))
+        with pytest.raises(FrameError, match="too long"):
+            receive_frame(theirs.fileno())
+        ours.close()
+        with pytest.raises(EOFError):
+            receive_frame(theirs.fileno())
 
 
 def test_no_vector_is_longer_than_what_a_job_may_have() -> None:

@@ -12,7 +12,7 @@ import pytest
 import coordinator.event_log as coordinator_log
 from agent import errors as agent_errors
 from agent.event_log import open_log
-from agent.federation.service import TICK_S, response_delay
+from agent.federation.service import response_delay
 from agent.gateway.enrolment import Given, enrol
 from agent.storage import site_directory
 from agent.storage.read_only_access import check_history
@@ -22,6 +22,7 @@ from agent.storage.vault import Vault
 from policies.ledger.backends.sqlite import open_sqlite
 from policies.ledger.store import Store
 from policies.review.policy import PolicyError, preset
+from protos.federation.round_times import FIRST_S
 from protos.identity.certificates import KeyFileError
 from protos.operations.event_log import UnlistedKeyError
 from tests.support.ledger_world import Clock, Hospital, open_register, policy
@@ -142,7 +143,7 @@ def test_a_site_is_in_its_own_ledger_before_anybody_is_appointed_there(tmp_path:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 1.9])
 def test_quick_answers_all_take_the_same_time(seconds: float) -> None:
-    assert seconds + response_delay(seconds) == TICK_S
+    assert seconds + response_delay(seconds) == FIRST_S
 
 
 def test_slow_answers_take_one_of_few_times() -> None:

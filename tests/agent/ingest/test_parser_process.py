@@ -303,6 +303,7 @@ ASKED: list[tuple[str, str, list[bytes]]] = [
     ("project", "instance", [b"1.2"]),
     ("project", "study", [b"1.3"]),
     ("project", "series", [b"1.4"]),
+    ("project", "masked", [b"1.5"]),
     ("project", "uid", [b"1.2"]),
 ]
 
@@ -316,6 +317,8 @@ ASKED: list[tuple[str, str, list[bytes]]] = [
         ("project", "instance", [b"1.9"]),
         ("project", "study", [b"1.9"]),
         ("project", "series", [b"1.9"]),
+        ("project", "masked", [b"1.9"]),
+        ("site", "masked", [b"1.5"]),
         ("project", "dates", [b"0" * 32]),  # of another patient
         ("project", "dates", [b"\xff"]),
         ("site", "uid", [b"1.2"]),

@@ -19,7 +19,7 @@ from torch import nn
 from agent.cli import audit as audit_command
 from agent.cli.main import main
 from agent.domain import Image, Patient
-from agent.dp import clipping, dpsgd, gradient_recorder, noise, per_example_gradients
+from agent.dp import clipping, dpsgd, evaluation_sums, gradient_recorder, noise, per_example_gradients
 from agent.dp.clipping import bookkeeping_engine, loop_engine, vmap_engine
 from agent.dp.dpsgd import best_engine
 from agent.dp.noise import SystemEntropy
@@ -145,7 +145,12 @@ def test_canaries_come_in_rows():
 
 @pytest.mark.parametrize(
     "query",
-    [query_conformance.sum_conformance, query_conformance.histogram_conformance, query_conformance.part_conformance],
+    [
+        query_conformance.sum_conformance,
+        query_conformance.histogram_conformance,
+        query_conformance.look_conformance,
+        query_conformance.part_conformance,
+    ],
 )
 def test_noisy_queries_follow_their_law(query, monkeypatch):
     assert query(UnsafeSeededEntropy(0)).holds
@@ -158,6 +163,12 @@ def test_a_histogram_that_counts_every_image_of_a_patient_is_seen(monkeypatch):
     honest = semantic_query._averaged
     monkeypatch.setattr(semantic_query, "_averaged", lambda rows, bins, shape: honest(rows, bins, shape) * len(rows))
     assert not query_conformance.histogram_conformance(UnsafeSeededEntropy(0)).holds
+
+
+def test_a_look_that_counts_every_image_of_a_patient_is_seen(monkeypatch):
+    honest = evaluation_sums.patient_part
+    monkeypatch.setattr(evaluation_sums, "patient_part", lambda layout, images: honest(layout, images) * len(images))
+    assert not query_conformance.look_conformance(UnsafeSeededEntropy(0)).holds
 
 
 def test_noise_that_is_on_no_lattice_is_seen():
@@ -214,6 +225,7 @@ def test_there_is_no_false_alarm_of_queries_in_forty_runs():
     for query in (
         query_conformance.sum_conformance,
         query_conformance.histogram_conformance,
+        query_conformance.look_conformance,
         query_conformance.part_conformance,
     ):
         assert all(query(UnsafeSeededEntropy(300 + seed)).holds for seed in range(40))
@@ -591,7 +603,7 @@ def test_the_command_says_what_it_saw_and_needs_no_site(capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["passed"] is True
     assert {check["part"] for check in told["checks"]} == {"shipped"}
-    assert len(told["checks"]) == 9
+    assert len(told["checks"]) == 10
 
 
 def test_the_command_fails_when_the_noise_does(capsys, monkeypatch):

@@ -13,11 +13,13 @@ import pytest
 from agent.errors import CohortTooSmallError, DivergedError
 from agent.mechanisms.centroids.mechanism import NoCellError
 from agent.mechanisms.privimage.semantic_query import DrownedHistogramError
+from agent.models.networks.suitability import UnsuitableNetworkError
 from agent.models.recognition.recogniser import RecogniserError
 from agent.models.training_loop import CHECKPOINT
 from agent.release.maker_errors import _WORDS, GAP, SENTENCES, MakerFaultError, error_of
 from agent.vetting.exact_copies import RepeatedInputError
 from agent.vetting.filter import KINDS
+from policies.tasks.bounds import TaskError
 from protos.common.errors import InvariantError, LazaretError
 
 AGENT: Final = Path(__file__).resolve().parents[3] / "agent"
@@ -101,6 +103,25 @@ def test_another_sentence_is_not_told(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        (TaskError, "`lazaret-agent task check FILE` says why"),
+        (UnsuitableNetworkError, "a fault of this program"),
+    ],
+)
+@pytest.mark.parametrize(
+    "text", ["", "Patient Smith", "network.name: must be one of linear", "a.0 is trained and never used"]
+)
+def test_an_error_of_the_tasks_network_is_told_by_the_agents_own_sentence(
+    known: type[Exception], told: str, text: str
+) -> None:
+    error = error_of(known.__name__, text)
+    assert type(error) is known
+    assert str(error).endswith(told)
+    assert text == "" or text not in str(error)
+
+
+@pytest.mark.parametrize(
     ("kind", "named"),
     [
         ("ValueError", "ValueError"),
@@ -109,6 +130,7 @@ def test_another_sentence_is_not_told(text: str) -> None:
         ("NotSentError", "NotSentError"),
         ("SiteStorageError", "SiteStorageError"),
         ("WorkerError", "WorkerError"),
+        ("TransformError", "TransformError"),  # of one picture: whoever trains or looks leaves that out
         ("MakerEndedError", "MakerEndedError"),
         ("Smith_19500101", "unknown"),
         ("\x1b[2J", "unknown"),

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from agent.domain import Cohort, Image, Patient, SyntheticSet
+from agent.domain import Cohort, Image, Patient, SyntheticSet, Update
 from agent.dp.noise import SystemEntropy
 from agent.errors import CohortTooSmallError, DivergedError, SiteStorageError
 from agent.evaluation.k_selection import Menu
@@ -31,6 +31,7 @@ from agent.evaluation.utility import Recipe
 from agent.mechanisms.common.workspace import Workspace, is_stage
 from agent.mechanisms.distillation.teacher_student import Distilled
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
+from agent.mechanisms.federated.task_training import labelled_examples
 from agent.mechanisms.ksalsa.mechanism import KSalsa
 from agent.mechanisms.ksalsa.style_alignment import Alignment
 from agent.mechanisms.registry import MECHANISMS
@@ -47,6 +48,7 @@ from agent.release.maker_process import MakerEndedError, MakerProcess
 from agent.release.maker_values import Result, pack
 from agent.release.pipeline import MemoryExhaustedError, release_synthetic
 from agent.release.ports import run_here
+from policies.tasks.evaluation import EvaluationPlan
 from protos.common.errors import WorkerError
 from protos.operations.confinement import REQUIRED, landlock_abi
 from protos.operations.pipe_messages import send
@@ -224,10 +226,11 @@ def test_memory_that_somebody_could_still_change_is_not_opened(
 
 @pytest.fixture
 def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A confined process may import what stands for patients and noise in tests."""
+    """A confined process may import what stands for patients and noise in tests; its user is new here."""
     for copied in ("tests/support", "deploy/phantoms"):
         shutil.copytree(ROOT / copied, tmp_path / copied, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
 @pytest.mark.usefixtures("ours")
@@ -266,10 +269,18 @@ def _tensors(raw: bytes) -> int:
 @pytest.mark.usefixtures("ours")
 @pytest.mark.parametrize("mechanism", [FEDERATED, MASKED])
 def test_a_part_of_a_round_is_there_what_it_is_here(mechanism: Federated | FederatedMasked) -> None:
-    there, here = (
-        run(mechanism.run_round, COHORT, mechanism.initial(), UnsafeSeededEntropy(1)).vector
-        for run in (MakerProcess(REQUIRED), run_here)
-    )
+    given = labelled_examples(mechanism.task, COHORT), mechanism.initial(), UnsafeSeededEntropy(1)
+    there, here = (run(mechanism.run_round, *given) for run in (MakerProcess(REQUIRED), run_here))
+    assert type(there) is type(here)
+    assert np.array_equal(*(one.vector if isinstance(one, Update) else one.steps for one in (there, here)))
+
+
+@pytest.mark.usefixtures("ours")
+def test_a_look_at_a_model_is_there_what_it_is_here() -> None:
+    mechanism = replace(FEDERATED, evaluate=EvaluationPlan(1, 5.0, 20, 10))
+    given = labelled_examples(mechanism.task, COHORT), mechanism.initial(), UnsafeSeededEntropy(1)
+    there, here = (run(mechanism.run_look, *given).vector for run in (MakerProcess(REQUIRED), run_here))
+    assert there.shape == (mechanism.layout().size,)
     assert np.array_equal(there, here)
 
 

@@ -532,7 +532,7 @@ def test_a_policy_that_was_tightened_binds_an_account_that_was_opened_before(tmp
 def test_a_job_for_more_patients_than_delta_allows_is_not_priced(tmp_path: Path) -> None:
     """P1: delta < 1 / patients, by the public bound that the job itself names."""
     s = site_world(tmp_path)
-    job = replace(federated(), public_patients=1_000_000)
+    job = federated(public_patients=1_000_000)
     with pytest.raises(ReviewRejectedError, match="delta"):
         Participant(s.site, "OT", UnsafeSeededEntropy(1)).join("run-1", job)
     assert not s.site.ledger.store.state.grants

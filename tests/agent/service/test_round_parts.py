@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.domain import Cohort, Update
+from agent.domain import Cohort, ExampleRule, TaskCohort, Update
 from agent.dp.noise import SystemEntropy
 from agent.event_log import open_log
 from agent.federation.participant import Participant
@@ -39,6 +39,7 @@ from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.federated_sites import ErrorLog, federated
 from tests.support.federation_world import Site
 from tests.support.release_site import site
+from tests.support.small_tasks import changed
 
 __all__ = ["site", "typed"]  # fixtures
 
@@ -138,17 +139,6 @@ def while_trained(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
         return made
 
     patch.setattr(Federated, "run_round", run_round)
-
-
-def while_called(patch: pytest.MonkeyPatch, owner: type, name: str, act: Callable[[], None]) -> None:
-    """Something happens before a method returns."""
-    make = getattr(owner, name)
-
-    def called(*given: Any, **named: Any) -> Any:
-        act()
-        return make(*given, **named)
-
-    patch.setattr(owner, name, called)
 
 
 def test_a_part_shows_its_run_and_price_and_what_was_not_begun_is_returned(world: Taking) -> None:
@@ -266,9 +256,14 @@ def test_a_round_that_a_person_leaves_while_it_is_computed_does_not_leave(
     if moment == "trained":
         while_trained(monkeypatch, leave)
     else:
-        vault, run = world.part.site.vault, world.part.site.run
+        examples, run = world.part.site.examples, world.part.site.run
+
+        def read(rule: ExampleRule) -> TaskCohort:
+            leave()
+            return examples(rule)
+
         if moment == "read":
-            while_called(monkeypatch, type(vault), "cohort", leave)
+            world.part.site = replace(world.part.site, examples=read)
         ended: list[Path] = []
         monkeypatch.setattr(round_parts, "_end_training", ended.append)
 
@@ -411,7 +406,7 @@ def test_no_rule_starts_it_and_the_runner_leaves_it_alone(world: Taking) -> None
 def test_a_process_that_ends_ends_its_round_and_not_the_service(world: Taking, real_maker: None, how: str) -> None:
     del real_maker
     world.kill(confined=True)
-    world.price(replace(JOB, steps_per_round=9_000, rounds=3, noise_multiplier=60.0))
+    world.price(changed(JOB, steps_per_round=9_000, rounds=3, noise_multiplier=60.0))
     asked = threading.Thread(target=lambda: answers.append(world.train(1)))
     answers: list[bool] = []
     asked.start()

@@ -56,6 +56,22 @@ def test_each_stage_on_the_way_to_a_release_names_what_comes_next(
         assert set(told(typed, site.home.root)) == {"a person of hospital"}
 
 
+def test_a_person_for_runs_is_appointed_by_the_command_that_the_status_names(typed: Typed, tmp_path: Path) -> None:
+    with Federation(tmp_path) as federation:
+        site = filled(federation.join("site-a"), tmp_path)
+        _approvals(site, '["compliance"]')
+        _approvals(site, '["compliance", "hospital"]', "run_approvals")
+        missing = told(typed, site.home.root)
+        assert set(missing) == {"a person of compliance", "a person of hospital for runs"}, "each role once"
+        command = missing["a person of hospital for runs"]
+        assert command.endswith("lazaret-agent setup --hospital NAME KEY")
+        head = Person("head-1", "hospital")
+        words = command.partition("lazaret-agent ")[2].rpartition("lazaret-agent ")[2]
+        filled_in = words.replace("NAME", head.name).replace("KEY", head.public.hex()).split()
+        typed(*at(site), *filled_in)
+        assert set(told(typed, site.home.root)) == {"a person of compliance"}
+
+
 def test_what_is_made_and_waits_is_numbered_with_the_command_that_comes_next(typed: Typed, tmp_path: Path) -> None:
     with Federation(tmp_path) as federation:
         site = filled(federation.join("site-a"), tmp_path)
@@ -83,6 +99,6 @@ def test_files_that_were_rejected_and_files_that_wait_are_counted(typed: Typed, 
         assert "lazaret-agent quarantine list" in told(typed, site.home.root)["rejected files of main"]
 
 
-def _approvals(site: Site, roles: str) -> None:
+def _approvals(site: Site, roles: str, key: str = "approvals") -> None:
     policy = site.home.root / "policy.toml"
-    policy.write_text(re.sub(r"^approvals = .*", f"approvals = {roles}", policy.read_text(), flags=re.MULTILINE))
+    policy.write_text(re.sub(rf"^{key} = .*", f"{key} = {roles}", policy.read_text(), flags=re.MULTILINE))

@@ -25,7 +25,7 @@ from protos.identity.certificates import same_fingerprint
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.support.coordinator_runs import Grid, Host, conduct_here, job
-from tests.support.federated_sites import FederatedSite, federated
+from tests.support.federated_sites import FederatedSite, evaluated, federated
 from tests.support.federation_world import SETTINGS, Federation
 from tests.support.ledger_world import Person
 from tests.support.ports import free_port
@@ -183,6 +183,26 @@ def test_a_run_is_planned_launched_watched_and_stopped_from_the_command_line(
     assert [ward.vault.reads for ward in conducting.values()] == [1, 1]
 
 
+def test_a_run_with_looks_shows_what_they_found_as_it_goes(
+    fed: Federation, conducting: dict[str, FederatedSite], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(evaluated(rounds=1).to_json())
+    path = str(written(tmp_path, config=config, evaluate=[1]))
+    assert typed(fed, "round", "launch", path, "--run", "run-1", "--json") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["round"], line["state"]) for line in lines if line["state"] in ("closed", "evaluated")] == [
+        (1, "closed"), (2, "closed"), (2, "evaluated"),
+    ]  # fmt: skip
+    assert typed(fed, "round", "launch", path, "--run", "run-1") == 0
+    assert "round 2 of 2: evaluated north, south (accuracy " in out(capsys)
+    board = operator_client._Board(2)
+    board.take(gateway_pb2.RoundEvent(round=2, state="evaluated", sites=["north"], reason="accuracy 0.9"))
+    assert board.rows[2][1] == "north: accuracy 0.9"
+    for wrong in (["1"], [1.5], [True], [0], [1 << 40], [[1]]):
+        with pytest.raises(CoordinatorConfigError, match="evaluate: numbers of rounds"):
+            operator_client.read_job(written(tmp_path, evaluate=wrong))
+
+
 def test_a_run_that_cannot_be_is_refused_with_the_reason_and_exit_1(
     fed: Federation, conducting: dict[str, FederatedSite], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +244,59 @@ def test_a_run_that_cannot_be_is_refused_with_the_reason_and_exit_1(
 def test_a_job_file_with_a_wrong_key_names_the_keys(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(CoordinatorConfigError, match=r"job.json: the keys are mechanism \(str\)"):
         operator_client.read_job(written(tmp_path, **changes))
+
+
+TASK = """
+[task]
+name = "small"
+kind = "classification"
+[labels]
+classes = ["0", "1", "2"]
+[input]
+modality = "OT"
+size = [8, 8]
+[training]
+rounds = 1
+public_patients = 25
+[network]
+name = "linear"
+"""
+
+
+def test_a_job_names_a_task_file_beside_it_and_a_price_and_the_plan_tells_the_noise(
+    fed: Federation, conducting: dict[str, FederatedSite], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "small.toml").write_text(TASK)
+    path = str(written(tmp_path, config={"task": "small.toml", "epsilon": 6.0}))
+    assert typed(fed, "round", "plan", path, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["noise_multiplier"] > 0
+    for site in plan["sites"]:
+        assert 0 < float(site["pld_epsilon"]) < float(site["epsilon"]) <= 6.0
+    assert typed(fed, "round", "plan", path) == 0
+    said = out(capsys)
+    assert f"noise multiplier {plan['noise_multiplier']:g}" in said
+    assert "by PLD" in said
+    assert typed(fed, "round", "launch", path, "--run", "run-1", "--json") == 0
+    capsys.readouterr()
+    config = json.loads(json.loads((fed.root / "runs" / "run-1" / "job.json").read_text())["config"])
+    assert config["noise_multiplier"] == plan["noise_multiplier"]
+    assert typed(fed, "round", "launch", path, "--run", "run-1") == 0, "the same job file follows the run"
+    assert [ward.vault.reads for ward in conducting.values()] == [1, 1]
+    other = str(written(tmp_path, config={"task": "small.toml", "epsilon": 5.0}))
+    assert typed(fed, "round", "launch", other, "--run", "run-1") == 1
+    assert "exists with another content" in out(capsys)
+
+
+def test_a_task_file_that_is_wrong_is_refused_with_its_name_and_every_key(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(TASK.replace('"linear"', '"alexnet"').replace("[8, 8]", "[1]"))
+    with pytest.raises(CoordinatorConfigError, match=r"small\.toml: input\.size.*small\.toml: network\.name"):
+        operator_client.read_job(written(tmp_path, config={"task": "small.toml", "epsilon": 6.0}))
+    with pytest.raises(CoordinatorConfigError, match=r"^absent\.toml: No such file"):
+        operator_client.read_job(written(tmp_path, config={"task": "absent.toml", "epsilon": 6.0}))
+    (tmp_path / "bytes.toml").write_bytes(b"\xff")
+    with pytest.raises(CoordinatorConfigError, match=r"^bytes\.toml: not text"):
+        operator_client.read_job(written(tmp_path, config={"task": "bytes.toml", "epsilon": 6.0}))
 
 
 @pytest.mark.parametrize("text", ["", "nothing", "[]", "1", "null", '"x"'])

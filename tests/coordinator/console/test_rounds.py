@@ -83,7 +83,7 @@ def test_what_is_wrong_with_the_form_is_said_at_once_and_what_was_typed_stays(se
             **job_form.from_job(job()),
             "rounds": EVIL,
             "min_sites": "x",
-            "config.clip": "much",
+            "config.noise_multiplier": "much",
             "site.nowhere": "on",
         }
         answer = operator.post("/plan", **form)
@@ -98,7 +98,7 @@ def test_what_is_wrong_with_the_form_is_said_at_once_and_what_was_typed_stays(se
 
 def test_a_price_that_cannot_be_paid_is_shown_with_its_reason_and_offers_no_launch(served: Served) -> None:
     with served.as_("olga") as operator:
-        config = {"config.noise_multiplier": "0.5", "config.steps_per_round": "900"}
+        config = {"config.noise_multiplier": "0.05"}
         page = forecast(operator, "run-c", **config)
         assert "It cannot start" in page
         assert "does not fit" in page

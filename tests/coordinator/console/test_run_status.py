@@ -35,6 +35,16 @@ def test_before_anything_was_heard_it_waits_for_its_turn() -> None:
     assert {seat.state for seat in made.seats} == {"not asked yet"}
 
 
+def test_while_persons_decide_it_is_told_whose() -> None:
+    made = board_of(JOB, "open", NOTHING, [event(0, "waiting", "west", reason="not_approved_yet")])
+    assert made.state == "waiting"
+    assert {seat.site: seat.state for seat in made.seats} == {
+        "north": "not asked for its price yet",
+        "south": "not asked for its price yet",
+        "west": "its persons decide",
+    }
+
+
 def test_who_dropped_out_is_named_with_the_reason_in_words() -> None:
     events = [
         event(0, "declined", "west", reason="budget"),

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from agent.errors import CoordinatorUnreachableError
 from agent.gateway.client import GatewayClient
 from agent.gateway.credentials import Credentials
-from agent.mechanisms.federated.mechanism import Federated
 from coordinator.admission import RequestRejectedError
 from coordinator.event_log import open_log
 from coordinator.federation.events import EventStream, RunEvent, RunQueue
@@ -45,6 +44,7 @@ from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.attacks.artifacts import bomb_png, shard
 from tests.support.federation_world import Federation, Site, pictures, vector
 from tests.support.ledger_world import DP, K5, Hospital, open_register
+from tests.support.small_tasks import classification, plain_config
 from tests.support.upload_server import staged
 
 
@@ -59,23 +59,10 @@ def site(federation: Federation) -> Site:
     return federation.join("site-a")
 
 
-CONFIG = json.dumps(
-    asdict(
-        Federated(
-            sampling_rate=DP.sampling_rate,
-            noise_multiplier=DP.noise_multiplier,
-            rounds=4,
-            steps_per_round=15,
-            clip=1.0,
-            images_per_patient=1,
-            public_patients=40,
-            learning_rate=0.1,
-            classes=("0", "1"),
-            shape=(8, 8),
-            centre=(0.0,) * 64,
-        )
-    )
+TASK = classification(
+    ("0", "1"), rounds=4, sampling_rate=DP.sampling_rate, clip=1.0, images_per_patient=1, public_patients=40
 )
+CONFIG = json.dumps(plain_config(TASK, 10, DP.noise_multiplier))
 
 
 def conductor(federation: Federation, *sites: str) -> RunController:

@@ -22,8 +22,9 @@ from coordinator.federation.job import (
     forecast,
     job_from,
     quorum,
+    with_noise,
 )
-from policies.accounting.accountant import epsilon_of
+from policies.accounting.accountant import epsilon_of, order_for
 from policies.accounting.claims import DistributedGaussian, SubsampledGaussian
 from policies.accounting.rdp import NANO, allowance, cost, epsilon_nano
 from policies.ledger.entries import Opened
@@ -31,23 +32,23 @@ from policies.ledger.state import Account
 from policies.review.policy import parse, preset
 from policies.review.rules import TERMS, AccountContext, review_reservation
 from policies.statements import Reservation
+from policies.tasks.evaluation import EvaluationPlan
 from protos.secagg.ring import Ring
 from protos.secagg.session import Quorum
+from tests.support.small_tasks import changed, classification
 
-SHARED = {
-    "sampling_rate": 0.25,
-    "noise_multiplier": 1.8,
-    "rounds": 4,
-    "clip": 0.1,
-    "images_per_patient": 2,
-    "public_patients": 225,
-    "learning_rate": 4.0,
-    "classes": ("0", "1"),
-    "shape": (32, 32),
-    "centre": (0.0,) * 64,
-}
-PLAIN = Federated(**SHARED, steps_per_round=15, proximal=0.0)
-MASKED = FederatedMasked(**SHARED, sites=3, honest=2, value_bound=8.0, scale=20, ring_bits=32)
+SHARED = {"rounds": 4, "public_patients": 225, "learning_rate": 4.0}
+PLAIN = Federated(classification(("0", "1"), (32, 32), **SHARED), 130, noise_multiplier=1.8)
+MASKED = FederatedMasked(
+    classification(("0", "1"), (32, 32), **SHARED, steps_per_round=1),
+    130,
+    1.8,
+    3,
+    2,
+    value_bound=8.0,
+    scale=20,
+    ring_bits=32,
+)
 SITES = ("site-a", "site-b", "site-c")
 POLICY = parse(preset("controlled"), "controlled.toml")
 
@@ -110,8 +111,9 @@ def test_all_problems_of_a_job_are_told_at_once():
         ({"run": "release-1"}, "run:"),
         ({"mechanism": "ksame"}, "mechanism:"),
         ({"config": "{}"}, "config:"),
+        ({"parameters": 131}, "parameters: those of the configuration"),
         ({"config": MASKED.to_json()}, "config: .*honest"),
-        ({"config": PLAIN.to_json()[:-1] + ',"clip":0.1}'}, "distinct"),
+        ({"config": PLAIN.to_json()[:-1] + ',"parameters":130}'}, "distinct"),
         ({"config": "[" * 100_000}, "config:"),
         ({"rounds": 5}, "at most the 4"),
         ({"sites": ("site-a", "../b")}, "a site's name"),
@@ -123,7 +125,7 @@ def test_all_problems_of_a_job_are_told_at_once():
             {"strategy": '{"name":"fedavg","weights":{"site-a":1,"site-b":1,"site-c":1}}', "min_sites": 1},
             "at least 2",
         ),
-        ({"strategy": '{"name":"fedprox","mu":0.1}'}, "proximal"),
+        ({"strategy": '{"name":"fedprox","mu":0.1}'}, "training.proximal"),
         ({"secure": True}, "secure:"),
     ],
 )
@@ -133,7 +135,7 @@ def test_a_job_that_makes_no_sense_is_refused_with_its_reason(changes, why):
 
 
 def test_fedprox_runs_where_the_sites_apply_the_same_mu():
-    config = dataclasses.replace(PLAIN, proximal=0.1).to_json()
+    config = changed(PLAIN, proximal=0.1).to_json()
     assert _job(config=config, strategy='{"name":"fedprox","mu":0.1}').aggregator().mu == 0.1
 
 
@@ -146,7 +148,7 @@ def test_fedprox_runs_where_the_sites_apply_the_same_mu():
         ({"strategy": '{"name":"trimmed-mean","trim":1}'}, "single updates"),
         ({"strategy": '{"name":"fedprox","mu":0.0}'}, "single updates"),
         ({"strategy": '{"name":"fedavg","weights":{"site-a":1,"site-b":1,"site-c":1}}'}, "single updates"),
-        ({"config": dataclasses.replace(MASKED, honest=1).to_json()}, "min_sites: at least 3"),
+        ({"config": changed(MASKED, honest=1).to_json()}, "min_sites: at least 3"),
     ],
 )
 def test_a_secure_job_that_cannot_keep_its_promise_is_refused(changes, why):
@@ -191,7 +193,7 @@ def test_a_job_file_that_is_not_exactly_one_is_refused(text):
 
 
 _plain = st.builds(
-    lambda q, sigma, steps, rounds: dataclasses.replace(
+    lambda q, sigma, steps, rounds: changed(
         PLAIN, sampling_rate=q, noise_multiplier=sigma, steps_per_round=steps, rounds=rounds
     ),
     st.floats(0.001, 1.0),
@@ -199,8 +201,14 @@ _plain = st.builds(
     st.integers(1, 10_000),
     st.integers(1, 1000),
 )
+_looked = st.builds(
+    lambda job, looks, noise: dataclasses.replace(job, evaluate=EvaluationPlan(looks, noise, 20, 10)),
+    _plain,
+    st.integers(1, 1000),
+    st.floats(1.0, 1e4),
+)
 _masked = st.builds(
-    lambda q, sigma, rounds, sites, honest: dataclasses.replace(
+    lambda q, sigma, rounds, sites, honest: changed(
         MASKED, sampling_rate=q, noise_multiplier=sigma, rounds=rounds, sites=sites, honest=min(sites, honest)
     ),
     st.floats(0.1, 1.0),
@@ -212,14 +220,14 @@ _masked = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.one_of(_plain, _masked))
+@given(st.one_of(_plain, _looked, _masked))
 def test_the_coordinator_reads_the_claim_that_the_agent_makes(mechanism):
     assert claim_of(mechanism.name, mechanism.to_json()) == mechanism.claim()
 
 
 def test_the_keys_of_a_configuration_are_those_of_the_mechanism():
     for mechanism in (PLAIN, MASKED):
-        assert KEYS[mechanism.name].keys() == {f.name for f in dataclasses.fields(mechanism)}
+        assert KEYS[mechanism.name].keys() == {f.name for f in dataclasses.fields(mechanism)} - {"evaluate"}
         values = json.loads(mechanism.to_json())
         assert all(type(values[key]) is kind for key, kind in KEYS[mechanism.name].items())
         assert TERMS[mechanism.name].claim is type(mechanism.claim())
@@ -230,7 +238,9 @@ def test_the_keys_of_a_configuration_are_those_of_the_mechanism():
     [("sampling_rate", 2.0), ("noise_multiplier", 0.0), ("rounds", 0), ("rounds", -1), ("steps_per_round", -4)],
 )
 def test_what_the_agent_would_not_price_the_coordinator_does_not_either(key, value):
-    text = json.dumps({**json.loads(PLAIN.to_json()), key: value})
+    values = json.loads(PLAIN.to_json())
+    (values if key in values else values["task"]["training"])[key] = value
+    text = json.dumps(values)
     with pytest.raises(FederatedConfigError):
         Federated.from_json(text)
     with pytest.raises(JobError, match="config"):
@@ -238,9 +248,84 @@ def test_what_the_agent_would_not_price_the_coordinator_does_not_either(key, val
 
 
 def test_two_negative_counts_do_not_make_a_positive_one():
-    text = json.dumps({**json.loads(PLAIN.to_json()), "rounds": -2, "steps_per_round": -3})
-    with pytest.raises(JobError, match="at least 1"):
-        claim_of("federated", text)
+    values = json.loads(PLAIN.to_json())
+    values["task"]["training"] |= {"rounds": -2, "steps_per_round": -3}
+    with pytest.raises(JobError, match=r"training\.rounds: must be a whole number .*training\.steps_per_round"):
+        claim_of("federated", json.dumps(values))
+
+
+def test_a_configuration_of_before_tasks_is_refused_with_what_to_do():
+    old = json.dumps({"noise_multiplier": 1.8, "classes": ["0", "1"], "shape": [8, 8], "centre": [0.0] * 64})
+    with pytest.raises(JobError, match=r"write a task file .* `lazaret-agent task check FILE`"):
+        _job(config=old)
+    with pytest.raises(FederatedConfigError, match=r"write a task file .* `lazaret-agent task check FILE`"):
+        Federated.from_json(old)
+
+
+# --- the noise for an epsilon
+
+
+def _asking(epsilon, mechanism=PLAIN, **changes):
+    values = {**json.loads(mechanism.to_json()), "epsilon": epsilon}
+    del values["noise_multiplier"]
+    make = _secure if mechanism.name == "federated-masked" else _job
+    return make(config=json.dumps(values), **changes)
+
+
+@pytest.mark.parametrize("mechanism", [PLAIN, MASKED])
+@pytest.mark.parametrize("epsilon", [1.0, 3.0, 8.0])
+def test_the_noise_is_the_least_for_which_the_account_is_charged_no_more_than_the_epsilon(mechanism, epsilon):
+    job, account = _asking(epsilon, mechanism), _account(epsilon, order=order_for(epsilon, 4e-6))
+    found = with_noise(job, {site: AccountContext(account) for site in SITES})
+    claim, order = found.claim(), account.opened.order
+    quieter = dataclasses.replace(claim, noise_multiplier=round(claim.noise_multiplier - 0.001, 3))
+    assert epsilon_nano(claim, 4e-6, order) <= epsilon * NANO < epsilon_nano(quieter, 4e-6, order)
+    assert "epsilon" not in json.loads(found.config)
+    assert with_noise(found, {}) == found
+
+
+def test_the_strictest_account_says_the_noise_and_a_site_without_one_says_nothing():
+    standings = {
+        "site-a": AccountContext(_account(delta="1e-05", order=8)),
+        "site-b": AccountContext(_account(delta="4e-06", order=16)),
+        "site-c": AccountContext(None),
+    }
+    found = with_noise(_asking(3.0), standings).claim()
+    alone = [with_noise(_asking(3.0), {name: one}).claim() for name, one in standings.items() if one.account]
+    assert found.noise_multiplier == max(claim.noise_multiplier for claim in alone)
+    with pytest.raises(JobError, match="no site of the job has an account"):
+        with_noise(_asking(3.0), {"site-c": AccountContext(None)})
+
+
+@pytest.mark.parametrize("epsilon", [4, True, "4.0", None])
+def test_a_price_without_a_point_is_refused_with_what_to_write(epsilon):
+    with pytest.raises(JobError, match=r"config: epsilon: a number with a point, such as 4\.0$"):
+        _asking(epsilon)
+
+
+def test_a_count_with_a_point_and_a_task_that_is_none_are_refused_with_what_to_write():
+    values = {**json.loads(PLAIN.to_json()), "parameters": 130.0, "task": "chest.toml"}
+    with pytest.raises(JobError, match=r"parameters: a whole number .*; task: a JSON object; in a job file"):
+        claim_of("federated", json.dumps(values))
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, 101.0])
+def test_an_epsilon_that_no_run_can_have_is_refused(epsilon):
+    with pytest.raises(JobError, match="epsilon: above 0"):
+        _asking(epsilon)
+
+
+def test_an_epsilon_below_what_the_accounts_order_alone_costs_has_no_noise():
+    with pytest.raises(JobError, match=r"no noise keeps the run under epsilon 3: .* worth 3\.4, "):
+        with_noise(_asking(3.0), {site: AccountContext(_account()) for site in SITES})
+
+
+def test_a_job_without_its_noise_has_no_claim_yet():
+    job = _asking(3.0)
+    assert (job.priced, _job().priced) == (False, True)
+    with pytest.raises(JobError, match="`round plan`"):
+        job.claim()
+    assert job_from(job.to_json()) == job
 
 
 def test_the_parts_of_a_masked_run_fit_the_ring_of_the_secure_aggregation():
@@ -312,7 +397,7 @@ def test_an_overdrawn_account_has_nothing_left():
 
 
 def test_a_delta_that_the_public_bound_outgrows_does_not_fit():
-    job = _job(config=dataclasses.replace(PLAIN, public_patients=250_000).to_json())
+    job = _job(config=changed(PLAIN, public_patients=250_000).to_json())
     (a, *_) = forecast(
         job, dict.fromkeys(SITES, AccountContext(_account())), dict.fromkeys(SITES, _policy()), job.claim()
     )
@@ -321,7 +406,7 @@ def test_a_delta_that_the_public_bound_outgrows_does_not_fit():
 
 
 def test_a_claim_that_no_account_can_hold_is_no_fit_and_no_fault():
-    job = _job(config=dataclasses.replace(PLAIN, noise_multiplier=0.0011, steps_per_round=10_000).to_json())
+    job = _job(config=changed(PLAIN, noise_multiplier=0.0011, steps_per_round=10_000).to_json())
     (a, *_) = forecast(
         job, dict.fromkeys(SITES, AccountContext(_account())), dict.fromkeys(SITES, _policy()), job.claim()
     )
@@ -364,3 +449,24 @@ def test_a_site_without_exactly_one_forecast_does_not_fit():
 def test_forecasts_of_other_sites_count_for_nothing():
     others = [SiteCost(f"other-{i}", True, "1", "1", 1, 1, "1", "") for i in range(9)]
     assert not decide(_job(), others).go
+
+
+# --- times
+
+
+@pytest.mark.parametrize(("key", "values"), [("round_seconds", (59, 86_401)), ("approval_days", (0, 181))])
+def test_a_job_names_its_times_within_bounds(key, values):
+    for value in values:
+        with pytest.raises(JobError, match=f"{key}: "):
+            _job(**{key: value})
+    assert _job().round_seconds == 3_600
+    assert job_from(_job(round_seconds=86_400).to_json()).round_seconds == 86_400
+
+
+def test_a_job_of_before_jobs_named_their_times_has_those_of_then():
+    values = json.loads(_job().to_json())
+    for key in ("round_seconds", "approval_days"):
+        del values[key]
+    assert job_from(json.dumps(values)).round_seconds == 150
+    with pytest.raises(JobError, match="approval_days: unknown or missing"):
+        job_from(json.dumps({**values, "round_seconds": 60}))

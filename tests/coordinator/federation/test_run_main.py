@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import signal
@@ -40,6 +41,7 @@ from tests.support.federation_world import Federation as Books
 from tests.support.federation_world import Site, vector
 from tests.support.flower.federation import ADD, SITES, FlowerFederation
 from tests.support.ledger_world import DP
+from tests.support.small_tasks import classification, plain_config
 
 START = np.linspace(-1.0, 1.0, 10, dtype=np.float32)
 PLAN = RoundPlan(
@@ -79,6 +81,9 @@ class Gate:
     def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
         self._hear("admit", site, round_index, envelope, artifact)
         return "a text, not a code" if envelope == b"odd" else None
+
+    def looked(self, round_index: int, sums: np.ndarray) -> None:
+        self._hear("looked", round_index, sums.tolist())
 
     def round_done(
         self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
@@ -137,6 +142,8 @@ def pipes() -> Iterator[tuple[Pipe, Pipe, socket.socket]]:
         replace(PLAN, first_round=1, aggregator=FedAdam(0.1, 0.9, 0.99, 1e-3)),
         replace(PLAN, config=bytes(range(256)), roster={site: bytes([i] * 32) for i, site in enumerate(SITES)}),
         replace(PLAN, model=RoundModel(START, Moments(3, np.ones(10), np.full(10, 0.1)))),
+        replace(PLAN, looks=frozenset({1}), sums=3),
+        replace(PLAN, looks=frozenset({1}), sums=3, lattice=(64.0, 18), roster=dict.fromkeys(SITES, bytes(32))),
     ],
 )
 def test_a_plan_arrives_bit_for_bit(pipes: tuple[Pipe, Pipe, socket.socket], plan: RoundPlan) -> None:
@@ -312,6 +319,79 @@ def test_an_update_of_one_round_does_not_count_in_the_next() -> None:
     made.take(done(0, "north", "south"))
     with pytest.raises(RunFrameError):
         made.take(done(1, "north", "south"))
+
+
+LOOKS = replace(PLAN, rounds=3, looks=frozenset({1}), sums=3)
+
+
+def looked(index: int, *sums: float) -> RunMessage:
+    return RunMessage("looked", {"round": index}, np.array(sums, "<f8").tobytes())
+
+
+def in_a_look() -> tuple[RunRequestHandler, Gate]:
+    """The second turn is a look, and north and south were admitted in it."""
+    made, gate = priced(LOOKS)
+    for site in ("north", "south"):
+        made.take(admit(site))
+    made.take(done(0, "north", "south"))
+    for site in ("north", "south"):
+        made.take(admit(site, 1, pack_vector(START[:3])))
+    return made, gate
+
+
+def test_a_look_is_closed_with_the_sums_that_were_said_of_it_and_the_next_turn_is_a_round() -> None:
+    made, gate = in_a_look()
+    assert made.take(looked(1, 1.5, -2.0, 3e9)) == ("answer", {})
+    made.take(done(1, "north", "south"))
+    assert gate.asked[-2:] == [("looked", 1, [1.5, -2.0, 3e9]), ("done", 1, ("north", "south"), {})]
+    for site in ("north", "south"):
+        made.take(admit(site, 2))
+    made.take(done(2, "north", "south"))
+    assert made.take(RunMessage("over", {})) is None
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [done(1, "north", "south")],  # without its sums
+        [looked(1, 1.0, 2.0)],
+        [looked(1, 1.0, 2.0, math.nan)],
+        [looked(1, 1.0, 2.0, math.inf)],
+        [looked(2, 1.0, 2.0, 3.0)],
+        [looked(0, 1.0, 2.0, 3.0)],
+        [looked(1, 1.0, 2.0, 3.0), looked(1, 1.0, 2.0, 3.0)],  # twice
+        [admit("west", 1)],  # parameters where sums are asked for
+    ],
+)
+def test_a_look_is_closed_only_as_it_was_reviewed(frames: list[RunMessage]) -> None:
+    made, gate = in_a_look()
+    for frame in frames[:-1]:
+        made.take(frame)
+    before = list(gate.asked)
+    with pytest.raises(RunFrameError):
+        made.take(frames[-1])
+    assert gate.asked == before
+
+
+def test_sums_in_a_round_that_is_no_look_are_refused() -> None:
+    made, _ = priced(LOOKS)
+    for site in ("north", "south"):
+        made.take(admit(site))
+    with pytest.raises(RunFrameError):
+        made.take(looked(0, 1.0, 2.0, 3.0))
+    with pytest.raises(RunFrameError):
+        made.take(admit("west", artifact=pack_vector(START[:3])))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"looks": frozenset({0}), "sums": 3}, {"looks": frozenset({2}), "sums": 3}, {"looks": frozenset({1})},
+     {"looks": frozenset({1}), "sums": 1 << 17}, {"looks": frozenset({1}), "sums": 3, "lattice": (64.0, 18)},
+     {"lattice": (64.0, 18)}],
+)  # fmt: skip
+def test_a_plan_whose_looks_make_no_sense_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="run plan"):
+        replace(PLAN, **changes)
 
 
 def test_a_round_beyond_the_last_is_refused() -> None:
@@ -500,20 +580,7 @@ def test_no_more_runs_than_the_bound_go_at_once() -> None:
 # ---------------------------------------------------------------- the conductor
 
 
-CONFIG = {
-    "sampling_rate": 0.25,
-    "noise_multiplier": 1.8,
-    "steps_per_round": 15,
-    "rounds": 4,
-    "learning_rate": 0.1,
-    "images_per_patient": 2,
-    "public_patients": 40,
-    "clip": 1.0,
-    "proximal": 0.0,
-    "classes": ["0", "1"],
-    "shape": [8, 8],
-    "centre": [0.0] * 64,
-}
+CONFIG = plain_config(classification(("0", "1"), rounds=4, public_patients=40), 10)
 
 
 @pytest.fixture

@@ -12,17 +12,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Message
 
+from agent.federation import run_plan
 from coordinator.federation import run_controller
 from coordinator.federation.events import RunEvent
 from coordinator.federation.job import JobError
 from coordinator.federation.strategy import pack
 from coordinator.gateway.run_service import Operations
 from policies.audit.verify import verify
+from policies.governance import decisions
 from policies.ledger.backends.sqlite import export_file
 from policies.ledger_service import LedgerService
 from policies.review.policy import parse
+from policies.statements import PAYLOAD_TYPE
+from protos.common.dsse import seal
 from protos.v1 import gateway_pb2
 from tests.support.coordinator_runs import SITES, Federation, admitting, conduct_here, job, secret_job
 from tests.support.federated_sites import federated, masked
@@ -307,6 +312,49 @@ def test_a_run_waits_for_sites_that_sleep_and_goes_on_when_they_are_back(
     assert [ward.vault.reads for ward in fed.wards.values()] == [1, 1, 1]
 
 
+def approved_here(fed: Federation, site: str, run: str = "run-1") -> None:
+    """A physician of the site approves the plan that was asked for there."""
+    ward, key = fed.wards[site], Ed25519PrivateKey.generate()
+    store = ward.part.participant.site.ledger.store
+    decisions.appoint(store, "physician", "hospital", key.public_key().public_bytes_raw())
+    plan = run_plan.kept(ward.vault.note(run_plan.NOTE))[run]
+    raw = decisions.statement_bytes("approval/v1", ("physician", store.origin, plan.serial, *plan.words()))
+    decisions.approve(store, seal(raw, PAYLOAD_TYPE, key))
+
+
+def test_a_run_waits_until_persons_have_approved_it_and_nothing_is_held_or_trained_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick(monkeypatch, patience_s=0.0)  # they have days of their own
+    fed = Federation(tmp_path, policies={"north": admitting(run_approvals='["hospital"]')})
+    seen = []
+    for event in fed.runs.launch(job(rounds=1)):
+        seen.append((event.state, event.sites, event.reason))
+        if event.state == "waiting":
+            assert {kind for ward in fed.wards.values() for kind, _, _ in ward.asked} == {"plan"}
+            assert (fed.grants(), [ward.account() for ward in fed.wards.values()]) == ([], [(0, 0)] * 3)
+            approved_here(fed, "north")
+    assert seen[0] == ("waiting", ("north",), "not_approved_yet")
+    assert [state for state, _, _ in seen].count("waiting") == 1, "days of waiting are told once"
+    assert seen[-1][0] == "finished"
+    assert [ward.vault.reads for ward in fed.wards.values()] == [1, 1, 1]
+    fed.store.close()
+
+
+def test_after_its_days_a_run_begins_with_the_sites_that_have_approved_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick(monkeypatch)
+    fed = Federation(tmp_path, policies={"north": admitting(run_approvals='["hospital"]')})
+    fed.runs.now = lambda: 0.0  # it was launched long ago
+    events = list(fed.runs.launch(job(rounds=1)))
+    assert (0, "declined", ("north",)) in states(events)
+    assert events[-1].state == "finished"
+    assert [ward.vault.reads for ward in fed.wards.values()] == [0, 1, 1]
+    assert {kind for kind, _, _ in fed.wards["north"].asked} == {"plan"}
+    fed.store.close()
+
+
 def test_a_run_whose_sites_fall_asleep_in_the_middle_waits_with_its_grants_and_each_round_is_trained_once(
     fed: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,7 +528,7 @@ def test_a_poisoned_site_does_not_move_the_model_far_under_a_robust_strategy(
 
 
 def test_an_update_that_is_not_the_one_that_was_sealed_or_of_another_round_is_not_aggregated(fed: Federation) -> None:
-    kept: dict[str, Message] = {}
+    kept: dict[str, Any] = {}
 
     def twist(site: str, message: Message, reply: Message) -> list[Message]:
         if message.metadata.message_type != "train":
@@ -488,8 +536,8 @@ def test_an_update_that_is_not_the_one_that_was_sealed_or_of_another_round_is_no
         if site == "west":
             reply.content["parameters"] = pack(np.zeros(195, np.float32))
         if site == "south" and message.metadata.group_id == "1":
-            reply.content["answer"] = kept["south"].content["answer"]
-        kept[site] = reply
+            reply.content["answer"] = kept["south"]
+        kept[site] = reply.content["answer"]
         return [reply]
 
     fed.grid.twist = twist

@@ -21,7 +21,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 import coordinator.cli.main as cli
-from agent.domain import Update
+from agent.domain import LatticePart
 from agent.mechanisms.federated.mechanism import FederatedMasked
 from agent.storage.site_directory import SiteDirectory
 from coordinator.federation import run_controller
@@ -46,10 +46,10 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     seen: list[np.ndarray] = []
     honest = FederatedMasked.run_round
 
-    def watched(self: Any, cohort: Any, start: Any, entropy: Any, *rest: Any) -> Update:
-        update = honest(self, cohort, start, entropy, *rest)
-        seen.append(update.vector.copy())
-        return update
+    def watched(self: Any, cohort: Any, start: Any, entropy: Any, *rest: Any) -> LatticePart:
+        part = honest(self, cohort, start, entropy, *rest)
+        seen.append((part.steps * 2.0**-self.scale).astype(np.float32))
+        return part
 
     monkeypatch.setattr(FederatedMasked, "run_round", watched)
     monkeypatch.setattr(run_controller, "conduct", conduct_here)

@@ -17,6 +17,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from coordinator.federation.replies import pack
 from coordinator.federation.strategy import GatedStrategy, RoundFailedError, RoundModel, RoundPlan, RoundProgress
 from protos.artifacts.arrays import unpack_vector
+from protos.federation import messages as wire
+from protos.federation.round_times import RoundTerms
 
 SITES = ("north", "south", "west")
 PLAN = RoundPlan(
@@ -57,6 +59,9 @@ class Books:
         self.updates[site] = unpack_vector(artifact).tolist()
         return None
 
+    def looked(self, round_index: int, sums: np.ndarray) -> None:
+        """Nobody reads them here."""
+
     def round_done(
         self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
     ) -> None:
@@ -93,7 +98,7 @@ class Sites:
 
 def _good(message: Message, value: float = 1.0) -> Message:
     records: dict[str, Any] = {"answer": ConfigRecord({"envelope": b"e"})}
-    if message.metadata.message_type == "train":
+    if message.metadata.message_type in ("train", wire.EVALUATE):
         records["parameters"] = pack(np.full(4, value, np.float32))
     return Message(RecordDict(records), reply_to=message)
 
@@ -318,3 +323,74 @@ def test_what_the_gate_reviews_are_the_very_bytes_that_are_aggregated() -> None:
     ((index, model, used),) = ledger.closed
     assert (index, used) == (0, SITES)
     assert model.vector.tolist() == [3.0] * 4
+
+
+# --- times, and runs that persons approve
+
+TERMS = RoundTerms(3_600, 1_000)
+WAITED = replace(PLAN, terms=TERMS, round_timeout_s=4_000.0, min_sites=1, least_grants=1)
+
+
+def _declines(message: Message, code: str) -> Message:
+    return Message(Error(wire.CODES[code], code), reply_to=message)
+
+
+def _persons(waiting: Mapping[str, str], asked: list[tuple[str, str]]) -> Callable[[str, Message], list[Message]]:
+    def answer(site: str, message: Message) -> list[Message]:
+        asked.append((message.metadata.message_type, site))
+        if message.metadata.message_type == wire.PLAN and site in waiting:
+            return [_declines(message, waiting[site])]
+        return [_good(message)]
+
+    return answer
+
+
+def _at(now: float, waiting: Mapping[str, str], asked: list[tuple[str, str]]) -> GatedStrategy:
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+    strategy = GatedStrategy(WAITED, Books(), now=lambda: now)
+    grid: Any = Sites(_persons(waiting, asked))
+    strategy.price(grid)
+    strategy.start(grid=grid, initial_arrays=pack(WAITED.model.vector), num_rounds=1)
+    return strategy
+
+
+def test_nobody_is_priced_or_asked_to_train_while_persons_at_a_site_may_still_approve() -> None:
+    asked: list[tuple[str, str]] = []
+    with pytest.raises(RoundFailedError) as failure:
+        _at(999.0, {"south": "waiting"}, asked)
+    assert failure.value.reason == "not_approved_yet"
+    assert failure.value.refused == {"south": "waiting"}
+    assert asked == [(wire.PLAN, site) for site in SITES]
+
+
+@pytest.mark.parametrize(("now", "code"), [(1_000.0, "waiting"), (0.0, "policy")])
+def test_only_named_sites_that_approved_get_a_task(now: float, code: str) -> None:
+    """The time is over, or a person has refused: the others begin, and that site hears no more of it."""
+    asked: list[tuple[str, str]] = []
+    done = _at(now, {"south": code}, asked)
+    assert [one for one in asked if one[1] == "south"] == [(wire.PLAN, "south")]
+    assert done.declined == {"south": code}
+    assert set(done.granted) == {"north", "west"}
+
+
+def test_where_no_policy_wants_approval_nobody_is_asked_about_a_plan() -> None:
+    asked: list[tuple[str, str]] = []
+    _conduct(_persons({}, asked), replace(WAITED, terms=RoundTerms(60)))
+    assert {kind for kind, _ in asked} == {wire.PRICE, wire.TRAIN}
+
+
+def test_each_message_has_its_own_time_and_says_how_long_a_round_may_take() -> None:
+    seen: dict[str, tuple[float, Any]] = {}
+
+    def answer(_: str, message: Message) -> list[Message]:
+        order = message.content["order"]
+        assert isinstance(order, ConfigRecord)
+        seen[message.metadata.message_type] = message.metadata.ttl, order.get(wire.SECONDS)
+        return [_good(message)]
+
+    _conduct(answer, WAITED)
+    assert seen == {wire.PLAN: (150.0, 3_600), wire.PRICE: (150.0, 3_600), wire.TRAIN: (4_000.0, 3_600)}
+    _conduct(answer, replace(WAITED, rounds=2, looks=frozenset({1}), sums=4))
+    assert seen[wire.EVALUATE] == (4_000.0, 3_600)
+    _conduct(answer)
+    assert seen[wire.TRAIN] == (5.0, None), "as before jobs named their times"

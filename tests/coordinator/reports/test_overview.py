@@ -24,9 +24,10 @@ from agent.deidentify.errors import REASONS
 from coordinator import explanations
 from coordinator.admission import AdmissionService, RequestRejectedError
 from coordinator.reports.certificates import as_document
+from coordinator.reports.document import ReportTable, Text
 from coordinator.reports.html_renderer import as_html
 from coordinator.reports.ledger_view import LedgerView
-from coordinator.reports.overview import ReleaseView, UnsoundReportError, overview, views
+from coordinator.reports.overview import ReleaseView, UnsoundReportError, _looks, overview, views
 from coordinator.storage.release_store import WORDING, ReleaseStore
 from coordinator.storage.uploads import Uploads
 from policies.accounting.accountant import cost, epsilon_nano, epsilon_of
@@ -591,3 +592,21 @@ def test_large_sets_are_shown_in_part_and_counted_whole(world: World) -> None:
     assert sum(1 for _ in page.all("img")) == 60
     assert "The first 60 of 75 images are shown." in page.text
     assert "75 synthetic images of 100 × 200 pixels" in page.text
+
+
+def test_looks_at_a_model_are_shown_with_their_intervals_and_nonsense_is_not() -> None:
+    figures = {
+        "accuracy": {"value": 0.93, "low": 0.88, "high": 0.97}, "auc": {"value": None, "low": 0.0, "high": 1.0},
+        "odd": {"value": "1", "low": math.nan, "high": 1.0}, "odder": 3,
+    }  # fmt: skip
+    found = {"looks": [{"after_round": 4, "figures": figures}, 7], "chosen": {"after_round": 4}}
+    table, note = _looks(ReleaseView("run-1", {"evaluation": found}))
+    assert isinstance(table, ReportTable)
+    assert table.rows == (
+        ("4", "accuracy", "0.930", "0.880 to 0.970"),
+        ("4", "auc", "cannot be told", "0.000 to 1.000"),
+    )
+    assert isinstance(note, Text)
+    assert "after round 4, which looked best" in note.text
+    for nothing in ({}, {"evaluation": None}, {"evaluation": {"looks": []}}, {"evaluation": {"looks": "x"}}):
+        assert list(_looks(ReleaseView("run-1", nothing))) == []

@@ -150,6 +150,8 @@ EXCEPTIONS = {
     ("agent/privacy_audit/canaries.py", "MOST_CLAIMED:g"): "a constant of the program",
     ("agent/mechanisms/centroids/mechanism.py", "TIGHT_LIMIT:g"): "a constant of the program",
     ("policies/accounting/accountant.py", "TIGHT_LIMIT"): "a constant of the program",
+    ("coordinator/federation/job.py", "MOST_EPSILON:g"): "a constant of the program",
+    ("coordinator/console/job_form.py", "EPSILON"): "the name of a field",
     ("deploy/reproduction/distillation.py", "d:g"): "a verifier's threshold: no delta of a claim",
     ("deploy/reproduction/privimage_experiment.py", "release.epsilon:g"): KEY,
     ("deploy/reproduction/privimage_experiment.py", "self.epsilon:g"): KEY,

@@ -767,6 +767,9 @@ def test_what_is_sent_and_what_is_admitted_are_counted_apart_up_to_the_whole_gra
     state = ledger(*GRANTED, admitted(1), admitted(40, "r2", 5))
     grant = state.grants["g"]
     assert (grant.sent, grant.used, grant.last_round) == (0, 40, 5)
+    more = ledger(*GRANTED, admitted(1), replace(admitted(40, "r2", 5), claim=b'{"of":"the second"}'))
+    assert (grant.claim, more.grants["g"].claim) == (b"{}", b'{"of":"the second"}')
+    assert ledger(*GRANTED).grants["g"].claim == b""
     assert state.releases == {"r1": admitted(1), "r2": admitted(40, "r2", 5)}
     assert state.envelopes == {b32("r1"), b32("r2")}
     assert state.updates == {("run", 1, "m"), ("run", 5, "m")}

@@ -18,6 +18,7 @@ from policies.accounting.claims import (
     Claim,
     Composed,
     DistributedGaussian,
+    Evaluated,
     Gaussian,
     GaussianQuery,
     KAnonymous,
@@ -29,6 +30,7 @@ from policies.accounting.rdp import allowance, cost, epsilon_nano
 from policies.accounting.rounding import epsilon_text
 from policies.ledger.entries import LimitSet, Opened, Recovered, Reserved
 from policies.ledger.state import Account, Grant
+from policies.review.mechanism_terms import EVALUATIONS
 from policies.review.policy import Policy, parse
 from policies.review.rules import (
     ARTIFACT_TYPES,
@@ -152,8 +154,8 @@ def test_the_terms_of_the_mechanisms_are_these() -> None:
         "ksame": Terms(KAnonymous, images, parts, **whole),
         "ksalsa": Terms(KAnonymous, images, parts | {"style", "content"}, **whole),
         "anonfaces": Terms(KAnonymous, images, parts | {"recogniser"}, **whole),
-        "federated": Terms(SubsampledGaussian, ("update",), ends, rounds=True),
-        "federated-masked": Terms(DistributedGaussian, ("masked-update",), ends, rounds=True),
+        "federated": Terms(SubsampledGaussian, ("update", "evaluation"), ends, rounds=True),
+        "federated-masked": Terms(DistributedGaussian, ("masked-update", "masked-evaluation"), ends, rounds=True),
         "privimage": Terms(Composed, images, frozenset({"semantics", "pretraining"}), **whole),
         "centroids": Terms(Composed, images, parts | {"codebook"}, **whole),
         "distill": Terms(NoClaim, either, judges | {"teacher"}, vetted="private", stays=kept, **whole),
@@ -163,7 +165,10 @@ def test_the_terms_of_the_mechanisms_are_these() -> None:
     kinds = dict.fromkeys(("ksame", "ksalsa", "anonfaces", "distill", "remodel"), "k")
     kinds |= dict.fromkeys(("federated", "federated-masked", "privimage", "centroids", "distill-dp"), "rdp")
     assert {name: terms.kind for name, terms in TERMS.items()} == kinds
-    assert {"image-set", "volume-set", "update", "masked-update", "model"} == ARTIFACT_TYPES
+    assert {"image-set", "volume-set", "update", "masked-update", "model", "evaluation"} == (
+        ARTIFACT_TYPES - {"masked-evaluation"}
+    )
+    assert ARTIFACT_TYPES > EVALUATIONS
     assert [account_name("m", name) for name in ("ksame", "federated-masked", "magic")] == ["m/k", "m/rdp", ""]
     assert Terms(GaussianQuery, ("update",), frozenset(), rounds=False).kind == "rdp"
     assert {name for name, terms in TERMS.items() if not {*terms.artifact_types} <= ARTIFACT_TYPES} == set()
@@ -709,6 +714,121 @@ def test_the_two_ways_of_training_are_not_taken_for_each_other() -> None:
     assert judged_dp(claim=replace(SHARED, steps=15, honest=1)) == ["claim_kind"]
     assert asked(ASKED_SUM, policy=STARRED, run="") == ["run"]
     assert asked(ASKED_SUM, policy=replace(STARRED, mechanisms=frozenset({"federated"}))) == ["mechanism_not_allowed"]
+
+
+# --- looks at a training
+
+ONE = GaussianQuery(40.0, 1, 1)
+LOOKED = Evaluated(WHOLE, ONE, 3)
+SUM_LOOKED = Evaluated(SHARED, ONE, 3)
+
+
+def look(steps: int, looks: int, of_it: Evaluated = LOOKED, **changes: Any) -> dict[str, Any]:
+    """A look whose statement covers so much."""
+    claim: Claim = replace(of_it, training=replace(of_it.training, steps=steps), looks=looks)
+    claim = changes.pop("claim", claim)
+    return {
+        "artifact_type": "evaluation",
+        "claim": claim,
+        "epsilon_nano": epsilon_nano(claim, 4e-6, ORDER),
+        **changes,
+    }
+
+
+def looked(amount: int = cost(LOOKED, ORDER), last: Claim | None = None, **now: Any) -> AccountContext:
+    grant = trained(LOOKED, amount, **now)
+    grant.claim = b"" if last is None else canonical(claim_json(last))
+    return AccountContext(purse(), grant)
+
+
+def test_looks_are_priced_with_their_training_and_a_policy_must_name_what_they_release() -> None:
+    wanted = replace(ASKED_DP, claim=LOOKED)
+    whole = cost(LOOKED, ORDER)
+    assert whole > cost(WHOLE, ORDER)
+    assert review_reservation(wanted, AccountContext(purse()), POLICY) == Verdict((), "", whole)
+    assert asked(wanted, purse(whole - 1)) == ["budget"]
+    before = replace(POLICY, artifact_types=POLICY.artifact_types - {"evaluation"})
+    assert asked(wanted, policy=before) == ["artifact_type_not_allowed"]
+    assert asked(ASKED_DP, policy=before) == []
+    shared = replace(ASKED_SUM, claim=SUM_LOOKED)
+    assert asked(shared, policy=STARRED) == []
+    assert asked(shared, policy=replace(STARRED, artifact_types=POLICY.artifact_types - {"evaluation"})) == []
+    assert asked(shared, policy=replace(STARRED, artifact_types=POLICY.artifact_types - {"masked-evaluation"})) == [
+        "artifact_type_not_allowed"
+    ]
+    assert asked(shared, policy=POLICY) == ["level"], "it stands on the assumption of its training"
+
+
+def test_only_a_training_in_rounds_is_looked_at() -> None:
+    assert TERMS["federated"].admits(LOOKED)
+    assert TERMS["federated"].admits(WHOLE)
+    assert not TERMS["federated"].admits(SUM_LOOKED)
+    assert not TERMS["federated"].admits(ONE)
+    assert TERMS["federated-masked"].admits(SUM_LOOKED)
+    assert TERMS["distill-dp"].admits(WHOLE)
+    assert not TERMS["distill-dp"].admits(LOOKED), "made at once: there is no round to look after"
+    assert asked(replace(ASKED_DP, claim=SUM_LOOKED), policy=STARRED) == ["claim_kind"]
+
+
+@pytest.mark.parametrize(
+    ("found", "changes"),
+    [
+        ([], look(15, 1)),
+        ([], look(60, 3)),
+        ([], {}),  # an update before the first look
+        ([], look(15, 2, artifact_type="update")),  # an update after it
+        (["artifact_type"], {"artifact_type": "evaluation"}),  # no look is counted
+        (["artifact_type"], look(15, 1, artifact_type="masked-evaluation")),
+        (["claim_not_granted"], look(15, 4)),
+        (["claim_not_granted"], look(61, 1)),
+        (["claim_not_granted"], look(15, 1, replace(LOOKED, query=replace(ONE, noise=41.0)))),
+        (["claim_not_granted"], look(15, 1, replace(LOOKED, training=replace(WHOLE, noise_multiplier=1.9)))),
+        (["epsilon"], look(15, 1, epsilon_nano=EPSILON)),
+        (["unit"], look(15, 1, claim=Evaluated(replace(ROUND, unit="image"), replace(ONE, unit="image"), 1))),
+        (["claim_kind", "artifact_type"], look(15, 1, claim=ONE)),
+    ],
+)
+def test_a_look_with_one_change_has_these_findings_and_no_others(found: list[str], changes: dict[str, Any]) -> None:
+    assert judged_dp(looked(), **changes) == found
+
+
+def test_what_is_released_under_a_grant_never_leaves_out_what_was_before() -> None:
+    before = Evaluated(ROUND, ONE, 1)
+    price_before = cost(before, ORDER)
+    for steps, looks, found in ((15, 2, []), (16, 1, []), (60, 3, []), (15, 1, ["round_repeated"]),
+                                (14, 3, ["round_repeated"])):  # fmt: skip
+        assert judged_dp(looked(used=price_before, last=before), **look(steps, looks)) == found
+    assert cost(look(14, 3)["claim"], ORDER) > 0
+    more = looked(last=before)  # of the last claim alone, whatever was charged for it
+    assert judged_dp(more, **look(14, 3)) == ["round_repeated"]
+    assert judged_dp(more) == ["round_repeated"], "the look is gone from it"
+    assert judged_dp(looked(last=ROUND), **look(15, 1)) == []
+    assert judged_dp(looked(last=replace(ROUND, steps=16)), **look(15, 1)) == ["round_repeated"]
+
+
+def test_a_look_is_not_covered_by_a_grant_without_any_or_of_another_noise() -> None:
+    assert judged_dp(AccountContext(purse(), trained(WHOLE, cost(LOOKED, ORDER))), **look(15, 1)) == [
+        "claim_not_granted"
+    ]
+    assert judged_dp(looked(amount=cost(Evaluated(ROUND, ONE, 1), ORDER) - 1), **look(15, 1)) == ["claim_not_granted"]
+    for granted in (ONE, K5, BOTH, b"", b"{}"):
+        standing = AccountContext(purse(), trained(granted, cost(LOOKED, ORDER)))
+        assert judged_dp(standing, **look(15, 1)) == ["claim_not_granted"]
+        assert judged_dp(standing) == ["claim_not_granted"]
+
+
+@pytest.mark.parametrize(("steps", "looks", "found"), [(13, 1, []), (14, 1, []), (15, 1, ["one_step"]),
+                                                      (13, 2, []), (14, 2, ["one_step"])])  # fmt: skip
+def test_where_noise_is_shared_steps_and_looks_are_no_more_than_the_turns(
+    steps: int, looks: int, found: list[str]
+) -> None:
+    standing = AccountContext(purse(), held("federated-masked", SUM_LOOKED, cost(SUM_LOOKED, ORDER), "run-m"))
+    changes = look(steps, looks, SUM_LOOKED, artifact_type="masked-evaluation")
+    assert judged(MADE_SUM, standing, STARRED, **changes) == found
+    alone = replace(SUM_LOOKED, training=replace(SHARED, honest=1))
+    standing = AccountContext(purse(), held("federated-masked", alone, cost(alone, ORDER), "run-m"))
+    changes = look(60, 3, alone, artifact_type="masked-evaluation")
+    assert judged(MADE_SUM, standing, STARRED, **changes) == [], "its own part bears all the noise"
 
 
 # --- several claims of one release

@@ -33,6 +33,7 @@ PROPOSALS = [
     ("limit", "site-a/k", "3"),
     ("refuse", "rel-1", f"{SHA} quality"),
     ("release", "rel-1", SHA),
+    ("run", "run-1", SHA),
     ("waive", "site-a", "2"),
     ("dismiss", "--out=/tmp/elsewhere", "--serial=other"),  # a hostile request's words, in an approver's terminal
     ("dismiss", "a b; rm -rf $HOME `id`", "'\"&&"),

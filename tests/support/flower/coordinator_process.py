@@ -44,6 +44,7 @@ from coordinator.federation.superlink_listeners import HostConfig
 from protos.artifacts.arrays import unpack_vector
 from protos.federation import messages
 from protos.federation.messages import STUB_FILES, bundle
+from protos.federation.round_times import EARLIER_S, RoundTerms
 from tests.support.flower.port import Port, serve
 
 
@@ -60,6 +61,7 @@ class Gate:
     times: list[float] = field(default_factory=list)  # of the events, after the beginning
     began: float = field(default_factory=time.monotonic)
     vector: Any = None  # after the last round that was closed
+    sums: list[list[float]] = field(default_factory=list)  # of the looks
 
     def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
         """Every reservation that names run and site is good."""
@@ -79,6 +81,10 @@ class Gate:
             return str(self.config["gate_refuses"][site])
         expected = sha256(f"{self.run} {round_index} {site}".encode() + vector.tobytes()).digest()
         return None if envelope == expected else "envelope"
+
+    def looked(self, round_index: int, sums: Any) -> None:
+        """Keep what a look gave."""
+        self.sums.append([round_index, *map(float, sums)])
 
     def round_done(
         self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
@@ -113,6 +119,9 @@ def run(host: FlowerHost, command: dict[str, Any]) -> dict[str, Any]:
         least_grants=command["min_sites"],
         round_timeout_s=command.get("round_timeout_s", 120.0),
         node_wait_s=command.get("node_wait_s", 100.0),
+        terms=RoundTerms(command.get("seconds", EARLIER_S)),
+        looks=frozenset(command.get("looks", ())),
+        sums=3 if command.get("looks") else 0,
     )
     gate = Gate(plan.run, config)
     report: dict[str, Any] = {}
@@ -137,6 +146,7 @@ def run(host: FlowerHost, command: dict[str, Any]) -> dict[str, Any]:
         "checkpoints": gate.checkpoints,
         "events": gate.events,
         "times": gate.times,
+        "sums": gate.sums,
     }
 
 

@@ -1,0 +1,206 @@
+"""A mask is made anew: its bits, its place and listed segments, and no word of the file."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pydicom
+import pytest
+from pydicom import Dataset
+
+from agent.deidentify import masks
+from agent.deidentify.admission_rules import AdmissionRules, judge
+from agent.deidentify.attributes import text
+from agent.deidentify.errors import FileRejectedError
+from agent.deidentify.identifying_values import identifiers
+from agent.deidentify.masks import clean_mask
+from agent.deidentify.prescan import EXPLICIT_LE
+from agent.deidentify.residual_check import residual
+from agent.deidentify.segment_list import Segment
+from tests.support.instances import WHO
+from tests.support.segmentations import LISTED, PLANTED, abdomen, drawing, mask
+
+SERIES = abdomen()
+
+
+@pytest.fixture
+def source() -> Dataset:
+    return mask(SERIES)
+
+
+def cleaned(source: Dataset) -> bytes:
+    out = io.BytesIO()
+    clean_mask(source, EXPLICIT_LE, WHO, LISTED).dataset.save_as(out, enforce_file_format=True)
+    return out.getvalue()
+
+
+def test_no_word_no_uid_and_no_date_of_the_file_is_in_what_is_kept(source: Dataset) -> None:
+    raw = cleaned(source)
+    whole = io.BytesIO()
+    source.save_as(whole)
+    for planted in (*PLANTED, "P-1", "1.9.1", "1.7.1", "20200102", "CompressedSamples"):
+        assert planted.encode() in whole.getvalue(), f"{planted} was there to be found"
+        assert planted.encode() not in raw
+    assert not residual(identifiers(source, WHO.profile), raw)
+    assert b"highdicom" not in raw.lower()
+
+
+def test_the_leak_test_sees_a_cleaner_that_keeps_the_label(source: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red control."""
+    made = masks._segment
+
+    def leaky(number: int, kind: Segment) -> Dataset:
+        item = made(number, kind)
+        item.SegmentLabel = text(source.SegmentSequence[number - 1], "SegmentLabel")
+        return item
+
+    monkeypatch.setattr(masks, "_segment", leaky)
+    assert b"PLANTED-LABEL" in cleaned(source)
+
+
+def test_the_references_are_keyed_as_the_masked_series_is(source: Dataset) -> None:
+    made = pydicom.dcmread(io.BytesIO(cleaned(source)))
+    images = [WHO.apply(one) for one in SERIES]
+    assert made.ReferencedSeriesSequence[0].SeriesInstanceUID == images[0].SeriesInstanceUID
+    assert made.FrameOfReferenceUID == images[0].FrameOfReferenceUID
+    assert (made.StudyInstanceUID, made.PatientID) == (images[0].StudyInstanceUID, images[0].PatientID)
+    known = {image.SOPInstanceUID for image in images}
+    for group in made.PerFrameFunctionalGroupsSequence:
+        assert group.DerivationImageSequence[0].SourceImageSequence[0].ReferencedSOPInstanceUID in known
+
+
+def test_the_bits_and_the_listed_names_are_kept(source: Dataset) -> None:
+    made = pydicom.dcmread(io.BytesIO(cleaned(source)))
+    assert np.array_equal(made.pixel_array, source.pixel_array)
+    assert [text(item, "SegmentLabel") for item in made.SegmentSequence] == ["liver", "mass"]
+    assert [item.SegmentedPropertyTypeCodeSequence[0].CodeMeaning for item in made.SegmentSequence] == [
+        "Liver",
+        "Mass",
+    ]
+
+
+def test_bits_behind_the_last_pixel_are_not_kept() -> None:
+    drawn = drawing()[:, :63, :63]
+    series = abdomen()
+    for one in series:
+        one.Rows = one.Columns = 63
+        one.PixelData = np.zeros((63, 63), np.int16).tobytes()
+    source = mask(series, drawn)
+    source.PixelData = source.PixelData[:-2] + b"\xff\xff" + b"SECRET"
+    raw = cleaned(source)
+    assert b"SECRET" not in raw
+    made = pydicom.dcmread(io.BytesIO(raw))
+    count = int(made.NumberOfFrames) * 63 * 63
+    assert len(made.PixelData) == 2 * -(-count // 16)
+    assert not np.unpackbits(np.frombuffer(made.PixelData, np.uint8), bitorder="little")[count:].any()
+
+
+def test_every_attribute_of_the_file_has_its_fate_and_no_value_is_in_one(source: Dataset) -> None:
+    trace = clean_mask(source, EXPLICIT_LE, WHO, LISTED).trace
+    fates = {step.path: step.action for step in trace}
+    assert len(trace) == len(source) + 2
+    assert (fates["0010,0020"], fates["0020,000D"]) == ("cleaned", "rekeyed")
+    assert fates["0018,1000"] == "removed"
+
+
+Change = Callable[[Dataset], Any]
+
+
+def _first(source: Dataset) -> Dataset:
+    found: Dataset = source.PerFrameFunctionalGroupsSequence[0]
+    return found
+
+
+def _shared(source: Dataset) -> Dataset:
+    found: Dataset = source.SharedFunctionalGroupsSequence[0]
+    return found
+
+
+REFUSED: dict[str, tuple[str, Change]] = {
+    "probabilities": ("unsupported_encoding", lambda s: setattr(s, "SegmentationType", "FRACTIONAL")),
+    "eight bits": ("unsupported_encoding", lambda s: setattr(s, "BitsAllocated", 8)),
+    "no segments": ("undecodable", lambda s: delattr(s, "SegmentSequence")),
+    "a number twice": ("undecodable", lambda s: setattr(s.SegmentSequence[1], "SegmentNumber", 1)),
+    "no kind": ("undecodable", lambda s: delattr(s.SegmentSequence[0], "SegmentedPropertyTypeCodeSequence")),
+    "a kind of its own": (
+        "segment_not_listed",
+        lambda s: setattr(s.SegmentSequence[0].SegmentedPropertyTypeCodeSequence[0], "CodeValue", "SMITH"),
+    ),
+    "a scheme of its own": (
+        "segment_not_listed",
+        lambda s: setattr(
+            s.SegmentSequence[0].SegmentedPropertyTypeCodeSequence[0], "CodingSchemeDesignator", "99SMITH"
+        ),
+    ),
+    "no series": ("mask_without_series", lambda s: delattr(s, "ReferencedSeriesSequence")),
+    "two series": (
+        "mask_without_series",
+        lambda s: s.ReferencedSeriesSequence.append(Dataset()),
+    ),
+    "no frame of reference": ("undecodable", lambda s: setattr(s, "FrameOfReferenceUID", "")),
+    "fewer bits": ("undecodable", lambda s: setattr(s, "PixelData", s.PixelData[:-100])),
+    "no frames": ("undecodable", lambda s: delattr(s, "PerFrameFunctionalGroupsSequence")),
+    "more frames than groups": ("undecodable", lambda s: setattr(s, "NumberOfFrames", 2)),
+    "a frame of no segment": (
+        "undecodable",
+        lambda s: setattr(_first(s).SegmentIdentificationSequence[0], "ReferencedSegmentNumber", 7),
+    ),
+    "no place": ("undecodable", lambda s: delattr(_first(s), "PlanePositionSequence")),
+    "a place far away": (
+        "undecodable",
+        lambda s: setattr(_first(s).PlanePositionSequence[0], "ImagePositionPatient", [0, 0, 19700101]),
+    ),
+    "no plane": (
+        "undecodable",
+        lambda s: setattr(_shared(s).PlaneOrientationSequence[0], "ImageOrientationPatient", [1, 0, 0, 1, 0, 0]),
+    ),
+    "no distance": (
+        "undecodable",
+        lambda s: setattr(_shared(s).PixelMeasuresSequence[0], "PixelSpacing", [0, 1]),
+    ),
+    "no patient": ("missing_patient", lambda s: setattr(s, "PatientID", "")),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_mask_that_is_none_is_refused_with_a_code(source: Dataset, what: str) -> None:
+    code, change = REFUSED[what]
+    change(source)
+    with pytest.raises(FileRejectedError) as caught:
+        clean_mask(source, EXPLICIT_LE, WHO, LISTED)
+    assert caught.value.code == code
+
+
+def test_a_compressed_mask_and_one_of_an_unlisted_segment_are_refused(source: Dataset) -> None:
+    with pytest.raises(FileRejectedError, match="unsupported_encoding"):
+        clean_mask(source, "1.2.840.10008.1.2.5", WHO, LISTED)
+    with pytest.raises(FileRejectedError, match="segment_not_listed"):
+        clean_mask(source, EXPLICIT_LE, WHO, LISTED[:1])
+
+
+# -- whether it may come in at all
+
+
+def test_a_mask_is_admitted_where_segments_are_listed_and_nowhere_else(source: Dataset) -> None:
+    listed = AdmissionRules(frozenset({"MR"}), segments=LISTED)
+    judge(source, EXPLICIT_LE, listed)
+    with pytest.raises(FileRejectedError, match="not_an_image"):
+        judge(source, EXPLICIT_LE, AdmissionRules(frozenset({"MR", "SEG"})))
+    with pytest.raises(FileRejectedError, match="too_large"):
+        judge(source, EXPLICIT_LE, AdmissionRules(frozenset({"MR"}), segments=LISTED, max_pixels=1000))
+    for keyword, code in (("PixelData", "no_pixels"), ("Rows", "undecodable"), ("StudyInstanceUID", "incomplete")):
+        broken = mask(SERIES)
+        delattr(broken, keyword)
+        with pytest.raises(FileRejectedError, match=code):
+            judge(broken, EXPLICIT_LE, listed)
+
+
+def test_other_objects_that_are_no_images_stay_out_where_masks_come_in(source: Dataset) -> None:
+    rules = AdmissionRules(frozenset({"MR"}), segments=LISTED)
+    for other in ("66.5", "66.7", "66", "481.3", "88.33"):  # surfaces, label maps, raw data, contours, a report
+        source.SOPClassUID = f"1.2.840.10008.5.1.4.1.1.{other}"
+        with pytest.raises(FileRejectedError, match="not_an_image"):
+            judge(source, EXPLICIT_LE, rules)
