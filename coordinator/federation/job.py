@@ -282,7 +282,8 @@ class Job:
         elif plan is not None:
             try:
                 self.layout()
-                self.look_lattice()
+                if self.priced:  # else when its noise is found, and the job is checked again
+                    self.look_lattice()
             except EvaluationError as fault:
                 yield f"config: {fault}"
 

@@ -25,7 +25,7 @@ from coordinator.federation.job import (
     with_noise,
 )
 from policies.accounting.accountant import epsilon_of, order_for
-from policies.accounting.claims import DistributedGaussian, SubsampledGaussian
+from policies.accounting.claims import DistributedGaussian, Evaluated, SubsampledGaussian
 from policies.accounting.rdp import NANO, allowance, cost, epsilon_nano
 from policies.ledger.entries import Opened
 from policies.ledger.state import Account
@@ -318,6 +318,22 @@ def test_an_epsilon_that_no_run_can_have_is_refused(epsilon):
 def test_an_epsilon_below_what_the_accounts_order_alone_costs_has_no_noise():
     with pytest.raises(JobError, match=r"no noise keeps the run under epsilon 3: .* worth 3\.4, "):
         with_noise(_asking(3.0), {site: AccountContext(_account()) for site in SITES})
+
+
+@pytest.mark.parametrize("mechanism", [PLAIN, MASKED])
+def test_the_noise_of_a_job_with_looks_is_found_for_the_training_and_the_looks_together(mechanism):
+    asking = _asking(8.0, mechanism)
+    looks = {"looks": 2, "noise": 5.0, "held_out": 20, "bins": 10}
+    config = json.dumps({**json.loads(asking.config), "evaluate": looks})
+    job = dataclasses.replace(asking, config=config, evaluate=(asking.rounds,))
+    account = AccountContext(_account())
+    opened = account.account.opened
+    found = with_noise(job, {"site-a": account}).claim()
+    assert isinstance(found, Evaluated)
+    price = epsilon_nano(found, float(opened.delta), opened.order)
+    assert price <= 8 * NANO
+    alone = with_noise(asking, {"site-a": account}).claim()
+    assert found.training.noise_multiplier > alone.noise_multiplier
 
 
 def test_a_job_without_its_noise_has_no_claim_yet():
