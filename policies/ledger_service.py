@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from policies.accounting.accountant import confirm, order_for
@@ -184,7 +184,11 @@ class LedgerService:
         return self.reserve_all(key, [(reservation, envelope)])[0]
 
     def reserve_all(
-        self, key: str, asked: Sequence[tuple[Reservation, bytes]], least: int | None = None
+        self,
+        key: str,
+        asked: Sequence[tuple[Reservation, bytes]],
+        least: int | None = None,
+        required: Collection[str] = (),
     ) -> list[Verdict]:
         """Hold the prices of several claims, over as many accounts as they touch, in one append.
 
@@ -193,6 +197,7 @@ class LedgerService:
             asked: reservations and their sealed bytes, whose signatures the caller verified.
             least: what is refused is left out, and the others are held, in this order, if they are so many; fewer,
                 and none is. None: all of them or none.
+            required: sites of which each must be granted, or none is.
         Returns:
             A verdict for each.
         Raises:
@@ -207,7 +212,7 @@ class LedgerService:
                 return [verdict_of(line) for line in before]
             alone = [self._priced(state, reservation, envelope) for reservation, envelope in asked]
             left = {name: remaining(account, self.policy_of(site)) for name, site, account in _paying(state, asked)}
-            verdicts = review_together([r for r, _ in asked], alone, left, least)
+            verdicts = review_together([r for r, _ in asked], alone, left, least, required)
             entries: list[Entry] = []
             for (r, envelope), verdict in zip(asked, verdicts, strict=True):
                 name, claim = account_name(r.site, r.mechanism), canonical(claim_json(r.claim))

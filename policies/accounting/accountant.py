@@ -28,20 +28,28 @@ from policies.accounting.claims import (
     SubsampledGaussian,
     UnsupportedClaimError,
 )
-from policies.accounting.rdp import NANO, allowance, cost, epsilon_nano, epsilon_of, integer_rdp, log_term
+from policies.accounting.rdp import (
+    NANO,
+    SIGMA_GRID,
+    allowance,
+    cost,
+    epsilon_nano,
+    epsilon_of,
+    integer_rdp,
+    log_term,
+)
 from policies.accounting.rounding import epsilon_text
 from protos.common.errors import ConfigError, InvariantError
 
 ORDERS: Final = tuple(range(2, 65))
-# The job whose repetitions an account's order is chosen for: small sampling rate, moderate noise.
-REFERENCE: Final = SubsampledGaussian(sampling_rate=0.05, noise_multiplier=1.5, steps=1)
+# The job whose repetitions an account's order is chosen for: between the rounds' full batches and small samples.
+REFERENCE: Final = SubsampledGaussian(sampling_rate=0.25, noise_multiplier=3.0, steps=1)
 PLD_INTERVAL: Final = 1e-5  # rounding accumulates over compositions: 1e-3 and 1e-4 can end above the Rényi figure
 SEARCH_INTERVALS: Final = (1e-3, 1e-4, PLD_INTERVAL)
 TIGHT_LIMIT: Final = 32.0  # beyond, a loss distribution fills gigabytes to say that there is no protection
-SIGMA_GRID: Final = 1000  # calibrated noise multipliers are whole thousandths
 Simple = Part | DistributedGaussian  # a Gaussian claim that is not composed of others
 
-__all__ = ["NANO", "allowance", "cost", "epsilon_nano", "epsilon_of", "log_term"]
+__all__ = ["NANO", "SIGMA_GRID", "allowance", "cost", "epsilon_nano", "epsilon_of", "log_term"]
 
 
 class AccountantsDisagreeError(InvariantError, ArithmeticError):
@@ -108,7 +116,7 @@ def order_for(epsilon_budget: float, delta: float) -> int:
     """The integer order an account of (epsilon, delta) is opened at: it lets most of ``REFERENCE`` through.
 
     That is 4/5 or more of what a loss distribution would admit if it were a filter; half the order lets nothing
-    through, twice the order about half of that or less.
+    through, twice the order less than two thirds of that.
     """
     if not (math.isfinite(epsilon_budget) and epsilon_budget > 0):
         raise ValueError("epsilon must be positive and finite")

@@ -10,6 +10,7 @@ the true divergence, and it is the same whole number on every machine, which flo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from decimal import (
     MAX_EMAX,
     MIN_EMIN,
@@ -26,6 +27,7 @@ from functools import lru_cache
 from typing import Final
 
 from policies.accounting.claims import (
+    MOST_NOISE,
     Claim,
     Composed,
     Evaluated,
@@ -33,9 +35,11 @@ from policies.accounting.claims import (
     GaussianQuery,
     UnsupportedClaimError,
 )
+from policies.accounting.rounding import epsilon_text
 
 NANO: Final = 10**9
 MAX_ORDER: Final = 1024
+SIGMA_GRID: Final = 1000  # noise multipliers that are found are whole thousandths
 _UP: Final = Context(
     prec=40, rounding=ROUND_CEILING, Emin=MIN_EMIN, Emax=MAX_EMAX, traps=[Overflow, InvalidOperation, DivisionByZero]
 )
@@ -171,3 +175,35 @@ def allowance(epsilon_budget: float, delta: float, order: int) -> int:
     with localcontext(_UP) as down:
         down.rounding = ROUND_FLOOR
         return max(0, math.floor((Decimal(epsilon_budget) - log) * NANO))
+
+
+def least_noise(claim: Callable[[float], Claim], epsilon: float, accounts: Collection[tuple[float, int]]) -> float:
+    """The least noise for which no account is charged more than ``epsilon``: the divergence at its order, and delta.
+
+    Args:
+        claim: of a noise multiplier; its price falls as the noise grows.
+        epsilon: the price.
+        accounts: delta and order of each; at least one.
+    Raises:
+        UnsupportedClaimError: no noise is enough. The text says what the accounts alone are worth.
+    """
+    most = math.floor(Decimal(epsilon) * NANO)
+
+    def fits(thousandths: int) -> bool:
+        try:
+            made = claim(thousandths / SIGMA_GRID)
+            return all(epsilon_nano(made, delta, order) <= most for delta, order in accounts)
+        except (ValueError, ArithmeticError):  # next to no noise: no price can be told
+            return False
+
+    low, high = 1, int(MOST_NOISE) * SIGMA_GRID  # `low` does not fit, `high` does
+    if not fits(high):
+        least = max(epsilon_nano(claim(high / SIGMA_GRID), *account) for account in accounts)
+        raise UnsupportedClaimError(
+            f"no noise keeps it under epsilon {epsilon_text(epsilon)}: the accounts' order and delta alone are worth "
+            f"{epsilon_text(least / NANO)}, since they were opened for a larger budget"
+        )
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high / SIGMA_GRID

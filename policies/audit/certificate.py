@@ -32,6 +32,7 @@ FIRST: Final = "lazaret-certificate/1"  # said nothing of what was revoked; read
 FORM: Final = "lazaret-certificate/2"
 MAX_BYTES: Final = 1 << 26
 ATTACHED: Final = "certificate.json"
+TASK: Final = "task"  # among the words: the digest of the task whose network a model is of
 _SIGNED: Final = re.compile(rb"%lazaret-certificate ([A-Za-z0-9+/]{86}==)\n")
 _ENVELOPE: Final = re.compile(
     rb'\{"payload":"[A-Za-z0-9+/=]+","payloadType":"' + re.escape(PAYLOAD.encode()) + rb'"[^}]*\}\]\}'

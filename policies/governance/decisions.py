@@ -60,6 +60,7 @@ _VALUES: Final[Mapping[str, re.Pattern[str]]] = MappingProxyType(
         "refuse": re.compile(f"{HEX.pattern} {ID.pattern}"),
         "release": HEX,
         "run": HEX,
+        "use": HEX,
         "waive": re.compile(r"[1-9][0-9]{0,8}-[A-Za-z0-9_-]{1,64}"),  # the epoch and its nonce
     }
 )

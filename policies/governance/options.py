@@ -22,6 +22,7 @@ VALUES: Final[Mapping[str, str]] = MappingProxyType(  # action -> the value that
         "refuse": "SHA-256 REASON",
         "release": "SHA-256",
         "run": "the plan's SHA-256, as `run show` prints it",
+        "use": "the SHA-256 that `predict` prints for a model",
         "waive": "EPOCH-NONCE, as `ledger waive` prints it",
     }
 )

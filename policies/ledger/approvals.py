@@ -17,8 +17,9 @@ ASKING: Final = ROLES - {"auditor"}  # who only looks on asks for nothing
 # refusal. Nobody asks under one,
 # or whoever may ask could keep it for other words, and nothing could be decided under it ever again.
 FIXED: Final = ("amend-", "refuse-", "release-")
-UNASKED: Final = frozenset({"amend", "refuse", "release", "run"})  # what is decided under such a serial
+UNASKED: Final = frozenset({"amend", "refuse", "release", "run", "use"})  # what is decided under such a serial
 RUN_PLAN: Final = "release-run-"  # a run's plan: then follows the beginning of its SHA-256
+MODEL_USE: Final = "release-use-"  # the use of a model that the policy would not have admitted: as above
 
 
 def refusal(release: str) -> str:

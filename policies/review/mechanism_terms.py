@@ -34,6 +34,7 @@ class Terms:
     rounds: bool  # made in the rounds of a run, step by step; or at once and alone, and then granted and used whole
     vetted: str = ""  # what it must have been vetted against: "public" | "private"; "": whatever it says
     stays: frozenset[str] = frozenset()  # components of which nothing is in the artifact: a policy may admit them
+    looked: bool = False  # made at once and alone, and priced with a look at it, if the site wants one
 
     @property
     def artifact_type(self) -> str:
@@ -41,8 +42,8 @@ class Terms:
         return self.artifact_types[0]
 
     def admits(self, claim: Claim) -> bool:
-        """Is it a claim that the mechanism must make; or, where it is made in rounds, that claim with looks?"""
-        return type(training_of(claim) if self.rounds else claim) is self.claim
+        """Is it a claim that the mechanism must make; or, of what may be looked at, that claim with looks?"""
+        return type(training_of(claim) if self.rounds or self.looked else claim) is self.claim
 
     @property
     def kind(self) -> str:
@@ -65,6 +66,8 @@ TERMS: Final[Mapping[str, Terms]] = MappingProxyType(
         "anonfaces": Terms(KAnonymous, _IMAGES, frozenset({"encoder", "generator", "recogniser"}), rounds=False),
         "federated": Terms(SubsampledGaussian, ("update", "evaluation"), _ROUND, rounds=True),
         "federated-masked": Terms(DistributedGaussian, ("masked-update", "masked-evaluation"), _ROUND, rounds=True),
+        # the network of a task, trained with noise by one hospital alone; with it, the noisy sums of a look at it
+        "model": Terms(SubsampledGaussian, ("model",), frozenset({"initial"}), rounds=False, looked=True),
         # a noisy histogram chooses what is pre-trained on, and training with noise follows; or noisy counts and sums
         "privimage": Terms(Composed, _IMAGES, frozenset({"semantics", "pretraining"}), rounds=False),
         "centroids": Terms(Composed, _IMAGES, frozenset({"encoder", "generator", "codebook"}), rounds=False),
@@ -108,6 +111,7 @@ TEXTS: Final[Mapping[str, str]] = MappingProxyType(
         "remodel": (
             "Patients' own head scans with another face (C-DeID-GAN): face removed; the brain itself remains linkable"
         ),
+        "model": "The network of a task, trained with noise by one hospital alone",
         "federated": "Federated training with noise",
         "federated-masked": "Federated training with noise, where only the sum of all hospitals can be seen",
     }

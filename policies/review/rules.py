@@ -7,9 +7,9 @@ findings is an admission; the caller appends it, refusals too, to the ledger.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from policies.accounting.claims import (
     RELATION,
@@ -27,7 +27,7 @@ from policies.accounting.claims import (
     training_of,
 )
 from policies.accounting.rdp import allowance, cost, epsilon_nano
-from policies.accounting.rounding import epsilon_text
+from policies.accounting.rounding import epsilon_at_least, epsilon_text, format_rounded_up
 from policies.ledger.state import Account, Grant
 from policies.review.mechanism_terms import ARTIFACT_TYPES, EVALUATIONS, TERMS, Terms
 from policies.review.policy import Policy
@@ -193,6 +193,29 @@ def _too_weak(level: str, policy: Policy) -> Finding:
     return Finding("level", f"the policy {policy.name} does not admit releases of level {level}")
 
 
+def review_use(release: Release, epsilon: Mapping[str, Any] | None, policy: Policy) -> Iterator[Finding]:
+    """Why a site's policy would not have admitted what others released, before the site itself uses it.
+
+    Args:
+        release: a hospital's statement, whose signature was verified.
+        epsilon: ``value`` and ``delta`` of record, from its certificate; None: it has none.
+        policy: of the site that is to use it.
+    """
+    yield from _terms(release.mechanism, release.claim, policy)
+    yield from _scope(release, policy)
+    yield from _provenance(release, policy)
+    if (level := level_of(release)) not in policy.levels:
+        yield _too_weak(level, policy)
+    if release.artifact_type not in policy.artifact_types & ARTIFACT_TYPES:
+        yield Finding("artifact_type_not_allowed", f"the policy {policy.name} does not admit {release.artifact_type}")
+    if epsilon is not None and not float(epsilon["value"]) <= policy.epsilon:
+        limit = f"{epsilon_at_least(policy.epsilon)} of the policy {policy.name}"
+        yield Finding("epsilon", f"epsilon {epsilon_text(epsilon['value'])} is above the {limit}")
+    if epsilon is not None and not float(epsilon["delta"]) <= policy.delta:
+        limit = format_rounded_up(policy.delta)
+        yield Finding("delta", f"delta {epsilon['delta']} is above the {limit} of the policy {policy.name}")
+
+
 def account_name(site: str, mechanism: str) -> str:
     """The account that pays for a mechanism; an unknown mechanism has none."""
     terms = TERMS.get(mechanism)
@@ -200,7 +223,11 @@ def account_name(site: str, mechanism: str) -> str:
 
 
 def review_together(
-    asked: Sequence[Reservation], alone: Sequence[Verdict], left: Mapping[str, int], least: int | None = None
+    asked: Sequence[Reservation],
+    alone: Sequence[Verdict],
+    left: Mapping[str, int],
+    least: int | None = None,
+    required: Collection[str] = (),
 ) -> list[Verdict]:
     """The verdicts of several simultaneous requests: no account pays twice from the same remaining budget.
 
@@ -209,6 +236,7 @@ def review_together(
         alone: the verdict on each, had it been the only one.
         left: :func:`remaining` of every account that they touch, by name.
         least: those that are refused are left out, if so many are granted; fewer, and none is. None: all or none.
+        required: sites of which each must be granted, or none is.
     """
     each = [(account_name(r.site, r.mechanism), r, said) for r, said in zip(asked, alone, strict=True)]
     total, taken, grants, runs = Counter[str](), Counter[str](), set[str](), set[tuple[str, str]]()
@@ -228,7 +256,8 @@ def review_together(
             runs |= {(r.site, r.run)} if r.run else set()
         grants.add(r.grant)
         out.append(said)
-    if sum(v.admitted for v in out) >= (len(out) if least is None else least):
+    granted = {r.site for (_, r, _), said in zip(each, out, strict=True) if said.admitted}
+    if sum(v.admitted for v in out) >= (len(out) if least is None else least) and set(required) <= granted:
         return out
     other = Verdict((Finding("together", "another part of the same request was refused"),))
     return [other if v.admitted else v for v in out]

@@ -39,6 +39,7 @@ from protos.common.errors import ConfigError
 KINDS: Final = ("classification", "multi-label", "regression", "segmentation")
 MOST_SUMS: Final = 1 << 16
 MOST_BINS: Final = 64
+USUAL_BINS: Final = 10  # where nobody says how many
 MOST_HELD_OUT: Final = 50  # per cent
 SPLIT: Final = "evaluation"  # the name of the division, the same for every run
 HELD_OUT: Final = "held-out"  # its part that is looked at

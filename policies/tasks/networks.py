@@ -24,6 +24,8 @@ MOST_RANK: Final = 64
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _ANY: Final = ("all", "head", "last-blocks", "bias-and-norms", "lora")
 _HEAD: Final = Whole(0, 1, 0)  # 1: begin at the head in the file of weights, 0: at zeros
+_CENTRED: Final = Whole(0, 1, 0)  # 1: features less their public means, which the files bring, 0: as they are
+_EVENED: Final = Whole(0, 1, 0)  # 1: the same, and spread more evenly by their public covariance
 _FIXED: Final = Whole(0, 1, 0)  # 1: the file's batch norms as fixed scales and shifts, 0: group norms
 
 Options = Mapping[str, int]
@@ -55,7 +57,7 @@ _RESNET: Final = NetworkKind(
 )
 NETWORKS: Final[Mapping[str, NetworkKind]] = {
     "linear": NetworkKind((2, 3), {"pooled": Whole(4, 32, 8, multiple=4)}, ("all",)),
-    "frozen-features": NetworkKind((2, 3), {"head": _HEAD}, ("head",)),
+    "frozen-features": NetworkKind((2, 3), {"head": _HEAD, "centred": _CENTRED, "evened": _EVENED}, ("head",)),
     "small-cnn": NetworkKind(
         (2, 3),
         {
@@ -167,7 +169,8 @@ class NetworkSpec:
             return ["parts: only frozen-features has parts"] if self.parts else []
         if not 1 <= len(self.parts) <= MOST_PARTS:
             return [f"parts: must be 1 to {MOST_PARTS} networks"]
-        problems = []
+        alone = self.options["evened"] and not self.options["centred"]
+        problems = ["options.evened: needs options.centred = 1"] if alone else []
         for number, part in enumerate(self.parts):
             kind, where = NETWORKS[part.name], f"parts.{number}."
             if kind.masks or part.name in ("linear", "frozen-features"):

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from protos.artifacts.byte_source import ArtifactFormatError, ByteSource
 from protos.artifacts.shards import Contents, check_earlier_shard, check_shard
-from protos.artifacts.strict_safetensors import Architecture, check_ring, check_vector, check_weights
+from protos.artifacts.strict_safetensors import Architecture, check_numbers, check_ring, check_vector, check_weights
 
 MAX_KINDS: Final = 256  # of labels in a set: more would be room for a text beside every image
 
@@ -80,7 +80,7 @@ def _model(source: ByteSource, expected: Mapping[str, Any]) -> dict[str, Any]:
 _READERS: Final[dict[str, tuple[Callable[[ByteSource, Mapping[str, Any]], dict[str, Any]], frozenset[str]]]] = {
     "image-set": (_images, frozenset({"earlier"})),
     "volume-set": (_volumes, frozenset()),
-    "update": (lambda source, told: {"size": check_vector(source, told.get("size"))}, frozenset({"size"})),
+    "update": (lambda source, told: {"size": check_numbers(source, told.get("size"))[1]}, frozenset({"size"})),
     "masked-update": (_masked, frozenset({"size", "dtype"})),
     "masked-evaluation": (_masked, frozenset({"size", "dtype"})),
     "evaluation": (lambda source, told: {"size": check_vector(source, told.get("size"))}, frozenset({"size"})),

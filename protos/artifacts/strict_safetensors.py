@@ -37,6 +37,7 @@ _RANK: Final = {name: i for i, name in enumerate(WIDTHS)}
 _NUMPY: Final = {"BOOL": "?"} | {
     name: f"<{name[0].lower()}{size}" for name, size in WIDTHS.items() if name not in ("BOOL", "BF16")
 }
+_VIEWED: Final = {**_NUMPY, "BF16": "<u2"}
 _DTYPES: Final = {np.dtype(code): name for name, code in _NUMPY.items()}
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,200}")
 MAX_HEADER: Final = 1 << 22  # bytes
@@ -243,7 +244,18 @@ def check_vector(source: ByteSource, size: int | None = None) -> int:
     Raises:
         ArtifactFormatError: with the first reason found; also when ``size`` is given and p is another.
     """
-    return _check_single(source, "flat", ("F32",), size)[1]
+    return check_numbers(source, size, ("F32",))[1]
+
+
+def check_numbers(
+    source: ByteSource, size: int | None = None, dtypes: tuple[str, ...] = ("F32", "BF16")
+) -> tuple[str, int]:
+    """The same for an update, whose numbers may be bfloat16; returns their type, "F32" or "BF16", and the length.
+
+    Raises:
+        ArtifactFormatError: see :func:`check_vector`.
+    """
+    return _check_single(source, "flat", dtypes, size)
 
 
 def check_ring(source: ByteSource, size: int | None = None) -> tuple[str, int]:
@@ -285,9 +297,28 @@ def unpack_weights(raw: bytes, architecture: Architecture) -> dict[str, NDArray[
     check_weights(BytesSource(raw), architecture)
     start = len(architecture.header())
     return {
-        t.name: np.frombuffer(raw, _NUMPY.get(t.dtype, "<u2"), math.prod(t.shape), start + at).reshape(t.shape)
+        t.name: np.frombuffer(raw, _VIEWED[t.dtype], math.prod(t.shape), start + at).reshape(t.shape)
         for t, at in architecture.placed()
     }
+
+
+def pack_numbers(numbers: NDArray[np.float32] | NDArray[np.uint16]) -> bytes:
+    """(p,) float32, or the bits of bfloat16, as the one tensor ``flat``; copied once, into the file.
+
+    Raises:
+        ArtifactFormatError: p = 0, or a value is not finite.
+    """
+    dtype = "BF16" if numbers.dtype == np.uint16 else "F32"
+    architecture = vector_architecture(numbers.size, dtype=dtype)
+    plain = np.ascontiguousarray(numbers, _VIEWED[dtype])
+    raw = b"".join([architecture.header(), plain.view(np.uint8).data])
+    check_weights(BytesSource(raw), architecture)
+    return raw
+
+
+def view_of_vector(raw: bytes, dtype: str, size: int) -> NDArray[Any]:
+    """The numbers of a file that was checked, read-only and not copied; BF16 as its bits."""
+    return np.frombuffer(raw, _VIEWED[dtype], size, len(raw) - size * WIDTHS[dtype])
 
 
 def pack_ring(vector: NDArray[np.uint32] | NDArray[np.uint64]) -> bytes:
@@ -307,8 +338,7 @@ def unpack_ring(raw: bytes) -> NDArray[np.uint32] | NDArray[np.uint64]:
     Raises:
         ArtifactFormatError: see :func:`check_ring`.
     """
-    dtype, size = check_ring(BytesSource(raw))
-    return unpack_weights(raw, vector_architecture(size, "ring", dtype))["ring"]
+    return view_of_vector(raw, *check_ring(BytesSource(raw)))
 
 
 def _check_single(source: ByteSource, name: str, dtypes: tuple[str, ...], size: int | None) -> tuple[str, int]:

@@ -1,6 +1,6 @@
 """What the two ends of a federated round agree on: messages, records, keys, codes, the stub, the tunnel.
 
-Agent and coordinator never import each other; both import this. A run has four kinds of message, as
+Agent and coordinator never import each other; both import this. A run has six kinds of message, as
 `flwr.app.Message`. Records and keys are exact: anything missing or extra is refused by the receiver.
 
 ``query.price``, coordinator to site: one ConfigRecord ``order`` {run: str, round: int, config: bytes}
@@ -11,10 +11,17 @@ Agent and coordinator never import each other; both import this. A run has four 
 ``payload`` {data: (n,) uint8}
     reply: one ArrayRecord ``payload`` {data: (m,) uint8}, or an Error. What the bytes mean is
     protos/secagg/member.py's
+``query.check``, coordinator to site: ``order``, and ``payload`` {data: (n,) uint8}, by which the line is measured
+    reply: ``payload`` with a report (protos/federation/site_check.py), a line feed, and as many zeros
+    a canary: ``order`` also has {step: "canary"}, and the bytes are a model, p float32. In place of the zeros come
+    the numbers of a round on made patients: float32, the bits of bfloat16, or the words of the ring, without masks,
+    and no envelope. An agent of before canaries declines it as malformed
 ``train``, coordinator to site: the same ``order`` and one ArrayRecord ``parameters`` {flat: (n,) float32}
-    reply: the same ``answer`` and one ArrayRecord ``parameters`` {flat: (n,) float32}, or an Error
+    reply: the same ``answer`` and one ArrayRecord ``parameters`` {flat: (n,) float32}, or an Error; where the run's
+    configuration says bfloat16, {flat: (n,) uint16} with its bits
 ``evaluate``, coordinator to site: as ``train``
-    reply: as to ``train``, with the noisy sums of one look (policies/tasks/evaluation.py) in place of parameters
+    reply: as to ``train``, with the noisy sums of one look (policies/tasks/evaluation.py) in place of parameters,
+    always float32
 
 ``run`` is Lazaret's run id (not Flower's), ``round`` counts from 0 (always 0 in ``query.price``),
 ``config`` is the mechanism's public configuration, opaque here. Since a job names its times, every ``order`` also has
@@ -45,7 +52,9 @@ PLAN: Final = "query.plan"
 TRAIN: Final = "train"
 EVALUATE: Final = "evaluate"
 SECURE: Final = "query.secure"
-KINDS: Final = frozenset({PLAN, PRICE, TRAIN, EVALUATE, SECURE})
+CHECK: Final = "query.check"
+CANARY: Final = "canary"  # the step of a check that is one
+KINDS: Final = frozenset({PLAN, PRICE, TRAIN, EVALUATE, SECURE, CHECK})
 
 ORDER: Final = "order"
 RUN: Final = "run"
@@ -70,7 +79,8 @@ MAX_STEP: Final = 64  # characters
 MAX_PARAMETERS: Final = 100_000_000
 MAX_SUMS: Final = 1 << 16  # numbers of one look
 MAX_PAYLOAD: Final = 8 * MAX_PARAMETERS + (1 << 20)  # bytes: one ring element for each parameter, and some more
-MAX_OBJECTS: Final = 192  # of one message: its records, and arrays in pieces of 5 MB, 153 for the longest payload
+PIECE: Final = 1 << 20  # bytes of an array in one call: what is whole is not carried again after a cut
+MAX_OBJECTS: Final = 800  # of one message: its records, and arrays in pieces, 764 for the longest payload
 
 # The calls of Flower's Fleet API that a site makes: not among them are registering a node and fetching a bundle.
 FLEET_CALLS: Final = frozenset(
@@ -98,8 +108,11 @@ FLEET_HEADERS: Final = frozenset(
         "flwr-component-name",
     }
 )
+STAGE: Final = "lazaret-stage"  # header of each call: what the site is at, one of STAGES. More it does not say:
+# "working" is also the pause until an answer may leave, so that it tells nothing that the answer does not.
+STAGES: Final = frozenset({"idle", "receiving", "working", "sending"})
 FLEET_PART: Final = 1 << 20  # bytes of a body in one part
-FLEET_BODY: Final = 32 << 20  # bytes of one body; Flower cuts arrays into objects of 5 MB
+FLEET_BODY: Final = 32 << 20  # bytes of one body; agents of earlier versions cut arrays into objects of 5 MB
 
 # Why a site declines. Codes below 1000 are Flower's own. A cause that depends on patients (too few of
 # them, none at all, data that cannot be read) has one code only, "unavailable": the coordinator's side
@@ -115,6 +128,8 @@ CODES: Final[Mapping[str, int]] = {
     "not_granted": 1007,  # training was asked for without a grant
     "unavailable": 1008,
     "waiting": 1009,  # persons at the site have not approved the run yet
+    "run_spent": 1010,  # the site has had a grant in this run, which is over
+    "behind": 1011,  # a later round of the run has left this site
 }
 
 _WORDS: Final = '"""A stub. It does nothing: Lazaret runs only code that is installed locally."""\n'

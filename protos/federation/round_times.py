@@ -20,6 +20,7 @@ EARLIER_S: Final = 150  # of a job, or an order, of a version before jobs named 
 FIRST_S: Final = 2.0
 HEADROOM: Final = 1.25  # of what a round is expected to take, for the time by which its answer shall be there
 STEP_S: Final = 150.0  # for an answer that needs no image: a price, a plan, the other steps of a secret sum
+CHECK_S: Final = 900.0  # of a check: made rounds of a large network on a slow machine take minutes
 _SLOWEST: Final = 1 << 20  # bytes a second of the slowest line for which a round has time
 _CARRIED: Final = 12  # bytes of a parameter in one exchange: 4 there, and 4 or 8 back
 _GRACE: Final = 60  # a site may be silent for that part of a round before it counts as gone
@@ -101,6 +102,16 @@ def step_timeout(parameters: int) -> float:
     return STEP_S + carrying_seconds(parameters)
 
 
-def silence(round_seconds: int) -> float:
-    """How long a site that is asked may be silent before it counts as gone: a longer round bears a longer pause."""
+def check_timeout(parameters: int) -> float:
+    """From the question whether a site could take part to the last answer, with a model there and numbers back."""
+    return CHECK_S + carrying_seconds(parameters)
+
+
+def silence(round_seconds: int, wait_seconds: int = 0) -> float:
+    """How long a site that is asked may be silent before it counts as gone: a longer round bears a longer pause.
+
+    ``wait_seconds``: as the job says; 0: it says nothing.
+    """
+    if wait_seconds:
+        return float(wait_seconds)
     return min(round_seconds / _GRACE, _LONGEST_GRACE_S) if round_seconds > EARLIER_S else 0.0

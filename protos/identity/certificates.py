@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import ipaddress
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -317,6 +318,15 @@ def uri_of(leaf: x509.Certificate) -> str:
     if len(uris) != 1:
         raise CertificateError("the certificate must bear exactly one URI name")
     return uris[0]
+
+
+def bears(leaf: x509.Certificate, hosts: Iterable[str]) -> bool:
+    """Whether a server's certificate is for all of these DNS names and addresses."""
+    try:
+        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except _UNREADABLE:
+        return False
+    return set(map(_host, hosts)) <= set(names)
 
 
 def _path_length(certificate: x509.Certificate) -> int | None:

@@ -303,7 +303,10 @@ def _refused(call: str) -> Exception:
 def _conditions() -> dict[str, tuple[ArgumentFilter, ...]]:
     """Calls that are allowed with these arguments only. ``openat`` only reads where there is no spool."""
     writing = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | _TMPFILE
-    commands = (fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_DUPFD_CLOEXEC)
+    commands = (
+        *(fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_DUPFD_CLOEXEC),
+        fcntl.F_GET_SEALS,  # of memory that it was handed: only asked
+    )
     return {
         "openat": (ArgumentFilter(2, writing, (os.O_RDONLY,)),),
         "fcntl": (ArgumentFilter(1, _WORD, commands),),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any, Final
 
 _MAX_HEAD: Final = 1 << 20  # bytes of a message's JSON
-_MAX_PARTS: Final = 3
+_MAX_PARTS: Final = 4
 Part = bytes | bytearray | memoryview  # of bytes: a view saves a copy of the image
 
 

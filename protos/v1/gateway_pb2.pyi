@@ -224,7 +224,7 @@ class OutcomeRequest(_message.Message):
     def __init__(self, key: _Optional[str] = ..., seen: _Optional[int] = ...) -> None: ...
 
 class LaunchRequest(_message.Message):
-    __slots__ = ("run", "mechanism", "config", "parameters", "sites", "rounds", "min_sites", "strategy", "all_or_none", "secure", "round_seconds", "approval_days", "evaluate")
+    __slots__ = ("run", "mechanism", "config", "parameters", "sites", "rounds", "min_sites", "strategy", "all_or_none", "secure", "round_seconds", "approval_days", "evaluate", "required_sites", "wait_seconds", "canary")
     RUN_FIELD_NUMBER: _ClassVar[int]
     MECHANISM_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +238,9 @@ class LaunchRequest(_message.Message):
     ROUND_SECONDS_FIELD_NUMBER: _ClassVar[int]
     APPROVAL_DAYS_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    REQUIRED_SITES_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
     run: str
     mechanism: str
     config: bytes
@@ -251,7 +254,54 @@ class LaunchRequest(_message.Message):
     round_seconds: int
     approval_days: int
     evaluate: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., mechanism: _Optional[str] = ..., config: _Optional[bytes] = ..., parameters: _Optional[int] = ..., sites: _Optional[_Iterable[str]] = ..., rounds: _Optional[int] = ..., min_sites: _Optional[int] = ..., strategy: _Optional[str] = ..., all_or_none: _Optional[bool] = ..., secure: _Optional[bool] = ..., round_seconds: _Optional[int] = ..., approval_days: _Optional[int] = ..., evaluate: _Optional[_Iterable[int]] = ...) -> None: ...
+    required_sites: _containers.RepeatedScalarFieldContainer[str]
+    wait_seconds: int
+    canary: bool
+    def __init__(self, run: _Optional[str] = ..., mechanism: _Optional[str] = ..., config: _Optional[bytes] = ..., parameters: _Optional[int] = ..., sites: _Optional[_Iterable[str]] = ..., rounds: _Optional[int] = ..., min_sites: _Optional[int] = ..., strategy: _Optional[str] = ..., all_or_none: _Optional[bool] = ..., secure: _Optional[bool] = ..., round_seconds: _Optional[int] = ..., approval_days: _Optional[int] = ..., evaluate: _Optional[_Iterable[int]] = ..., required_sites: _Optional[_Iterable[str]] = ..., wait_seconds: _Optional[int] = ..., canary: _Optional[bool] = ...) -> None: ...
+
+class CheckReply(_message.Message):
+    __slots__ = ("sites", "refused")
+    SITES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    sites: _containers.RepeatedCompositeFieldContainer[CheckedSite]
+    refused: str
+    def __init__(self, sites: _Optional[_Iterable[_Union[CheckedSite, _Mapping]]] = ..., refused: _Optional[str] = ...) -> None: ...
+
+class CheckedSite(_message.Message):
+    __slots__ = ("site", "code", "version", "plan", "device", "seconds", "down", "up", "round_seconds", "wrong", "could", "down_bytes", "up_bytes", "down_seconds", "up_seconds", "aggregated")
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DOWN_FIELD_NUMBER: _ClassVar[int]
+    UP_FIELD_NUMBER: _ClassVar[int]
+    ROUND_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WRONG_FIELD_NUMBER: _ClassVar[int]
+    COULD_FIELD_NUMBER: _ClassVar[int]
+    DOWN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DOWN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    AGGREGATED_FIELD_NUMBER: _ClassVar[int]
+    site: str
+    code: str
+    version: str
+    plan: str
+    device: str
+    seconds: float
+    down: float
+    up: float
+    round_seconds: float
+    wrong: _containers.RepeatedScalarFieldContainer[str]
+    could: bool
+    down_bytes: int
+    up_bytes: int
+    down_seconds: float
+    up_seconds: float
+    aggregated: bool
+    def __init__(self, site: _Optional[str] = ..., code: _Optional[str] = ..., version: _Optional[str] = ..., plan: _Optional[str] = ..., device: _Optional[str] = ..., seconds: _Optional[float] = ..., down: _Optional[float] = ..., up: _Optional[float] = ..., round_seconds: _Optional[float] = ..., wrong: _Optional[_Iterable[str]] = ..., could: _Optional[bool] = ..., down_bytes: _Optional[int] = ..., up_bytes: _Optional[int] = ..., down_seconds: _Optional[float] = ..., up_seconds: _Optional[float] = ..., aggregated: _Optional[bool] = ...) -> None: ...
 
 class RunRequest(_message.Message):
     __slots__ = ("run",)

@@ -114,6 +114,11 @@ class GatewayStub:
                 request_serializer=protos_dot_v1_dot_gateway__pb2.LaunchRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_gateway__pb2.PlanReply.FromString,
                 _registered_method=True)
+        self.Check = channel.unary_unary(
+                '/lazaret.v1.Gateway/Check',
+                request_serializer=protos_dot_v1_dot_gateway__pb2.LaunchRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_gateway__pb2.CheckReply.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/lazaret.v1.Gateway/Watch',
                 request_serializer=protos_dot_v1_dot_gateway__pb2.RunRequest.SerializeToString,
@@ -268,6 +273,13 @@ class GatewayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Check(self, request, context):
+        """could each site take part? Nothing is priced
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """a run that is known
         """
@@ -396,6 +408,11 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.Plan,
                     request_deserializer=protos_dot_v1_dot_gateway__pb2.LaunchRequest.FromString,
                     response_serializer=protos_dot_v1_dot_gateway__pb2.PlanReply.SerializeToString,
+            ),
+            'Check': grpc.unary_unary_rpc_method_handler(
+                    servicer.Check,
+                    request_deserializer=protos_dot_v1_dot_gateway__pb2.LaunchRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_gateway__pb2.CheckReply.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -865,6 +882,33 @@ class Gateway:
             '/lazaret.v1.Gateway/Plan',
             protos_dot_v1_dot_gateway__pb2.LaunchRequest.SerializeToString,
             protos_dot_v1_dot_gateway__pb2.PlanReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Check(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lazaret.v1.Gateway/Check',
+            protos_dot_v1_dot_gateway__pb2.LaunchRequest.SerializeToString,
+            protos_dot_v1_dot_gateway__pb2.CheckReply.FromString,
             options,
             channel_credentials,
             insecure,
