@@ -13,7 +13,7 @@ from agent.deidentify.attributes import frames as frames  # noqa: PLC0414 - read
 from agent.deidentify.attributes import text as text  # noqa: PLC0414
 from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.prescan import EXPLICIT_BE, EXPLICIT_LE, IMPLICIT_LE, Meta
-from agent.deidentify.segment_list import SEGMENTATION, Segment
+from agent.deidentify.segment_list import LABEL_MAP, SEGMENTATION, Segment
 
 SECONDARY_CAPTURE: Final = "1.2.840.10008.5.1.4.1.1.7"  # and its multi-frame kinds, .7.1 to .7.4
 MEDIA_DIRECTORY: Final = "1.2.840.10008.1.3.10"
@@ -104,6 +104,9 @@ class AdmissionRules:
             self.segments
         ):
             raise ValueError("rules: two segments have one name, or one code")
+        values = [value for segment in self.segments for value in segment.nifti_values]
+        if len(set(values)) < len(values):
+            raise ValueError("rules: two segments have one of nifti_values")
         if any(not pixel_redaction.folded(name) for name in self.manufacturers):
             raise ValueError("rules: a manufacturer has no name")
 
@@ -124,7 +127,7 @@ def rules_from(table: Mapping[str, Any]) -> AdmissionRules:
         pixel_redaction.Blank(**{**b, "rectangles": tuple(pixel_redaction.Rectangle(**r) for r in b["rectangles"])})
         for b in table["blanks"]
     )
-    fields["segments"] = tuple(Segment(**s) for s in table["segments"])
+    fields["segments"] = tuple(Segment(**{**s, "nifti_values": tuple(s["nifti_values"])}) for s in table["segments"])
     return AdmissionRules(**fields)
 
 
@@ -179,8 +182,8 @@ def is_report(dataset: Dataset) -> bool:
 
 
 def is_mask(dataset: Dataset) -> bool:
-    """A segmentation object (PS3.3 A.51), which has one bit a pixel: see :mod:`agent.deidentify.masks`."""
-    return text(dataset, "SOPClassUID") == SEGMENTATION
+    """A segmentation object (PS3.3 A.51), of bits or a label map: see :mod:`agent.deidentify.masks`."""
+    return text(dataset, "SOPClassUID") in (SEGMENTATION, LABEL_MAP)
 
 
 def _judge_samples(dataset: Dataset, rules: AdmissionRules) -> None:

@@ -56,7 +56,15 @@ REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "nifti_without_modality": "A NIfTI file does not say its modality. Set nifti_modality in ingest.toml.",
         "missing_from_medium": "The index of the medium lists this file, but it is missing. Copy the medium again.",
         "segment_not_listed": "A mask has a segment that the site does not list. Add it to [[segment]] in"
-        " ingest.toml if the protocol covers it.",
+        " ingest.toml if the protocol covers it; of a NIfTI mask, its number to nifti_values.",
+        "mask_of_probabilities": "A mask holds probabilities, not segments. Export it as BINARY or LABELMAP, or with"
+        " whole numbers.",
+        "mask_without_volume": "No one volume is found that a NIfTI mask is of. Put the volume in the folder, or name"
+        " both: [nifti] in ingest.toml, Sources in the BIDS sidecar, or mask_key of a MONAI list.",
+        "mask_of_other_shape": "A NIfTI mask has another number of voxels than its volume. Export it on the volume's"
+        " grid.",
+        "mask_of_other_place": "A NIfTI mask has another affine than its volume: it lies elsewhere. Export it on the"
+        " volume's grid.",
         "mask_without_series": "A mask does not say of which one series it is. Export it again with its references.",
         "parser_stopped": "Reading the file took too long or too much memory, or crashed the reader."
         " Treat the file as hostile.",

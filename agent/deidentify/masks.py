@@ -4,6 +4,9 @@ A segmentation object has texts in many places: labels, descriptions, algorithms
 them is copied. What is written is made from checked numbers, from keyed UIDs, and from the site's own list of
 segments with the standard's meanings (PS3.16): a segment that is not on the list keeps the file out. The references
 to the masked series are keyed as the series itself is, so that the mask finds it.
+
+A label map (PS3.3 C.8.20.2, one number a pixel) becomes what the others are: a frame of bits for each segment that is
+on a plane. So the vault has one form of masks, and the numbers of a file say nothing later.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 from pydicom import DataElement, Dataset, FileDataset
 from pydicom._uid_dict import UID_dictionary
 from pydicom.sequence import Sequence as Items
@@ -26,10 +30,12 @@ from agent.deidentify.prescan import EXPLICIT_LE, IMPLICIT_LE
 from agent.deidentify.ps315 import retained_attributes
 from agent.deidentify.ps315.action_trace import AttributeAction, step
 from agent.deidentify.ps315.options import UNKNOWN_PIXELS
-from agent.deidentify.segment_list import SEGMENTATION, Segment
+from agent.deidentify.segment_list import LABEL_MAP, SEGMENTATION, Segment
 
 _MOST_MM: Final = 10_000.0  # no scanner's table is longer
-_MOST_SEGMENTS: Final = 64
+_MOST_SEGMENTS: Final = 256
+_MOST_BITS: Final = 2**31  # of a label map's segments, each on its planes
+_BACKGROUND: Final = ("DCM", "125040")  # segment 0 of a label map: no segment of anything
 _DECIMALS: Final = 4  # of a position in mm: a tenth of a micrometre
 _COSINES: Final = 6
 _SOURCE: Final = "Source image for image processing operation"
@@ -79,16 +85,22 @@ def clean_mask(
     """A new, de-identified segmentation object; of the argument nothing but checked values is in it.
 
     Raises:
-        FileRejectedError: ``segment_not_listed``; ``mask_without_series``; ``unsupported_encoding``, not one bit a
-            pixel, or compressed; ``undecodable``, no geometry, or one that cannot be; ``missing_patient``.
+        FileRejectedError: ``segment_not_listed``; ``mask_without_series``; ``mask_of_probabilities``;
+            ``unsupported_encoding``, neither one bit a pixel nor whole numbers, or compressed; ``undecodable``, no
+            geometry, or one that cannot be, or a pixel of a segment that the file does not describe; ``too_large``,
+            a label map of too many segments; ``missing_patient``.
     """
     if transfer_syntax not in (IMPLICIT_LE, EXPLICIT_LE):
         raise FileRejectedError("unsupported_encoding")
-    if text(dataset, "SegmentationType") != "BINARY" or dataset.get("BitsAllocated") != 1:
-        raise FileRejectedError("unsupported_encoding")  # probabilities, and kinds that viewers do not know yet
-    listed = _segments(dataset, segments)
+    if text(dataset, "SegmentationType") == "FRACTIONAL":
+        raise FileRejectedError("mask_of_probabilities")
+    form = (text(dataset, "SOPClassUID"), text(dataset, "SegmentationType"), dataset.get("BitsAllocated"))
+    labelled = form in ((LABEL_MAP, "LABELMAP", 8), (LABEL_MAP, "LABELMAP", 16))
+    if not labelled and form != (SEGMENTATION, "BINARY", 1):
+        raise FileRejectedError("unsupported_encoding")
+    listed = _segments(dataset, segments, labelled=labelled)
     try:
-        read = _read(dataset, listed)
+        read = _read(dataset, listed, labelled=labelled)
     except _UNREADABLE:
         raise FileRejectedError("undecodable") from None
     made = _written(dataset, read, who)
@@ -107,7 +119,7 @@ def _fate(tag: BaseTag, made: Dataset) -> AttributeAction:
 # -- what is taken
 
 
-def _segments(dataset: Dataset, listed: Sequence[Segment]) -> tuple[tuple[int, Segment], ...]:
+def _segments(dataset: Dataset, listed: Sequence[Segment], *, labelled: bool) -> tuple[tuple[int, Segment], ...]:
     found: dict[int, Segment] = {}
     items = dataset.get("SegmentSequence") or []
     if not isinstance(items, Items) or not 0 < len(items) <= _MOST_SEGMENTS:
@@ -119,18 +131,20 @@ def _segments(dataset: Dataset, listed: Sequence[Segment]) -> tuple[tuple[int, S
             raise FileRejectedError("undecodable")
         kind = kinds[0]
         code = retained_attributes.current_code(text(kind, "CodingSchemeDesignator"), text(kind, "CodeValue"))
+        if labelled and number == 0:
+            if code != _BACKGROUND:
+                raise FileRejectedError("undecodable")  # the number of what is no segment
+            continue
         if code not in by_code:
             raise FileRejectedError("segment_not_listed")
         found[number] = by_code[code]
+    if not found:
+        raise FileRejectedError("undecodable")
     return tuple(sorted(found.items()))
 
 
-def _read(dataset: Dataset, segments: tuple[tuple[int, Segment], ...]) -> _Read:
+def _read(dataset: Dataset, segments: tuple[tuple[int, Segment], ...], *, labelled: bool) -> _Read:
     size = (frames(dataset), int(dataset.Rows), int(dataset.Columns))
-    count = math.prod(size)
-    value = dataset["PixelData"].value
-    if not isinstance(value, bytes) or len(value) < -(-count // 8):
-        raise ValueError("fewer bits than pixels")
     shared = (dataset.get("SharedFunctionalGroupsSequence") or [Dataset()])[0]
     groups = list(dataset.PerFrameFunctionalGroupsSequence)
     if len(groups) != size[0]:
@@ -142,23 +156,69 @@ def _read(dataset: Dataset, segments: tuple[tuple[int, Segment], ...]) -> _Read:
     thick = {_macro(g, shared, "PixelMeasuresSequence", "SliceThickness", 1, _DECIMALS) for g in groups}
     (orientation,), (spacing,), (thickness,) = orientations, spacings, thick  # one plane and one grid for all frames
     _check_plane(orientation, (*spacing, *thickness))
-    known = {number for number, _ in segments}
-    placed = tuple(_frame(group, shared, known) for group in groups)
     reference = text(dataset, "FrameOfReferenceUID")
     if not reference:
         raise ValueError("no frame of reference")
-    whole = (spacing[0], spacing[1])
+    drawn, bits = (_label_map if labelled else _planes)(dataset, size)
+    if not {number for _, number in drawn if number} <= {number for number, _ in segments}:
+        raise ValueError("a pixel, or a frame, of no segment")
+    placed = tuple(_frame(groups[plane], shared, number or segments[0][0]) for plane, number in drawn)
     return _Read(
-        size,
+        (len(drawn), *size[1:]),
         segments,
         placed,
         orientation,
-        whole,
+        (spacing[0], spacing[1]),
         thickness[0],
         masked_series(dataset),
         reference,
-        _bits(value, count),
+        bits,
     )
+
+
+_Drawn = tuple[list[tuple[int, int]], bytes]  # plane and segment of each frame (0: an empty one), and all their bits
+
+
+def _planes(dataset: Dataset, size: tuple[int, int, int]) -> _Drawn:
+    """Of a file that has a frame of bits for a plane and a segment."""
+    shared = (dataset.get("SharedFunctionalGroupsSequence") or [Dataset()])[0]
+    places = [
+        (group.get("SegmentIdentificationSequence") or shared.get("SegmentIdentificationSequence"))[0]
+        for group in dataset.PerFrameFunctionalGroupsSequence
+    ]
+    numbers_said = [int(place.ReferencedSegmentNumber) for place in places]
+    if not all(numbers_said):
+        raise ValueError("a frame of no segment")
+    count = math.prod(size)
+    return list(enumerate(numbers_said)), _bits(_value(dataset, -(-count // 8)), count)
+
+
+def _label_map(dataset: Dataset, size: tuple[int, int, int]) -> _Drawn:
+    """Of a label map: a frame for each segment that is on a plane, and an empty one for a plane without any."""
+    kind = np.dtype(np.uint8 if dataset.BitsAllocated == 8 else "<u2")
+    if dataset.get("PixelRepresentation") != 0 or dataset.get("PixelPaddingValue", 0) != 0:
+        raise ValueError("numbers of segments, of which 0 is none")
+    count = math.prod(size)
+    labels = np.frombuffer(_value(dataset, count * kind.itemsize), kind, count).reshape(size)
+    drawn = []
+    for plane, there in enumerate(map(np.unique, labels)):
+        drawn += [(plane, int(number)) for number in there if number] or [(plane, 0)]
+    if len(drawn) * size[1] * size[2] > _MOST_BITS:
+        raise FileRejectedError("too_large")
+    packed, ahead = bytearray(), list[NDArray[np.bool_]]()
+    for at, (plane, number) in enumerate(drawn, 1):
+        ahead.append((labels[plane] == number) & (number > 0))
+        if len(ahead) == 8 or at == len(drawn):  # eight frames are whole bytes, whatever their size
+            packed += np.packbits(np.stack(ahead), bitorder="little").tobytes()
+            ahead.clear()
+    return drawn, bytes(packed) + b"\0" * (len(packed) % 2)
+
+
+def _value(dataset: Dataset, length: int) -> bytes:
+    value = dataset["PixelData"].value
+    if not isinstance(value, bytes) or len(value) < length:
+        raise ValueError("fewer bits than pixels")
+    return value
 
 
 def _check_plane(orientation: tuple[float, ...], lengths: tuple[float, ...]) -> None:
@@ -175,11 +235,7 @@ def _bits(value: bytes, count: int) -> bytes:
     return packed + b"\0" * (len(packed) % 2)
 
 
-def _frame(group: Dataset, shared: Dataset, known: set[int]) -> _Frame:
-    place = (group.get("SegmentIdentificationSequence") or shared.get("SegmentIdentificationSequence"))[0]
-    segment = int(place.ReferencedSegmentNumber)
-    if segment not in known:
-        raise ValueError("a frame of no segment")
+def _frame(group: Dataset, shared: Dataset, segment: int) -> _Frame:
     position = _macro(group, shared, "PlanePositionSequence", "ImagePositionPatient", 3, _DECIMALS)
     derived = group.get("DerivationImageSequence") or []
     sources = [s for item in derived for s in item.get("SourceImageSequence") or []]

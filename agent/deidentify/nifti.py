@@ -7,9 +7,11 @@ from __future__ import annotations
 import io
 import math
 import struct
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agent.deidentify import prescan
 from agent.deidentify.errors import FileRejectedError
@@ -48,11 +50,41 @@ def inflate(data: bytes, max_bytes: int) -> bytes:
     return prescan.inflate(data, _GZIP, max_bytes)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedNifti:
+    """A NIfTI file whose header can be believed, and its stored numbers."""
+
+    kind: type[nibabel.Nifti1Image]
+    header: nibabel.Nifti1Header
+    stored: NDArray[Any]  # (i, j, k) or (i, j, k, t), finite, of the file's own type and byte order
+
+    @property
+    def affine(self) -> NDArray[np.float64]:
+        """(4, 4) from voxels to millimetres: the s-form, or else the q-form."""
+        return np.asarray(self.header.get_best_affine(), np.float64)
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """Slope and intercept, (1, 0) where none is stated."""
+        slope, inter = self.header.get_slope_inter()
+        return (1.0 if slope is None else float(slope), 0.0 if inter is None else float(inter))
+
+
 def clean(data: bytes, max_pixels: int) -> bytes:
     """A NIfTI file with the same voxels, bit for bit, on the same grid, and no words.
 
     The header is a new one: description, auxiliary file, intent and data base names, and all extensions
     are gone.
+
+    Raises:
+        FileRejectedError: see :func:`checked`.
+    """
+    found = checked(data, max_pixels)
+    return written(found, found.stored, found.scale)
+
+
+def checked(data: bytes, max_pixels: int) -> CheckedNifti:
+    """Read a NIfTI file, nothing of which is allocated before its header was believed.
 
     Raises:
         FileRejectedError: ``not_dicom`` (neither format), ``truncated``, ``too_large``, ``undecodable``.
@@ -80,23 +112,34 @@ def clean(data: bytes, max_pixels: int) -> bytes:
     stored = np.frombuffer(data, dtype=dtype, count=voxels, offset=offset).reshape(shape, order="F")
     if not bool(np.isfinite(stored).all()):
         raise FileRejectedError("undecodable")
-    return _write(kind, header, stored)
+    return CheckedNifti(kind, header, stored)
 
 
-def _write(kind: type[nibabel.Nifti1Image], header: nibabel.Nifti1Header, stored: np.ndarray) -> bytes:
-    native = stored.astype(stored.dtype.newbyteorder("<"))
-    image = kind(native, header.get_best_affine(), dtype=native.dtype)
-    new = image.header
+def written(grid: CheckedNifti, stored: NDArray[Any], scale: tuple[float, float], words: bytes = b"") -> bytes:
+    """A new file on the grid of another one.
+
+    Args:
+        grid: whose shape, axes and units it has.
+        stored: the numbers, of that shape.
+        scale: slope and intercept.
+        words: of a comment extension (code 6); b"" for none.
+    """
+    from nibabel.nifti1 import Nifti1Extension  # noqa: PLC0415 - see ``checked``
+
+    header, native = grid.header, stored.astype(stored.dtype.newbyteorder("<"))
+    new = grid.kind(native, grid.affine, dtype=native.dtype).header
     new.set_qform(header.get_qform(), int(header["qform_code"]))
     new.set_sform(header.get_sform(), int(header["sform_code"]))
     new.set_zooms(header.get_zooms()[: native.ndim])
     new.set_xyzt_units(*header.get_xyzt_units())
-    slope, inter = header.get_slope_inter()
     # nibabel would rescale the array on writing; header and voxels are written side by side instead
-    new.set_slope_inter(1.0 if slope is None else slope, 0.0 if inter is None else inter)
-    new.set_data_offset(new.single_vox_offset)
+    new.set_slope_inter(*scale)
+    if words:
+        new.extensions.append(Nifti1Extension(6, words))
+    start = int(new.single_vox_offset + new.extensions.get_sizeondisk())
+    new.set_data_offset(start)
     out = io.BytesIO()
     new.write_to(out)
-    out.write(b"\0" * (new.single_vox_offset - out.tell()))
+    out.write(b"\0" * (start - out.tell()))
     out.write(native.tobytes(order="F"))
     return out.getvalue()

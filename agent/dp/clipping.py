@@ -28,7 +28,7 @@ from agent.dp.gradient_recorder import (
     squared_norms,
 )
 from agent.dp.per_example_gradients import UnitBatch
-from protos.common.errors import TrainingError
+from protos.common.errors import TrainingError, out_of_memory
 
 MOST_ROWS: Final = 4096  # of one pass, if nobody says less
 PROBES: Final = 3  # batches that are compared: weights that start at zero hide others until noise moves them
@@ -39,6 +39,10 @@ RowLosses = Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
 
 class UnsuitableModelError(TrainingError, ValueError):
     """The model would carry patients' data past the noise, or an engine cannot train it, or has nothing to train."""
+
+
+class PatientMemoryError(TrainingError, RuntimeError):
+    """Not even one patient's rows fit in memory. Its cause is what ran out of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +69,11 @@ class ClippedSum(Protocol):
     def __call__(self, model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit], clip: float) -> Tensor:
         """Sum the units' gradients, each of L2 norm at most ``clip`` over all parameters together.
 
-        Every unit is asked for once, by its index. ``model`` is left as it was.
+        Every unit is asked for once, by its index; once more where memory ran out and all is begun again in smaller
+        chunks. ``model`` is left as it was.
+
+        Raises:
+            PatientMemoryError: not even one unit fits in memory.
         """
         ...
 
@@ -101,14 +109,19 @@ def loop_engine(model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit],
     total = torch.zeros(count(parameters), dtype=torch.float64)
     with full_precision():
         for unit in _each(units):
-            rows = tuple(row.clone() for row in _there(unit.rows, parameters[0].device))  # it may work in place
-            value = _losses(loss, model, rows).mean()
-            gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
-            total += _clipped_sum([gradient[None] for gradient in gradients], clip)
+            try:
+                rows = tuple(row.clone() for row in _there(unit.rows, parameters[0].device))  # it may work in place
+                value = row_losses_of(loss, model, rows).mean()
+                gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+                total += clipped_sum_of([gradient[None] for gradient in gradients], clip)
+            except (RuntimeError, MemoryError) as fault:
+                if not out_of_memory(fault):
+                    raise
+                raise PatientMemoryError(_TOO_LARGE) from fault
     return total
 
 
-def vmap_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
+def vmap_engine(size: int, most_rows: int = MOST_ROWS) -> ChunkedSum:
     """An engine for GPUs: ``torch.func.vmap`` over at most ``size`` patients with equally many rows.
 
     The model must be one that ``torch.func`` can trace, and must draw nothing (no dropout). Patients wait for others
@@ -134,14 +147,14 @@ def vmap_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
             there = tuple(batch.by_unit(row) for row in _there(rows, device))
             share = batch.by_unit(batch.weights(next(iter(weights.values()))))
             found = gradient(weights, there, share)
-            return _clipped_sum([found[name] for name in weights], clip, share.any(dim=1))
+            return clipped_sum_of([found[name] for name in weights], clip, share.any(dim=1))
 
         return of_part
 
-    return _by_chunks(_Shapes(size, most_rows), prepare)
+    return by_chunks(size, most_rows, prepare)
 
 
-def bookkeeping_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
+def bookkeeping_engine(size: int, most_rows: int = MOST_ROWS) -> ChunkedSum:
     """An engine with one backward pass for at most ``size`` patients at once (agent/dp/gradient_recorder.py).
 
     They have at most ``most_rows`` rows together, or are one patient: all of them must fit in memory.
@@ -161,46 +174,103 @@ def bookkeeping_engine(size: int, most_rows: int = MOST_ROWS) -> ClippedSum:
         def of_part(part: Sequence[PrivacyUnit]) -> Tensor:
             rows, batch = shapes.filled(part)
             there = _there(rows, parameters[0].device)
-            return book.clipped_sum(lambda: _losses(loss, model, there), batch, clip)
+            return book.clipped_sum(lambda: row_losses_of(loss, model, there), batch, clip)
 
         return of_part
 
-    return _by_chunks(_Shapes(size, most_rows), prepare)
+    return by_chunks(size, most_rows, prepare)
 
 
 _OfPart = Callable[[Sequence[PrivacyUnit]], Tensor]  # the units of one chunk -> (d,)
-_Prepare = Callable[["_Shapes", nn.Module, RowLosses, float], _OfPart]  # shapes, model, loss and clip
+Prepare = Callable[["_Shapes", nn.Module, RowLosses, float], _OfPart]  # shapes, model, loss and clip
 
 
-def _by_chunks(shapes: _Shapes, prepare: _Prepare) -> ClippedSum:
+def by_chunks(size: int, most_rows: int, prepare: Prepare) -> ChunkedSum:
     """The engine that takes one chunk after the other, and is compared with ``loop_engine`` at first."""
-    probe = _Probe(shapes.most_rows)
+    return ChunkedSum(_Shapes(size, most_rows), prepare)
 
-    def clipped_sum(model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit], clip: float) -> Tensor:
-        total = torch.zeros(count(trainable(model)), dtype=torch.float64)
+
+class ChunkedSum:
+    """The engine that takes one chunk after the other: its shape hangs on one size and a patient's own rows alone."""
+
+    def __init__(self, shapes: _Shapes, prepare: Prepare) -> None:
+        """With chunks of these shapes, until :meth:`fit` finds them too large."""
+        self._shapes, self._prepare, self._probe = shapes, prepare, _Probe()
+
+    def fit(self, model: nn.Module, loss: RowLosses, widest: PrivacyUnit, clip: float) -> None:
+        """Halve the chunks until they fit in memory, with made patients, before a patient's rows are here.
+
+        Never by patients: whoever needed most memory would choose the shape of everybody's chunk, and in another
+        shape the others' gradients move in their last bits, which a kink can make a thousandth. So memory that runs
+        out later ends the sum. The public constants are untouched.
+
+        Args:
+            model: it is left as it was.
+            loss: of its rows.
+            widest: a made patient with as many rows as one may have.
+            clip: the L2 bound.
+        Raises:
+            PatientMemoryError: not even one such patient fits.
+        """
+        one = PrivacyUnit(tuple(row[:1] for row in widest.rows))
+        while True:
+            try:
+                of_part = self._prepare(self._shapes, model, loss, clip)
+                for unit in (one, widest):
+                    of_part([unit] * self._shapes.places(len(unit)))
+                if PROBES:  # so much the comparison takes, too
+                    _compared(self._prepare, model, loss, clip, _cut([widest, widest], self._shapes.most_rows))
+            except (RuntimeError, MemoryError) as fault:
+                self._shapes = _smaller(self._shapes, fault)
+            else:
+                return
+            if torch.cuda.is_available():  # what the failed pass held is gone with its frames by now
+                torch.cuda.empty_cache()
+
+    def __call__(self, model: nn.Module, loss: RowLosses, units: Sequence[PrivacyUnit], clip: float) -> Tensor:
+        """See :class:`ClippedSum`."""
+        total = None
         try:
-            of_part = prepare(shapes, model, loss, clip)
+            of_part = self._prepare(self._shapes, model, loss, clip)
             with full_precision():
-                for part in probe.watched(shapes.chunks(_each(units)), prepare, (model, loss, clip)):
-                    total += of_part(part)
+                for part in self._probe.watched(self._shapes, _each(units), self._prepare, (model, loss, clip)):
+                    total = of_part(part) if total is None else total.add_(of_part(part))
         except NoGradientRuleError as fault:
             raise UnsuitableModelError(f"{fault}; `loop_engine` can train it") from fault
-        return total
+        return torch.zeros(count(trainable(model)), dtype=torch.float64) if total is None else total
 
-    return clipped_sum
+
+def _smaller(shapes: _Shapes, fault: Exception) -> _Shapes:
+    """Half the size, if memory ran out.
+
+    Raises:
+        PatientMemoryError: it is one patient already.
+        Exception: the fault, which is another.
+    """
+    if not out_of_memory(fault):
+        raise fault
+    if (smaller := shapes.halved()) is None:
+        raise PatientMemoryError(_TOO_LARGE) from fault
+    return smaller
+
+
+_TOO_LARGE: Final = "one patient's rows do not fit in memory"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Probe:
     """The comparison of an engine with ``loop_engine``, on two patients of each of the first ``PROBES`` batches."""
 
-    most_rows: int  # of both together, or one of each
     _seen: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
 
     def watched(
-        self, parts: Iterable[list[PrivacyUnit]], prepare: _Prepare, training: tuple[nn.Module, RowLosses, float]
+        self,
+        shapes: _Shapes,
+        units: Iterable[PrivacyUnit],
+        prepare: Prepare,
+        training: tuple[nn.Module, RowLosses, float],
     ) -> Iterator[list[PrivacyUnit]]:
-        """The parts as they come; on the way the first two units are compared, in one part or not.
+        """The units in parts, as they come; on the way the first two units are compared, in one part or not.
 
         Only a batch whose two patients have a gradient counts: another shows nothing.
 
@@ -210,24 +280,23 @@ class _Probe:
         model = training[0]
         wanted = 2 if self._seen.get(model, 0) < PROBES else 0
         pair: list[PrivacyUnit] = []
-        for part in parts:
+        for part in shapes.chunks(units):
             if len(pair) < wanted:
                 pair += part[: wanted - len(pair)]
                 if len(pair) == wanted:
-                    shown = _compared(prepare, *training, self._cut(pair))
+                    shown = _compared(prepare, *training, _cut(pair, shapes.most_rows))
                     self._seen[model] = self._seen.get(model, 0) + shown
             yield part
 
-    def _cut(self, pair: Sequence[PrivacyUnit]) -> list[PrivacyUnit]:
-        """In one part, both must fit in memory: half of the rows of each show as much as all."""
-        longest = max(map(len, pair))
-        least = longest if 2 * longest <= self.most_rows else 1 << max(1, self.most_rows // 2).bit_length() - 1
-        return [PrivacyUnit(tuple(row[:least].clone() for row in unit.rows)) for unit in pair]
+
+def _cut(pair: Sequence[PrivacyUnit], most_rows: int) -> list[PrivacyUnit]:
+    """In one part, both must fit in memory: half of the rows of each show as much as all."""
+    longest = max(map(len, pair))
+    least = longest if 2 * longest <= most_rows else 1 << max(1, most_rows // 2).bit_length() - 1
+    return [PrivacyUnit(tuple(row[:least].clone() for row in unit.rows)) for unit in pair]
 
 
-def _compared(
-    prepare: _Prepare, model: nn.Module, loss: RowLosses, clip: float, units: Sequence[PrivacyUnit]
-) -> bool:
+def _compared(prepare: Prepare, model: nn.Module, loss: RowLosses, clip: float, units: Sequence[PrivacyUnit]) -> bool:
     """Whether the engine's sum and ``loop_engine``'s, which are equal but for rounding, showed anything: a gradient.
 
     On a copy in float64 wherever there can be one. In float32 a right engine may be off by a hundredth in a layer,
@@ -243,13 +312,15 @@ def _compared(
         doubled = [PrivacyUnit(tuple(r.double() if r.is_floating_point() else r for r in u.rows)) for u in units]
     try:
         ours, theirs = prepare(shapes, twin, loss, clip)(doubled), loop_engine(twin, loss, doubled, clip)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError):  # something in it is of another type
+    except (RuntimeError, TypeError) as fault:  # something in it is of another type
+        if isinstance(fault, PatientMemoryError) or out_of_memory(fault):
+            raise
         theirs, tolerance = loop_engine(model, loss, units, clip), 1e-2
         try:
             ours = prepare(shapes, model, loss, clip)(units)
         except RuntimeError as fault:
+            if out_of_memory(fault):
+                raise
             raise UnsuitableModelError(f"{_OTHERS} ({type(fault).__name__}). `loop_engine` can train it") from fault
     _refuse_company(prepare(shapes, model, loss, 1e30), units)
     sizes = [parameter.numel() for parameter in trainable(model)]
@@ -291,7 +362,7 @@ class _Together(nn.Module):
         self._loss = loss
 
     def forward(self, *rows: Tensor) -> Tensor:
-        return _losses(self._loss, self.model, rows)
+        return row_losses_of(self._loss, self.model, rows)
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:
@@ -330,7 +401,7 @@ def count(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def _losses(loss: RowLosses, model: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
+def row_losses_of(loss: RowLosses, model: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
     """One loss for each row; a shape like (n, 1) is refused, for it would broadcast against weights (n,)."""
     losses = loss(model, rows)
     if losses.shape != rows[0].shape[:1]:
@@ -359,6 +430,12 @@ class _Shapes:
         if not (self.size >= 1 and self.most_rows >= 1):
             raise ValueError("a chunk holds at least one patient, and one row")
 
+    def halved(self) -> _Shapes | None:
+        """Half as many patients and rows in a chunk; None: it is one patient already, without a copy of a row."""
+        if self.size == self.most_rows == 1:
+            return None
+        return _Shapes(max(1, self.size // 2), max(1, self.most_rows // 2))
+
     def chunks(self, units: Iterable[PrivacyUnit]) -> Iterator[list[PrivacyUnit]]:
         """Lists of units that go into one chunk; each unit is asked for once."""
         waiting: dict[int, list[PrivacyUnit]] = {}
@@ -385,6 +462,10 @@ class _Shapes:
         """Rows that such a patient is given: few different numbers, so that few chunks are filled up."""
         return rows if rows > self.most_rows else min(self.most_rows, 1 << (rows - 1).bit_length())
 
+    def places(self, rows: int) -> int:
+        """How many patients of so many rows are in a chunk."""
+        return self._places(self._width(rows))
+
     def _places(self, width: int) -> int:
         return max(1, min(self.size, self.most_rows // width))
 
@@ -395,12 +476,14 @@ def _each(units: Sequence[PrivacyUnit]) -> Iterator[PrivacyUnit]:
         yield units[index]
 
 
-def _clipped_sum(gradients: Sequence[Tensor], clip: float, counted: Tensor | None = None) -> Tensor:
+def clipped_sum_of(gradients: Sequence[Tensor], clip: float, counted: Tensor | None = None) -> Tensor:
     """Clip each unit's gradient to norm <= clip and add up: tensors (u, ...) for each parameter -> (d,) float64.
 
     A unit whose gradient is not finite counts as zero: one patient's broken gradient must neither void the model
     nor show that the patient was there. So do those that are not ``counted`` (u,).
     """
+    if any(gradient.element_size() < 4 for gradient in gradients):
+        raise UnsuitableModelError("a gradient of 16 bits is too coarse for a bound")
     flat = [gradient.reshape(len(gradient), -1) for gradient in gradients]
     factor = clip_factors(sum(map(squared_norms, flat), torch.zeros(())).sqrt(), clip)
     factor = factor if counted is None else factor * counted.to(factor)

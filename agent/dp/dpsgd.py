@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from agent.domain import CheckpointStore
 from agent.dp.clipping import (
+    ChunkedSum,
     ClippedSum,
     PrivacyUnit,
     RowLosses,
@@ -43,7 +44,7 @@ from agent.models.training_loop import (
     save_state,
 )
 
-CHECKPOINT_EVERY: Final = 25  # steps; a constant, so that nothing of a job or its patients shows in it
+CHECKPOINT_EVERY: Final = 25  # steps; a constant, so that nothing of patients shows in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class TrainingTask:
     follower: PostStepHook | None = None
 
 
-def train_privately(  # noqa: PLR0913 - the last three are those of every training loop here
+def train_privately(  # noqa: PLR0913 - the last four are those of every training loop here
     task: TrainingTask,
     units: Sequence[PrivacyUnit],
     job: PrivateSgd,
@@ -106,6 +107,7 @@ def train_privately(  # noqa: PLR0913 - the last three are those of every traini
     *,
     place: CheckpointStore | None = None,
     run: str = "",
+    every: int = 0,
     say: Callable[[TrainingProgress], None] = lambda _: None,
 ) -> int:
     """Train ``task.model`` in place for exactly ``job.steps`` noisy steps, from the checkpoint if there is one.
@@ -127,6 +129,7 @@ def train_privately(  # noqa: PLR0913 - the last three are those of every traini
         clipped_sum: the engine.
         place: of the checkpoint.
         run: what tells this job from another; must be told with a place.
+        every: so many steps lie between checkpoints, and none is written after the last step; 0: see above.
         say: told every ``CHECKPOINT_EVERY`` steps how far it is: no loss, norm or batch size.
     Returns:
         The number of steps in the model, always ``job.steps``.
@@ -153,16 +156,17 @@ def train_privately(  # noqa: PLR0913 - the last three are those of every traini
             )
         if task.follower is not None:
             task.follower.after(step)
-        if step % CHECKPOINT_EVERY == 0 or step == job.steps:
-            if place is not None:
-                place.write(save_state(run, step, state.tensors()))
+        told = step % CHECKPOINT_EVERY == 0 or step == job.steps
+        if place is not None and (step % every == 0 and step < job.steps if every else told):
+            place.write(save_state(run, step, state.tensors()))
+        if told:
             say(TrainingProgress(step, job.steps, {}))
     if not all(torch.equal(old, new) for old, new in zip(buffers, task.model.buffers(), strict=True)):
         raise UnsuitableModelError("a buffer changed in training: it would leave without noise")
     return job.steps
 
 
-def best_engine(device: torch.device | str, expected_batch: float = 64.0) -> ClippedSum:
+def best_engine(device: torch.device | str, expected_batch: float = 64.0) -> ChunkedSum:
     """The engine that the product takes.
 
     On a processor one backward pass for some patients, not more than the caches bear: the fastest of all in

@@ -22,6 +22,7 @@ from agent.dp.per_example_gradients import (
     bias_gradients,
     gram_norms,
     has_few_positions,
+    in_full,
     suitable,
     unit_gradients,
     whole_gradient,
@@ -33,6 +34,7 @@ from protos.common.errors import TrainingError
 # It would not cover TF32, whose last bits are 1e-3: see ``full_precision``.
 MARGIN: Final = 1e-5
 _BLOCK: Final = 512  # numbers of one block of a norm
+_SMALL: Final = 4096  # numbers of a parameter that is taken together with others: there are many, and each takes time
 _CANCELLED: Final = 1e4  # of a unit's norm or the bound: with more, float64 rounding of a squared norm nears MARGIN
 
 
@@ -113,8 +115,13 @@ class GradientRecorder:
     def _summed(self, batch: UnitBatch, clip: float) -> Tensor:
         squares = torch.zeros(len(batch.counts), dtype=torch.float64, device=self._parameters[0].device)
         mass = torch.zeros_like(squares)  # the largest of a layer
-        for found in self._found.values():
-            square, weighs = found.squares(batch)
+        small = [p for p, found in self._found.items() if found.is_small()]  # norms and biases: hundreds, in one
+        beside = torch.cat([self._found[p].made.flatten(1) for p in small], dim=1) if small else None  # type: ignore[union-attr]
+        if beside is not None:
+            squares += squared_norms(beside)
+        large = [p for p, found in self._found.items() if not found.is_small()]
+        for p in large:
+            square, weighs = self._found[p].squares(batch)
             squares += square
             mass = torch.maximum(mass, weighs)
         norms = squares.clamp(min=0.0).sqrt()
@@ -122,9 +129,14 @@ class GradientRecorder:
         # one that cancels so far that not even float64 tells what is left counts as one that is not finite
         sound = torch.isfinite(squares) & (mass <= _CANCELLED * norms.clamp(min=clip))
         factor *= sound & torch.tensor([count > 0 for count in batch.counts], device=factor.device)
-        none = _Recorded()  # of a parameter that was not used
-        parts = [self._found.get(p, none).total(p, batch, factor) for p in self._parameters]
-        return torch.cat([part.flatten().double() for part in parts]).cpu()
+        total = torch.zeros(sum(p.numel() for p in self._parameters), dtype=torch.float64, device=factor.device)
+        parts = _split(total, self._parameters)
+        if beside is not None:
+            for p, part in _split(scaled_sum(beside, factor), small).items():
+                parts[p].copy_(part)
+        for p in large:
+            self._found[p].total(batch, factor, parts[p])
+        return total.cpu()
 
     def _after(
         self, anchor: Tensor, batch: UnitBatch, module: nn.Module, given: tuple[Any, ...], named: Any, out: Tensor
@@ -151,7 +163,7 @@ class GradientRecorder:
 
     def _take_copies(self, batch: UnitBatch, parameter: nn.Parameter, _: Tensor, g: Tensor) -> None:
         self._refuse_penalty()
-        self._of(parameter).add(batch.sums(g)[:, None])
+        self._of(parameter).add(batch.sums(in_full(g))[:, None])
 
     def _refuse_penalty(self) -> None:
         if not self._backward:
@@ -174,6 +186,10 @@ class _Recorded:
         """Of one more use of the parameter."""
         self.made = gradients if self.made is None else self.made.add_(gradients)
 
+    def is_small(self) -> bool:
+        """Whether each unit's is there, and few numbers."""
+        return self.made is not None and not self.calls and self.made[0].numel() <= _SMALL
+
     def squares(self, batch: UnitBatch) -> tuple[Tensor, Tensor]:
         """(u,) float64 twice: the squared norm of each unit's, and the mass where that comes of Gram matrices."""
         if len(self.calls) > 1 or self.made is not None:
@@ -185,17 +201,19 @@ class _Recorded:
             return square, torch.zeros_like(square)
         return gram_norms(*self.calls[0], batch)
 
-    def total(self, parameter: nn.Parameter, batch: UnitBatch, factor: Tensor) -> Tensor:
-        """The sum of the units', each times its factor; one whose factor is 0 may not be finite."""
+    def total(self, batch: UnitBatch, factor: Tensor, out: Tensor) -> None:
+        """The sum of the units', each times its factor, to ``out`` (d,); one whose factor is 0 may not be finite."""
         if self.made is not None:
-            return scaled_sum(self.made.flatten(1), factor)
-        if not self.calls:
-            return torch.zeros_like(parameter)
-        module, a, g = self.calls[0]
-        if not bool(factor.all()):  # 0 * NaN would be NaN
-            kept = factor > 0
-            a, g = (torch.where(batch.each(kept, rows), rows, torch.zeros_like(rows)) for rows in (a, g))
-        return whole_gradient(module, a, g.double() * batch.each(factor, g))
+            out.copy_(scaled_sum(self.made.flatten(1), factor))
+            return
+        for module, *both in self.calls:  # one, see squares
+            a, g = both if bool(factor.all()) else (_kept(rows, factor, batch) for rows in both)
+            whole_gradient(module, a, g, factor.repeat_interleave(batch.width), out)
+
+
+def _kept(rows: Tensor, factor: Tensor, batch: UnitBatch) -> Tensor:
+    """Zeros in the place of units whose factor is 0: 0 * NaN would be NaN."""
+    return torch.where(batch.each(factor > 0, rows), rows, torch.zeros_like(rows))
 
 
 class _Tap(torch.autograd.Function):
@@ -213,6 +231,11 @@ class _Tap(torch.autograd.Function):
         (a,) = ctx.saved_tensors
         ctx.take(a, g)
         return g, None, None, None
+
+
+def _split(whole: Tensor, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """(d,) -> by parameter."""
+    return dict(zip(parameters, torch.split(whole, [p.numel() for p in parameters]), strict=True))
 
 
 def squared_norms(part: Tensor) -> Tensor:

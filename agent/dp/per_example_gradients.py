@@ -88,8 +88,13 @@ def unit_gradients(module: nn.Module, a: Tensor, g: Tensor, batch: UnitBatch) ->
     Returns:
         By name, (u, *shape of the parameter); a parameter that the module does not have is left out.
     """
-    found = RULES[type(module)](module, a, g, batch)
+    found = RULES[type(module)](module, in_full(a), in_full(g), batch)
     return {name: gradient for name, gradient in found.items() if getattr(module, name) is not None}
+
+
+def in_full(rows: Tensor) -> Tensor:
+    """Numbers of 16 bits, as autocast leaves them, in 32: what is clipped is made, measured and summed in these."""
+    return rows.float() if rows.is_floating_point() and rows.element_size() < 4 else rows
 
 
 def has_few_positions(module: nn.Module, a: Tensor, g: Tensor, batch: UnitBatch) -> bool:
@@ -116,25 +121,32 @@ def gram_norms(module: nn.Module, a: Tensor, g: Tensor, batch: UnitBatch) -> tup
     positions: the gradient would have that norm if nothing cancelled, and rounding is measured against it. Everything
     is in float64: of float32 Gram matrices a patient whose rows cancel would get a norm that is far too small.
     """
-    if type(module) is nn.Linear:
-        inputs, outputs = a.reshape(len(a), -1, a.shape[-1]), g.reshape(len(g), -1, g.shape[-1])
-    else:
-        inputs, outputs = _patches(module, a), g.flatten(2).transpose(1, 2)  # type: ignore[arg-type]
-    grams = [(x := batch.by_unit(rows).flatten(1, 2).double()) @ x.transpose(1, 2) for rows in (inputs, outputs)]
+    positions = (batch.by_unit(rows).flatten(1, 2) for rows in _positions(module, a, g))
+    grams = [x @ x.transpose(1, 2) for x in positions]
     norms = [gram.diagonal(dim1=1, dim2=2).sqrt() for gram in grams]
     return (grams[0] * grams[1]).sum(dim=(1, 2)), (norms[0] * norms[1]).sum(dim=1)
 
 
-def whole_gradient(module: nn.Module, a: Tensor, g: Tensor) -> Tensor:
-    """The gradient of all rows together by the module's weight, float64; a module that `has_few_positions`."""
-    a, g = a.double(), g.double()
-    if type(module) is nn.Linear:
-        return g.reshape(-1, g.shape[-1]).T @ a.reshape(-1, a.shape[-1])
-    return _by_weight(module, *_padded(module, a), g, module.weight.shape)  # type: ignore[arg-type]
+def whole_gradient(module: nn.Module, a: Tensor, g: Tensor, factors: Tensor, out: Tensor) -> None:
+    """The gradient of all rows together by the module's weight, each row times its factor; it `has_few_positions`.
+
+    One matrix product over all rows: PyTorch's own float64 convolution makes one for each, and takes twice as long.
+
+    Args:
+        module: the layer.
+        a: (rows, ...) its input.
+        g: (rows, ...) the loss's gradient by its output.
+        factors: (rows,) float64.
+        out: (d,) float64, where it goes.
+    """
+    inputs, outputs = _positions(module, a, g)
+    outputs.mul_(factors[:, None, None])
+    torch.mm(outputs.flatten(0, 1).T, inputs.flatten(0, 1), out=out.view(outputs.shape[-1], -1))
 
 
 def bias_gradients(module: nn.Module, g: Tensor, batch: UnitBatch) -> Tensor:
     """Gradients of each unit by the bias of such a module, (u, o)."""
+    g = in_full(g)
     positions = g.reshape(len(g), -1, g.shape[-1]) if type(module) is nn.Linear else g.flatten(2).transpose(1, 2)
     return batch.sums(positions.sum(dim=1))
 
@@ -166,9 +178,20 @@ def _by_weight(module: Any, a: Tensor, padding: Any, g: Tensor, shape: Any, grou
     return _WEIGHT[type(module)](a, shape, g, groups=groups or module.groups, **settings)
 
 
+def _positions(module: Any, a: Tensor, g: Tensor) -> list[Tensor]:
+    """Copies of input and output gradient, as those of a linear layer: (rows, t, i) and (rows, t, o) float64."""
+    if type(module) is nn.Linear:
+        found = [rows.reshape(len(rows), -1, rows.shape[-1]) for rows in (a, g)]
+    else:
+        found = [_patches(module, a), g.flatten(2).transpose(1, 2)]
+    return [rows.to(torch.float64, memory_format=torch.contiguous_format, copy=True) for rows in found]
+
+
 def _patches(module: Convolution, a: Tensor) -> Tensor:
     """(rows, channels, ...) -> (rows, positions, numbers under the kernel)."""
     a, padding = _padded(module, a)
+    if _pointwise(module, padding):
+        return a.flatten(2).transpose(1, 2)
     if type(module) is nn.Conv2d:
         return F.unfold(a, module.kernel_size, module.dilation, padding, module.stride).transpose(1, 2)
     if type(module) is nn.Conv1d:  # a picture one pixel high

@@ -13,8 +13,10 @@ from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.pixel_redaction import Blank
 from agent.deidentify.ps315.options import Profile
 from agent.deidentify.segment_list import Segment
+from agent.domain import ExampleRule
 from agent.errors import SiteConfigError
 from agent.ingest.folders import Folder
+from agent.ingest.nifti_pairs import MaskNames
 from agent.ingest.ocr import OcrSettings
 from agent.ingest.patient_lists import Columns
 from agent.pacs.archive import ArchiveConfig
@@ -38,6 +40,7 @@ _TABLES: Final = (
     "dicomweb",
     "folder",
     "faces",
+    "nifti",
 )
 _OF_SITE: Final = ("modalities", "secondary_capture_modalities")  # these stand in site.toml
 
@@ -76,6 +79,14 @@ class Ingestion:
     webs: Mapping[str, DicomWebArchive] = field(default_factory=dict)
     folders: tuple[Folder, ...] = ()
     faces: FacesSettings | None = None  # None: what may show a face stays withheld
+    mask_names: MaskNames | None = None  # None: a NIfTI mask is known by a BIDS name or a MONAI list alone
+
+    def rule_here(self, rule: ExampleRule) -> ExampleRule:
+        """A task's rule as this site has it: a series waits until it has so many instances.
+
+        Rounds, ``cohort`` and ``task preview`` all take it from here, so that they choose the same patients.
+        """
+        return replace(rule, min_instances=self.rules.min_instances_per_series)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +100,10 @@ class _FolderTable:
     label_key: str = ""  # the same for the label; "" when there is none
     issuer: str = ""  # who gave out these patient ids; "" for the site's own
     data_list: str = ""  # path of a MONAI data list below the folder; "" when there is none
+    mask_key: str = ""  # MONAI: the key of every entry that names the mask of its image; "" when there is none
 
     def folder(self) -> Folder:
-        columns = Columns(self.patient_key, self.label_key, self.issuer, self.data_list)
+        columns = Columns(self.patient_key, self.label_key, self.issuer, self.data_list, self.mask_key)
         return Folder(self.path, columns, self.watch, self.settle_seconds)
 
 
@@ -149,7 +161,7 @@ def _ingestion(tables: Tables, settings: SiteSettings) -> Ingestion | None:
     ocr = tables.table("ocr", OcrSettings)
     listener, stow = tables.table("listener", ListenerSettings), tables.table("stow", StowSettings)
     pacs, webs = tables.named("pacs", ArchiveConfig), tables.named("dicomweb", DicomWebArchive)
-    faces = tables.table("faces", FacesSettings)
+    faces, mask_names = tables.table("faces", FacesSettings), tables.table("nifti", MaskNames)
     if faces is not None and not faces.safe:
         told = "remodel (surface) or strip: after the other methods people were still recognised (faces.md)"
         tables.problems.append(f"faces.method: {told}")
@@ -163,4 +175,4 @@ def _ingestion(tables: Tables, settings: SiteSettings) -> Ingestion | None:
         tables.problems.append(f"segment: {error}")
         return None
     roads = (listener, stow, pacs, webs, tuple(f.folder() for f in folders))
-    return Ingestion(whole, reading, profile, ocr, *roads, faces)
+    return Ingestion(whole, reading, profile, ocr, *roads, faces, mask_names)

@@ -6,14 +6,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
+from agent.deidentify.admission_rules import AdmissionRules
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.record import Record, instance_name
 from agent.errors import SiteConfigError
+from agent.file_access import contents
 from agent.ingest.config import Ingestion, read_ingestion
-from agent.ingest.folders import DICOMDIR, Folder, FolderFile, MissingFile, in_folder, listed_and_missing, retried
+from agent.ingest.folders import DICOMDIR, Folder, FolderFile, MissingFile, in_folder, listed_and_missing
 from agent.ingest.ocr import Ocr
 from agent.ingest.parser_process import ParserProcess
 from agent.ingest.patient_lists import Lists, read_lists
@@ -69,7 +72,8 @@ class IngestContext:
 
     def lists(self, folder: Folder) -> Lists:
         """The hospital's lists in a folder."""
-        return read_lists(folder.path, folder.columns)
+        segments = [segment.name for segment in self.ingestion.rules.segments]
+        return read_lists(folder.path, folder.columns, self.ingestion.mask_names, segments)
 
     def lying(self, folder: Folder, lists: Lists) -> list[FolderFile]:
         """What lies in a folder now, but for the site's own directories."""
@@ -90,12 +94,32 @@ class IngestContext:
 
     def refused(self, names: Iterable[str]) -> Iterator[PendingFile]:
         """Files of the quarantine, to be tried once more."""
-        most = self.ingestion.rules.max_bytes
+        lists: dict[Path, Lists] = {}
+        return (
+            QuarantinedFile(self.quarantine, name, lambda arrival: self.lying_at(Path(arrival.source), lists))
+            for name in names
+        )
 
-        def reload(arrival: ReceivedFile) -> ReceivedFile:
-            return retried(arrival, most)
+    def lying_at(self, path: Path, known: dict[Path, Lists] | None = None) -> ReceivedFile:
+        """One file, where it lies, with what the lists of its folder say of it.
 
-        return (QuarantinedFile(self.quarantine, name, reload) for name in names)
+        Args:
+            path: of the file.
+            known: lists that were read already, by folder; more are added.
+        Raises:
+            FileRejectedError: it cannot be read, or it is a mask without its volume.
+            PatientListError: see :meth:`lists`.
+        """
+        known, most = {} if known is None else known, self.ingestion.rules.max_bytes
+        place = path.parent.resolve() / path.name  # a link is not followed
+        for folder in (self.usual(), *self.ingestion.folders):
+            top = folder.path.resolve()
+            if not place.is_relative_to(top):
+                continue
+            if folder.path not in known:
+                known[folder.path] = self.lists(folder)
+            return FolderFile(folder.path, str(place.relative_to(top)), known[folder.path], most).load()
+        return ReceivedFile("folder", str(path), contents(path, most))
 
     def named_labels(self, lists: Lists | None) -> dict[str, str]:
         """Keyed SOP Instance UID -> label."""
@@ -114,9 +138,9 @@ class IngestContext:
             demand=self.home.settings().confinement,
         )
 
-    def reader(self) -> ParserProcess:
-        """A reader of files, for this project and confined as this site demands."""
-        return ParserProcess(self.ingestion.rules, self.who, demand=self.home.settings().confinement)
+    def reader(self, rules: AdmissionRules | None = None) -> ParserProcess:
+        """A reader of files, for this project and confined as this site demands; by the site's rules, or others."""
+        return ParserProcess(rules or self.ingestion.rules, self.who, demand=self.home.settings().confinement)
 
     def labels(self) -> Lists | None:
         """The hospital's lists in its usual folder, which label what comes by other roads, too."""

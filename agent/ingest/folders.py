@@ -9,16 +9,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from agent.deidentify.errors import FileRejectedError
 from agent.file_access import contents, walk
+from agent.ingest.nifti_pairs import MaskOf
 from agent.ingest.patient_lists import Columns, Lists
 from agent.ingest.pending import Refusal
 from agent.storage.quarantine import Quarantine
-from agent.storage.spool import ReceivedFile
+from agent.storage.spool import MaskedVolume, ReceivedFile
 
 DICOMDIR: Final = "DICOMDIR"
 # beside the volumes of a BIDS dataset (BIDS 1.10): tables and texts, no images
@@ -58,14 +60,34 @@ class FolderFile:
     def load(self) -> ReceivedFile:
         """Read it, and say whose it is by the hospital's lists."""
         inside = self.path.replace(os.sep, "/")
+        mask = self.lists.masks.get(inside)
         return ReceivedFile(
             road="folder",
             source=self.path,
             body=contents(self.folder / self.path, self.max_bytes),
             patient_id=self.lists.patients.get(inside, ""),
             issuer=self.lists.issuer,
-            label=self.lists.labels.get(inside, ""),
+            label="" if mask else self.lists.labels.get(inside, ""),
+            mask_of=self._volume_of(mask) if mask else None,
         )
+
+    def _volume_of(self, mask: MaskOf) -> MaskedVolume:
+        if not mask.volume or not (self.folder / mask.volume).is_file():
+            raise FileRejectedError("mask_without_volume")
+        return MaskedVolume(contents(self.folder / mask.volume, self.max_bytes), mask.segment)
+
+    def looks(self) -> tuple[tuple[int, int], ...]:
+        """Size and time of change (ns) of what is read: the file, and of a mask the volume, once that is there.
+
+        Raises:
+            OSError: the file is gone.
+        """
+        mask = self.lists.masks.get(self.path.replace(os.sep, "/"))
+        found = [(self.folder / self.path).lstat()]
+        if mask and mask.volume:
+            with suppress(OSError):
+                found.append((self.folder / mask.volume).lstat())
+        return tuple((one.st_size, one.st_mtime_ns) for one in found)
 
     def settle(self) -> None:
         """Nothing: the folder is only read."""
@@ -126,11 +148,6 @@ def _beside(path: str) -> bool:
     return path.endswith(_SIDECARS) or os.path.basename(path) in _BIDS_TEXTS
 
 
-def retried(arrival: ReceivedFile, max_bytes: int) -> ReceivedFile:
-    """A refused file of a folder, read again where it lies."""
-    return replace(arrival, body=contents(Path(arrival.source), max_bytes))
-
-
 def listed_and_missing(folder: Path, index: str, files: Iterable[tuple[str, ...]]) -> list[MissingFile]:
     """What a DICOMDIR lists (File IDs, PS3.10 section 8.2, beside the index) and the medium does not have.
 
@@ -156,20 +173,20 @@ class FolderWatcher:
     def __init__(self, folder: Folder, clock: Callable[[], float] = time.time) -> None:
         """Nothing is read yet."""
         self.folder, self._clock = folder, clock
-        self._seen: dict[str, tuple[int, int]] = {}  # path -> size and time of change, when it was given
-        self._last: dict[str, tuple[int, int]] = {}
+        self._seen: dict[str, tuple[tuple[int, int], ...]] = {}  # path -> how it looked when it was given
+        self._last: dict[str, tuple[tuple[int, int], ...]] = {}
 
     def rested(self, lists: Lists, leave_out: Iterable[Path], max_bytes: int) -> list[FolderFile]:
         """Files that are new or changed, look the same as at the last look, and have rested for ``settle_s``."""
-        now, looks, ready = self._clock(), dict[str, tuple[int, int]](), []
+        now, looks, ready = self._clock(), dict[str, tuple[tuple[int, int], ...]](), []
         for one in in_folder(self.folder.path, lists, leave_out, max_bytes):
             try:
-                state = (one.folder / one.path).lstat()
+                look = one.looks()
             except OSError:
                 continue  # it went between the two looks
-            look = (state.st_size, state.st_mtime_ns)
             looks[one.path] = look
-            rested = self._last.get(one.path) == look and now - state.st_mtime >= self.folder.settle_s
+            changed = max(at for _, at in look) / 1e9
+            rested = self._last.get(one.path) == look and now - changed >= self.folder.settle_s
             if rested and self._seen.get(one.path) != look:
                 ready.append(one)
         self._last = looks

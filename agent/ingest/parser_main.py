@@ -9,10 +9,10 @@ import io
 import json
 import os
 from functools import partial
+from importlib import import_module
 from typing import IO, Any, Final
 
 import imagecodecs
-import nibabel  # noqa: F401 - for agent.deidentify.nifti: once it is confined, no library can start threads
 import numpy as np
 import pydicom
 from pydicom import Dataset
@@ -21,14 +21,13 @@ from pydicom.pixels.decoders.base import get_decoder
 from pydicom.tag import Tag
 from pydicom.uid import UID
 
-from agent.deidentify import admission_rules, dicomdir, masks, nifti, patient_identity, pixel_redaction
+from agent.deidentify import admission_rules, dicomdir, masks, nifti, nifti_masks, patient_identity, pixel_redaction
 from agent.deidentify.attributes import frames, text
 from agent.deidentify.deidentifier import Deidentifier
 from agent.deidentify.errors import FileRejectedError
 from agent.deidentify.face_risk import faces_in, may_show_a_face
 from agent.deidentify.identifying_values import identifiers, of_patient
 from agent.deidentify.pixels import pixel_data
-from agent.deidentify.pixels.burned_in_text import has_burned_in_text
 from agent.deidentify.prescan import DEFLATED_LE, Meta, read_meta, scan, undeflate
 from agent.deidentify.ps315 import action_trace, retained_attributes
 from agent.deidentify.ps315.options import Pixels, Profile
@@ -113,13 +112,19 @@ def _read_dicom(
         "body_part": body_part if body_part in _BODY_PARTS else "",
         "kind": "volume" if frames(dataset) > 1 else "image",
         "face": face,
-        "text": rules.look_for_text and has_burned_in_text(values),
+        "text": rules.look_for_text and _has_text(values),
     }
     if head["kind"] == "image":
         unit = np.ascontiguousarray(pixel_data.unit_range(plain, values), dtype="<f4")
         head["height"], head["width"], head["channels"] = (*unit.shape, 1)[:3]
         image = unit.data.cast("B")
     return head, [image, payload, action_trace.dumps(steps)]
+
+
+def _has_text(values: pixel_data.Stored) -> bool:
+    from agent.deidentify.pixels.burned_in_text import has_burned_in_text  # noqa: PLC0415 - see _import_parsers
+
+    return has_burned_in_text(values)
 
 
 def _written(clean: Dataset, needles: Any) -> bytes:
@@ -154,14 +159,25 @@ def _read_mask(
 
 
 def _read_nifti(
-    data: bytes, told: dict[str, Any], rules: admission_rules.AdmissionRules
+    data: bytes, volumes: list[bytes], told: dict[str, Any], rules: admission_rules.AdmissionRules
 ) -> tuple[dict[str, Any], list[Part]]:
+    """A volume; or a mask, with the volume that it is of, whose clean content names both."""
     patient_id = str(told["patient_id"] or "")
     if not patient_id.strip():
         raise FileRejectedError("nifti_without_patient")
     if rules.nifti_modality not in rules.modalities:
         raise FileRejectedError("modality_not_allowed")
-    payload = nifti.clean(nifti.inflate(data, rules.max_bytes), rules.max_pixels)
+    plain = nifti.inflate(data, rules.max_bytes)
+    if volumes:
+        if not nifti.looks_like_nifti(volumes[0]):
+            raise FileRejectedError("mask_without_volume")
+        whole = nifti.clean(nifti.inflate(volumes.pop(), rules.max_bytes), rules.max_pixels)
+        payload = nifti_masks.clean_mask(plain, whole, rules.segments, str(told["segment"]), rules.max_pixels)
+        if residual(of_patient(patient_id), payload):
+            raise FileRejectedError("residual_identifier")
+        head = {"modality": "SEG", "body_part": "", "kind": "mask", "face": False, "text": False}
+        return head, [b"", payload, action_trace.dumps([]), whole]
+    payload = nifti.clean(plain, rules.max_pixels)
     if residual(of_patient(patient_id), payload):
         raise FileRejectedError("residual_identifier")
     head = {
@@ -175,8 +191,9 @@ def _read_nifti(
 
 
 def _answer(
-    data: bytes, told: dict[str, Any], rules: admission_rules.AdmissionRules, who: Deidentifier
+    files: list[bytes], told: dict[str, Any], rules: admission_rules.AdmissionRules, who: Deidentifier
 ) -> tuple[dict[str, Any], list[Part]]:
+    data, *volumes = files
     try:
         if told.get("directory"):
             return {}, [json.dumps(dicomdir.listed(data)).encode()]
@@ -186,7 +203,7 @@ def _answer(
             )
             return {"named": whom != ""}, []
         if nifti.looks_like_nifti(data):
-            return _read_nifti(data, told, rules)
+            return _read_nifti(data, volumes, told, rules)
         return _read_dicom(data, rules, who)
     except FileRejectedError as refusal:
         return {"code": refusal.code}, []
@@ -209,6 +226,7 @@ def main() -> None:
     pydicom_config.settings.writing_validation_mode = pydicom_config.RAISE
     pydicom_config.replace_un_with_known_vr = False  # UN stays opaque: nothing hidden in it is parsed
     seconds = setup["limits"]["cpu_seconds"]
+    _import_parsers(rules)
     apply_rlimits(setup["limits"]["memory_bytes"], seconds)
     try:
         _check_room()
@@ -222,15 +240,23 @@ def main() -> None:
     known: dict[Asked, str] = {}
     while True:
         try:
-            head, (data,) = receive(source, rules.max_bytes)
+            head, files = receive(source, rules.max_bytes)
         except EOFError:
             return
         extend_cpu_limit(seconds)
         # ids of a series are those of its next file too; whose a file is and what it is called, each file asks anew
         known = {a: name for a, name in known.items() if a[1] in MOST_NAMES} if len(known) < _KNOWN else {}
         who = Deidentifier(b"", setup["issuer"], profile, names=partial(_asked, source, sink, known))
-        reply, parts = _answer(data, head, rules, who)
+        reply, parts = _answer(files, head, rules, who)
         send(sink, {**reply, "spent": True} if cpu_exhausted(seconds) else reply, parts)
+
+
+def _import_parsers(rules: admission_rules.AdmissionRules) -> None:
+    """Import what costs half of the start, where the rules need it: once confined, no library can start threads."""
+    if rules.look_for_text:
+        import_module("agent.deidentify.pixels.burned_in_text")  # scipy
+    if rules.nifti_modality in rules.modalities:
+        import_module("nibabel")
 
 
 def _check_room() -> None:

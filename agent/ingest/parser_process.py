@@ -36,6 +36,7 @@ from agent.deidentify.errors import REASONS, FileRejectedError
 from agent.deidentify.ps315 import action_trace
 from agent.deidentify.record import Record, keyed_name
 from agent.errors import ParserError
+from agent.storage.spool import MaskedVolume
 from protos.operations import confinement
 from protos.operations.pipe_messages import has_exited, kill, receive, send, size
 
@@ -120,6 +121,13 @@ class _FileNames:
         found = {field: self._who.mac(purpose, payload) for field, purpose in fields.items()}
         return {**found, "pseudonym": self._who.person(issuer, patient_id), "masked": ""}
 
+    def of_nifti_mask(self, payload: bytes, volume: bytes, issuer: str, patient_id: str) -> dict[str, str]:
+        """The same for a mask: of the study and series that :meth:`of_nifti` names by the clean volume."""
+        whole = self.of_nifti(volume, issuer, patient_id)
+        fields = {"name": "nifti-mask", "series": "nifti-mask-series"}
+        found = {field: self._who.mac(purpose, volume, payload) for field, purpose in fields.items()}
+        return {**whole, **found, "masked": whole["series"]}
+
 
 class ParserProcess:
     """A worker process, started when first needed and again after a file has stopped it."""
@@ -161,25 +169,45 @@ class ParserProcess:
                     stream.close()
         process.wait()
 
-    def read(self, data: bytes, digest: str, patient_id: str | None = None, issuer: str = "") -> Record:
-        """De-identify one file. ``patient_id`` and its ``issuer`` are for formats that carry none (NIfTI).
+    def read(
+        self,
+        data: bytes,
+        digest: str,
+        patient_id: str | None = None,
+        issuer: str = "",
+        mask_of: MaskedVolume | None = None,
+    ) -> Record:
+        """De-identify one file.
 
+        Args:
+            data: the file.
+            digest: of it, keyed.
+            patient_id: for formats that carry none (NIfTI).
+            issuer: of that id.
+            mask_of: of a NIfTI mask, the volume's file; None for all others.
         Returns:
             The record, still without a label.
         Raises:
             FileRejectedError: with the worker's reason; ``parser_stopped`` when it died, hung or answered nonsense.
             ParserError: the worker cannot be started at all.
         """
-        told = {"patient_id": patient_id, "issuer": issuer}
+        told: dict[str, Any] = {"patient_id": patient_id, "issuer": issuer}
+        files, whose = [data], (issuer, patient_id or "")
+        if mask_of is not None:
+            told, files = {**told, "segment": mask_of.segment}, [data, mask_of.body]
         names = _FileNames(self._deidentifier, self._rules.max_bytes)
 
         def made(reply: dict[str, Any], parts: list[bytes]) -> Record:
             _refused(reply)
             if nifti.looks_like_nifti(data):
-                return _record(reply, parts, digest, names.of_nifti(parts[1], issuer, patient_id or ""))
+                payload, volume = parts[1], b"" if mask_of is None else parts.pop()
+                if (reply["kind"] == "mask") is (mask_of is None):
+                    raise ValueError("a mask for a volume, or the other way round")
+                named = names.of_nifti_mask(payload, volume, *whose) if volume else names.of_nifti(payload, *whose)
+                return _record(reply, parts, digest, named)
             return _record(reply, parts, digest, names.of_dicom())
 
-        return self._told(told, data, made, names)
+        return self._told(told, files, made, names)
 
     def directory(self, data: bytes) -> list[tuple[str, ...]]:
         """The files that the index of a medium lists, as the components of their names.
@@ -187,7 +215,7 @@ class ParserProcess:
         Raises:
             FileRejectedError, ParserError: see :meth:`read`.
         """
-        return self._told({"directory": True}, data, _files)
+        return self._told({"directory": True}, [data], _files)
 
     def patient_of(self, data: bytes, patient_id: str, issuer: str) -> str:
         """The site-wide pseudonym of a file's patient, "" when it names none. Raises: see :meth:`read`."""
@@ -198,12 +226,12 @@ class ParserProcess:
             _refused(reply)
             return names.told["site", "patient"] if reply["named"] is True else ""
 
-        return self._told(told, data, person, names)
+        return self._told(told, [data], person, names)
 
     def _told(
         self,
         head: dict[str, Any],
-        data: bytes,
+        files: Sequence[bytes],
         made: Callable[[dict[str, Any], list[bytes]], T],
         names: _FileNames | None = None,
     ) -> T:
@@ -211,7 +239,7 @@ class ParserProcess:
         if self._process is None or has_exited(self._process):
             self._start()
         try:
-            reply, parts = self._ask(head, [data], self._limits.wall_seconds, names)
+            reply, parts = self._ask(head, files, self._limits.wall_seconds, names)
             if reply.pop("spent", False) is not False:
                 self.close()
             return made(reply, parts)

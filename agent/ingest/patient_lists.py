@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from agent.file_access import walk
+from agent.ingest.nifti_pairs import VOLUME, MaskNames, MaskOf, bids_name, bids_pairs
 from protos.common.errors import ConfigError
 
 LABELS: Final = "labels.csv"
@@ -24,7 +27,6 @@ PARTICIPANTS: Final = "participants.tsv"
 _MAX_LABEL: Final = 64
 _MAX_ROWS: Final = 5_000_000
 _MAX_LIST_BYTES: Final = 512 * 2**20
-_VOLUME: Final = (".nii", ".nii.gz")
 _SUBJECT: Final = re.compile(r"sub-[0-9A-Za-z]+")
 
 
@@ -40,6 +42,7 @@ class Columns:
     label: str = ""  # the same for the label; "" when there is none
     issuer: str = ""  # who gave out these patient ids; "" for the site's own
     data_list: str = ""  # path of a MONAI data list below the folder; "" when there is none
+    mask: str = ""  # MONAI: the key of every entry that names the mask of its image; "" when there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +54,22 @@ class Lists:
     labels_of_instances: Mapping[str, str] = field(default_factory=dict, repr=False)  # SOP Instance UID -> label
     issuer: str = ""
     aside: frozenset[str] = frozenset()  # the lists themselves: read here, and no images
+    masks: Mapping[str, MaskOf] = field(default_factory=dict)  # NIfTI files that are masks, and of what
 
 
 _USUAL: Final = Columns()
 
 
-def read_lists(folder: Path, columns: Columns = _USUAL) -> Lists:
-    """Read whatever lists stand in a folder.
+def read_lists(
+    folder: Path, columns: Columns = _USUAL, names: MaskNames | None = None, segments: Iterable[str] = ()
+) -> Lists:
+    """Read whatever lists stand in a folder, and find the masks among its NIfTI files.
 
+    Args:
+        folder: only read.
+        columns: what its lists call the patient, the label and the mask.
+        names: the site's rule of names of masks.
+        segments: the names of the site's segments.
     Raises:
         PatientListError: no such folder, or a list is unreadable, contradicts itself, or leaves a volume without a
         patient.
@@ -68,14 +79,36 @@ def read_lists(folder: Path, columns: Columns = _USUAL) -> Lists:
     patients = read_pairs(folder / PATIENTS, ("file", "patient_id"))
     by_uid = _labels(read_pairs(folder / LABELS, ("sop_instance_uid", "label")), LABELS)
     labels: dict[str, str] = {}
+    masks: dict[str, MaskOf] = {}
     aside = {LABELS, PATIENTS}
     if columns.data_list:
-        _monai(folder, columns, patients, labels)
+        _monai(folder, columns, patients, labels, masks)
         aside.add(columns.data_list)
     if (folder / BIDS_MARK).is_file():
         _bids(folder, columns, patients, labels)
         aside |= {BIDS_MARK, PARTICIPANTS}
-    return Lists(patients, labels, by_uid, columns.issuer, frozenset(aside))
+        by_name = {bids_name(segment): segment for segment in segments}
+        masks = bids_pairs(folder, _niftis(folder), patients, by_name) | masks
+    if names is not None:
+        masks = names.pairs(_niftis(folder)) | masks
+    _give_patients(masks, patients)
+    return Lists(patients, labels, by_uid, columns.issuer, frozenset(aside), masks)
+
+
+def _niftis(folder: Path) -> frozenset[str]:
+    return frozenset(path.replace(os.sep, "/") for path in walk(folder, ()) if path.endswith(VOLUME))
+
+
+def _give_patients(masks: Mapping[str, MaskOf], patients: dict[str, str]) -> None:
+    """A mask is of its volume's patient.
+
+    Raises:
+        PatientListError: a list says another one.
+    """
+    for path, one in masks.items():
+        whose = patients.get(one.volume, "")
+        if whose and patients.setdefault(path, whose) != whose:
+            raise PatientListError("the lists of the folder give a mask another patient than its volume")
 
 
 def read_pairs(path: Path, columns: tuple[str, str]) -> dict[str, str]:
@@ -118,7 +151,7 @@ def _bids(folder: Path, columns: Columns, patients: dict[str, str], labels: dict
     people = _participants(folder / PARTICIPANTS, column, columns.label)
     for path in sorted(folder.rglob("sub-*")):
         inside = path.relative_to(folder).as_posix()
-        if path.is_dir() or not inside.endswith(_VOLUME) or inside in patients:
+        if path.is_dir() or not inside.endswith(VOLUME) or inside in patients:
             continue
         subject = PurePosixPath(inside).parts[0]
         if not _SUBJECT.fullmatch(subject) or not PurePosixPath(inside).name.startswith(f"{subject}_"):
@@ -156,7 +189,13 @@ def _participants(path: Path, patient: str, label: str) -> dict[str, tuple[str, 
     return people
 
 
-def _monai(folder: Path, columns: Columns, patients: dict[str, str], labels: dict[str, str]) -> None:
+def _monai(
+    folder: Path,
+    columns: Columns,
+    patients: dict[str, str],
+    labels: dict[str, str],
+    masks: dict[str, MaskOf],
+) -> None:
     """A MONAI data list: {"training": [{"image": PATH, …}], …}; each entry names its patient."""
     name = columns.data_list
     if not columns.patient:
@@ -166,28 +205,41 @@ def _monai(folder: Path, columns: Columns, patients: dict[str, str], labels: dic
             continue
         for number, entry in enumerate(entries):
             if isinstance(entry, dict):
-                _monai_entry(folder, columns, (f"{name}: {section}[{number}]", entry), patients, labels)
+                where = f"{name}: {section}[{number}]"
+                images = _monai_entry(folder, columns, (where, entry), patients, labels)
+                if columns.mask and (mask := entry.get(columns.mask)) is not None:
+                    of = MaskOf(images[0] if len(images) == 1 else "")
+                    if masks.setdefault(_inside(folder, mask, where), of) != of:
+                        raise PatientListError(f"{where}: its mask is of another image in an earlier entry")
 
 
 def _monai_entry(
     folder: Path, columns: Columns, told: tuple[str, dict[str, Any]], patients: dict[str, str], labels: dict[str, str]
-) -> None:
+) -> list[str]:
+    """Patient and label of an entry's images, and the paths of these below the folder."""
     where, entry = told
     images = entry.get("image")
     who = entry.get(columns.patient)
     if type(who) is not str or not who.strip():
         raise PatientListError(f"{where}: no patient under the key that was named")
-    for image in images if isinstance(images, list) else [images]:
-        inside = PurePosixPath(image) if isinstance(image, str) else PurePosixPath("..")
-        if inside.is_absolute():
-            inside = inside.relative_to(folder) if inside.is_relative_to(folder) else PurePosixPath("..")
-        if ".." in inside.parts or not inside.parts:
-            raise PatientListError(f"{where}: the image must be a path below the folder")
-        if patients.setdefault(inside.as_posix(), who.strip()) != who.strip():
+    found = [_inside(folder, image, where) for image in (images if isinstance(images, list) else [images])]
+    for inside in found:
+        if patients.setdefault(inside, who.strip()) != who.strip():
             raise PatientListError(f"{where}: contradicts an earlier entry")
         label = entry.get(columns.label) if columns.label else None
         if isinstance(label, str | int) and type(label) is not bool:
-            labels[inside.as_posix()] = _labels({"": str(label)}, where)[""]
+            labels[inside] = _labels({"": str(label)}, where)[""]
+    return found
+
+
+def _inside(folder: Path, image: object, where: str) -> str:
+    """The path of an entry's image or mask below the folder."""
+    inside = PurePosixPath(image) if isinstance(image, str) else PurePosixPath("..")
+    if inside.is_absolute():
+        inside = inside.relative_to(folder) if inside.is_relative_to(folder) else PurePosixPath("..")
+    if ".." in inside.parts or not inside.parts:
+        raise PatientListError(f"{where}: image and mask must be paths below the folder")
+    return inside.as_posix()
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -173,7 +173,8 @@ class IngestPipeline:
         return IngestReport(self._files, self._kept, self._duplicates, dict(sorted(self._codes.items())))
 
     def _bytes(self) -> int:
-        return sum(len(read.arrival.body) for read in self._under_way)
+        arrivals = [read.arrival for read in self._under_way]
+        return sum(len(one.body) + (len(one.mask_of.body) if one.mask_of else 0) for one in arrivals)
 
     def _give_back(self) -> None:
         """After a fault: what is not kept waits for the next run, which begins with nothing of this one."""
@@ -196,7 +197,7 @@ class IngestPipeline:
             digest = self._digest(arrival)
             if digest in self._same:
                 # whether it is known is seen when the first one is judged; of its bytes one copy is enough
-                self._same[digest].append((found, replace(arrival, body=b"")))
+                self._same[digest].append((found, replace(arrival, body=b"", mask_of=None)))
                 return
             if self._ports.shelf.has(digest):
                 self._again(found, arrival, digest)
@@ -220,8 +221,10 @@ class IngestPipeline:
 
     def _digest(self, arrival: ReceivedFile) -> str:
         """Of the bytes; and of whose they are, where the hospital's list says it: a list may be corrected."""
-        told = (arrival.patient_id, arrival.issuer) if arrival.patient_id else ()
-        return self._ports.deidentifier.mac("file", arrival.body, *(part.encode() for part in told))
+        told = [part.encode() for part in (arrival.patient_id, arrival.issuer)] if arrival.patient_id else []
+        if arrival.mask_of is not None:  # two volumes may have masks of the same bytes: of nothing, say
+            told += [b"mask", arrival.mask_of.segment.encode(), arrival.mask_of.body]
+        return self._ports.deidentifier.mac("file", arrival.body, *told)
 
     def _read(self, arrival: ReceivedFile, digest: str) -> Record:
         """In a thread of the pool: each has its own worker process."""
@@ -230,7 +233,7 @@ class IngestPipeline:
             ports = self._ports
             reader = self._local.reader = ParserProcess(ports.rules, ports.deidentifier, ports.limits, ports.demand)
             self._readers.append(reader)
-        return reader.read(arrival.body, digest, arrival.patient_id or None, arrival.issuer)
+        return reader.read(arrival.body, digest, arrival.patient_id or None, arrival.issuer, arrival.mask_of)
 
     def _end(self, read: _Read) -> None:
         """Label what a worker made of a file, and keep it with the next batch."""

@@ -16,16 +16,21 @@ from agent.ingest.context import IngestContext, open_ingest
 from agent.pacs.archive import ArchiveConfig, ArchiveError, ArchiveQuery
 from agent.pacs.dicomweb.config import DicomWebArchive, DicomWebError
 from agent.pacs.dicomweb.qido import ArchiveSession, QidoClient
+from agent.pacs.dicomweb.study_fetch import fetch_study as wado_study
 from agent.pacs.dicomweb.wado import InstanceSink, WadoRetriever
 from agent.pacs.dimse.find import QUERY
+from agent.pacs.dimse.messages import UID
 from agent.pacs.dimse.query_retrieve_scu import QueryRetrieveScu
 from agent.pacs.dimse.retrieve import Ports, RetrievalProgress, Retriever
+from agent.pacs.dimse.study_fetch import fetch_study as dimse_study
+from agent.pacs.schedule import Hours
 from agent.storage.encrypted_sqlite import VaultError
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.spool import SpoolError
 
 FAULTS: Final = (SiteConfigError, OSError, ArchiveError, SpoolError, VaultError, DicomWebError)
 Archive = ArchiveConfig | DicomWebArchive
+MOST_BYTES: Final = 4 * 2**30  # of one study that is fetched into memory
 WHY: Final = {  # why something of an archive is not here
     "missing": "instances did not arrive, although the archive lists them: run the same command again",
     "unlisted": "instances are counted by the archive, but not listed",
@@ -144,6 +149,55 @@ def named(ingestion: Ingestion, kind: str, name: str) -> Archive:
     if name not in known:
         raise SiteConfigError(f"ingest.toml has no [{kind}.{name}]; it has: {', '.join(sorted(known)) or 'none'}")
     return known[name]
+
+
+def archive_of_study(ingestion: Ingestion, name: str, uid: str) -> Archive:
+    """The archive that one study is to be fetched from into memory.
+
+    Args:
+        ingestion: the settings.
+        name: of a table ``pacs`` or ``dicomweb``.
+        uid: Study Instance UID. No message has it.
+    Raises:
+        SiteConfigError: there is no such archive, this is no UID, or it cannot be fetched in this way.
+    """
+    if not name:
+        raise SiteConfigError("--study: say which archive has it: --from NAME, of ingest.toml")
+    if not UID.fullmatch(uid):
+        raise SiteConfigError(f"{name}: --study: a Study Instance UID has digits and dots, at most 64")
+    if name in ingestion.pacs and name in ingestion.webs:
+        raise SiteConfigError(f"ingest.toml has [pacs.{name}] and [dicomweb.{name}]: give one of them another name")
+    archive: Archive | None = ingestion.pacs.get(name) or ingestion.webs.get(name)
+    if archive is None:
+        known = ", ".join(sorted({**ingestion.pacs, **ingestion.webs})) or "none"
+        raise SiteConfigError(f"ingest.toml has no [pacs.{name}] and no [dicomweb.{name}]; its archives: {known}")
+    if isinstance(archive, ArchiveConfig) and archive.mode == "move":
+        raise SiteConfigError(
+            f'{name}: mode = "move": what an archive moves comes to the receiver of `serve`, and so into the vault. '
+            "`predict` fetches by C-GET or DICOMweb: add a table of this archive with the one that it allows"
+        )
+    return archive
+
+
+def fetch_study(ingestion: Ingestion, name: str, uid: str, modality: str, now: dt.datetime) -> list[bytes]:
+    """Every instance of a study that an archive lists, in memory.
+
+    Args:
+        ingestion: the settings.
+        name: see :func:`archive_of_study`.
+        uid: as there.
+        modality: of the series that are wanted; "": all.
+        now: local time, for the archive's hours.
+    Raises:
+        SiteConfigError: as there; or the archive is outside its hours.
+        ArchiveError, DicomWebError: it has no such study, cannot be asked, or did not send all of it.
+    """
+    archive = archive_of_study(ingestion, name, uid)
+    if archive.hours and not Hours.parse(archive.hours).hold(now):
+        raise SiteConfigError(f"{name}: it is outside its hours in ingest.toml: it was not asked")
+    if isinstance(archive, ArchiveConfig):
+        return dimse_study(archive, uid, modality, MOST_BYTES)
+    return wado_study(archive, uid, modality, MOST_BYTES)
 
 
 def check_reachable(archive: Archive) -> None:

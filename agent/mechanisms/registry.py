@@ -11,13 +11,14 @@ from agent.mechanisms.centroids.mechanism import Centroids
 from agent.mechanisms.common.synthesis import Synthesis
 from agent.mechanisms.distillation.mechanism import Distill, DistillDp
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
+from agent.mechanisms.federated.task_model import TaskModel
 from agent.mechanisms.kanonymous import OPTIONS, parts_of
 from agent.mechanisms.ksalsa.mechanism import KSalsa
 from agent.mechanisms.ksame.mechanism import KSame
 from agent.mechanisms.privimage.mechanism import PrivImage
 from agent.mechanisms.remodel.mechanism import Remodel
 
-Private = PrivImage | Centroids | DistillDp  # claim: (epsilon, delta)-DP per patient
+Private = PrivImage | Centroids | DistillDp | TaskModel  # claim: (epsilon, delta)-DP per patient
 Resumable = Private | Distill  # run(cohort, entropy, bench): it takes long, and goes on where it was interrupted
 Mechanism = Synthesis | Resumable | Remodel | Federated | FederatedMasked
 
@@ -27,6 +28,7 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "centroids": Centroids,
     "distill": Distill,  # claim: none; vetted against the patients
     "distill-dp": DistillDp,  # claim: that of its teacher; vetted against public images
+    "model": TaskModel,  # claim: that of all steps, and of a look at the model; run(cohorts by part, entropy, bench)
     "remodel": Remodel,  # claim: none; another face on patients' own scans; run(scans, examine, rng)
     "federated": Federated,  # claim: (epsilon, delta)-DP per patient; run_round(cohort, update, entropy)
     "federated-masked": FederatedMasked,  # claim: the same of the sum alone; run_round gives one site's part of it
@@ -48,4 +50,5 @@ __all__ = [
     "Remodel",
     "Resumable",
     "Synthesis",
+    "TaskModel",
 ]

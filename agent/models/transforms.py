@@ -110,12 +110,34 @@ class InputPipeline:
         Raises:
             TransformError: a transform cannot take this picture, or the last one gives another size.
         """
+        return _settled(self._transformed(pixels, mask, affine), self.size)
+
+    def placed(self, pixels: Picture) -> tuple[Picture, NDArray[np.float64]]:
+        """The picture as the network sees it, by the same transforms, and where each of its pixels came from.
+
+        Args:
+            pixels: (channels, *any size), in d dimensions.
+        Returns:
+            The picture; (d + 1, d + 1), from an index of it to one of ``pixels``.
+        Raises:
+            TransformError: as above.
+        """
+        held = self._transformed(pixels, None, None)
+        whole = np.asarray(getattr(held[_PICTURE], "affine", torch.eye(4)), np.float64)
+        count = len(self.size)
+        place = np.eye(count + 1)
+        place[:count, :count], place[:count, count] = whole[:count, :count], whole[:count, -1]
+        return _settled(held, self.size)[0], place
+
+    def _transformed(
+        self, pixels: Picture, mask: Mask | None, affine: NDArray[np.float64] | None
+    ) -> dict[str, Tensor]:
         held = _held(pixels, mask, affine)
         for spec in self.specs:
             if spec.name in _IN_SPACE and affine is None:
                 raise TransformError(f"{spec.name} needs a picture that knows its place in space")
             held = _applied(_made(spec, len(self.size), with_mask=mask is not None), held, spec.name)
-        return _settled(held, self.size)
+        return held
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,30 +171,45 @@ def view_seed(secret: bytes, pseudonym: str, step: int, view: int) -> int:
     return int.from_bytes(hmac.digest(secret, told, hashlib.sha256)[:4], "big")
 
 
-def _made(spec: TransformSpec, dimensions: int, *, with_mask: bool) -> Callable[..., Any]:
-    """MONAI's transform of a task's."""
-    keys = [_PICTURE, _MASK] if with_mask else [_PICTURE]
+def monai_class(name: str) -> type[Any]:
+    """MONAI's class of a transform that a task may name."""
+    own: dict[str, type[Any]] = {"CropForeground": CropForegroundd, "RandGaussianSmooth": RandGaussianSmoothd}
+    found: type[Any] = {**_VALUES, **_PLACES, **{one: kind for one, (kind, _) in _BETWEEN.items()}, **own}[name]
+    return found
+
+
+def moves_pixels(name: str) -> bool:
+    """Whether it moves pixels, of picture and mask alike; else it changes their values."""
+    return name in _PLACES or name in _BETWEEN or name == "CropForeground"
+
+
+def monai_arguments(spec: TransformSpec, dimensions: int, *, with_mask: bool) -> dict[str, Any]:
+    """What its class in MONAI gets beside its keys; of ``CropForeground`` without its function."""
     given = dict(spec.parameters)
     for key in ("rotate_range", "shear_range", "translate_range", "scale_range"):
         if key in given:
             given[key] = spec.for_axes(key, dimensions)
-    if spec.name in _VALUES:
-        return _VALUES[spec.name]([_PICTURE], **given)  # type: ignore[no-any-return]
     if spec.name == "Orientation":
         given["labels"] = _AXES
-    if spec.name in _PLACES:
-        return _PLACES[spec.name](keys, **given)  # type: ignore[no-any-return]
     if spec.name in _BETWEEN:
-        kind, mode = _BETWEEN[spec.name]
-        if spec.name == "RandAffine":
-            given["padding_mode"] = "border"
-        return kind(keys, mode=[mode, "nearest"][: len(keys)], **given)  # type: ignore[no-any-return]
+        modes = [_BETWEEN[spec.name][1], "nearest"]
+        given["mode"] = modes[: 1 + with_mask]
+    if spec.name == "RandAffine":
+        given["padding_mode"] = "border"
     if spec.name == "RandGaussianSmooth":
         sigma = given.pop("sigma")
-        return RandGaussianSmoothd([_PICTURE], sigma_x=sigma, sigma_y=sigma, sigma_z=sigma, **given)
-    assert spec.name == "CropForeground"
-    above = partial(torch.gt, other=given["threshold"])
-    return CropForegroundd(keys, source_key=_PICTURE, select_fn=above, margin=given["margin"])
+        given |= {"sigma_x": sigma, "sigma_y": sigma, "sigma_z": sigma}
+    return given
+
+
+def _made(spec: TransformSpec, dimensions: int, *, with_mask: bool) -> Callable[..., Any]:
+    """MONAI's transform of a task's."""
+    keys = [_PICTURE, _MASK] if with_mask and moves_pixels(spec.name) else [_PICTURE]
+    given = monai_arguments(spec, dimensions, with_mask=len(keys) == 2)
+    if spec.name == "CropForeground":
+        above = partial(torch.gt, other=given.pop("threshold"))
+        given |= {"source_key": _PICTURE, "select_fn": above}
+    return monai_class(spec.name)(keys, **given)  # type: ignore[no-any-return]
 
 
 def _held(pixels: Picture, mask: Mask | None, affine: NDArray[np.float64] | None) -> dict[str, Tensor]:

@@ -68,6 +68,7 @@ _SAME: Final = (
 )
 NAMES: Final = ("Modality", "StudyInstanceUID", "SeriesInstanceUID", "FrameOfReferenceUID", "PatientID")  # of Labels
 _GREY: Final = frozenset({"MONOCHROME1", "MONOCHROME2"})
+Parsed = tuple[Dataset, str]  # and its transfer syntax
 _UNREADABLE: Final = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
 
 
@@ -121,15 +122,17 @@ class DicomForm:
             yield body
 
 
-def opened(files: Sequence[bytes]) -> tuple[Volume, Labels, DicomForm]:
+def opened(files: Sequence[bytes], read: Sequence[Parsed]) -> tuple[Volume, Labels, DicomForm]:
     """Check the files of a series and stack their slices by where they lie.
 
+    Args:
+        files: of the series.
+        read: what :func:`all_parsed` says of them.
     Raises:
         NotDefacedError: ``unreadable``, ``too_large``, ``not_a_volume``, ``four_dimensional``, ``mixed_series``,
             ``missing_slices``, ``bad_affine``.
     """
     with pydicom_config.disable_value_validation():  # its warnings quote values
-        read = [parsed(data) for data in files]
         labels, order, affine = arranged([dataset for dataset, _ in read])
         each = [_decoded(dataset, syntax) for dataset, syntax in read]
         first, scale = read[0][0], np.array([_rescale(read[file][0], frame) for file, frame in order])
@@ -142,7 +145,13 @@ def opened(files: Sequence[bytes]) -> tuple[Volume, Labels, DicomForm]:
     return Volume(values, affine), labels, DicomForm(tuple(files), tuple(order), scale, padding, fits)
 
 
-def parsed(data: bytes, *, pixels_too: bool = True) -> tuple[Dataset, str]:
+def all_parsed(files: Sequence[bytes]) -> list[Parsed]:
+    """Each file by :func:`parsed`."""
+    with pydicom_config.disable_value_validation():  # its warnings quote values
+        return [parsed(data) for data in files]
+
+
+def parsed(data: bytes, *, pixels_too: bool = True) -> Parsed:
     """A data set whose bytes were scanned first, and its transfer syntax.
 
     Raises:

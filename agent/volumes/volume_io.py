@@ -185,7 +185,18 @@ def read_bytes(files: Sequence[bytes], names: Sequence[str] = ()) -> VolumeSourc
         return VolumeSource(volume, "nifti", "", "", "", "", "", form, tuple(names))
     if any(data[128:132] != b"DICM" for data in files):
         raise NotDefacedError("not_a_volume")
-    stack, labels, rest = dicom_series.opened(files)
+    return dicom_source(files, dicom_series.all_parsed(files), names)
+
+
+def dicom_source(
+    files: Sequence[bytes], read: Sequence[dicom_series.Parsed], names: Sequence[str] = ()
+) -> VolumeSource:
+    """The same of DICOM files that were parsed.
+
+    Raises:
+        NotDefacedError: see :func:`read_bytes`.
+    """
+    stack, labels, rest = dicom_series.opened(files, read)
     who = (labels.study, labels.series, labels.frame_of_reference, labels.patient)
     return VolumeSource(stack, "dicom", labels.modality, *who, rest, tuple(names))
 

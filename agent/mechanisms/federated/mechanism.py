@@ -11,6 +11,7 @@ every site before the first round.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,43 +21,79 @@ from typing import Any, ClassVar, Final, Self, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.domain import LatticePart, TaskCohort, Update
+from agent.domain import CheckpointStore, ExampleRule, LatticePart, Split, TaskCohort, Update
+from agent.dp.compute_device import ComputePlan
 from agent.dp.dpsgd import PrivateSgd, SecureSumGrid, TrainingTask, noisy_part, train_privately
 from agent.dp.evaluation_sums import masked_look, private_look
 from agent.dp.noise import TAIL, Entropy, deviation
+from agent.errors import OtherRunError
 from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.federated.task_training import (
     RoundSgd,
-    engine_of,
+    example_rule,
+    fitted_engine,
     network_of,
     row_losses,
     scored,
     scores,
+    told_by_task,
     units,
 )
 from agent.models.diffusion.edm_training import Average
 from agent.models.networks.trainable import TrainableNetwork
+from agent.models.training_loop import HEADER_BYTES, load_state
 from policies.accounting.claims import DistributedGaussian, Evaluated, SubsampledGaussian
 from policies.tasks.bounds import TaskError
-from policies.tasks.evaluation import EvaluationPlan, SumLattice, SumLayout, plan_from
-from policies.tasks.task import WRITE_A_TASK, Task, task_from_table
+from policies.tasks.evaluation import SPLIT, EvaluationPlan, SumLattice, SumLayout, plan_from
+from policies.tasks.task import BFLOAT16, FLOAT32, MOST_PARAMETERS, WRITE_A_TASK, Task, task_from_table
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 
-MOST_PARAMETERS: Final = 100_000_000
 MOST_STEPS_OF_VALUE: Final = 1 << 52  # whole numbers up to it, and their sums of a few, are exact in float64
 MOST_WIDENING: Final = 0.01  # of the noise, to cover the rounding to the lattice
 _NO_BENCH: Final = Workspace()
+_HERE: Final = ComputePlan()  # the processor
 LEAST_NOISE_STEPS: Final = 16.0  # of the lattice: rounded noises then add up like noise, to a part in e^5000
 
 PublicFiles = Mapping[str, bytes]
 """SHA-256 of a file of public weights, which the site vouches for -> its bytes."""
 
 NO_FILES: Final[PublicFiles] = {}
+_PRECISION: Final = "update_precision"
+_STATES: Final = 3  # of a checkpoint, each of the parameters' size: themselves, their momentum and their average
+_CONSTANTS: Final = 64  # bytes of the job's, beside them
+
+
+def round_checkpoint_bytes(trained: int) -> int:
+    """The most that a checkpoint of a round's steps takes where so many numbers are trained."""
+    return 4 * _STATES * trained + _CONSTANTS + HEADER_BYTES
 
 
 class FederatedConfigError(ConfigError, ValueError):
     """The configuration is not one of this mechanism. The text names keys, never values."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlace:
+    """Where the steps of one round are kept, which others had before it: what those left is no checkpoint of it."""
+
+    place: CheckpointStore
+    run: str  # tells the round from every other
+    every: int = 0  # steps from one to the next; 0: as :func:`agent.dp.dpsgd.train_privately` has it
+
+    def read(self) -> bytes | None:
+        """This round's checkpoint, if it has one."""
+        raw = self.place.read()
+        try:
+            if raw is not None:
+                load_state(raw, self.run)
+        except OtherRunError:
+            return None
+        return raw
+
+    def write(self, data: bytes) -> None:
+        """In the place of what is there."""
+        self.place.write(data)
 
 
 class _OfTask:
@@ -83,6 +120,15 @@ class _OfTask:
         assert self.evaluate is not None, "a look is priced"
         return SumLayout(self.task.kind, self.task.outputs, self.evaluate.bins)
 
+    def examples(self, part: str, run: str = "") -> ExampleRule:
+        """Whom is trained on, or whom a look is at: other patients, by a keyed hash and for ever.
+
+        The division has one name, so that every run with the same share holds out the same patients. Without looks
+        all are trained on.
+        """
+        rule, plan = dataclasses.replace(example_rule(self.task), run=run), self.evaluate
+        return rule if plan is None else dataclasses.replace(rule, split=Split(SPLIT, plan.shares), part=part)
+
     @property
     def rounds(self) -> int:
         """That are priced."""
@@ -107,8 +153,18 @@ class _OfTask:
         """The parameters before the first round: zeros, the same everywhere."""
         return Update(np.zeros(self.parameters, np.float32))
 
-    def network(self, vector: NDArray[np.float32] | None = None, files: PublicFiles = NO_FILES) -> TrainableNetwork:
-        """The task's network, at a vector of parameters if there is one.
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """The words that an error of a confined process may name: see :class:`agent.release.maker_process`."""
+        return (self.task.name,)
+
+    def network(
+        self,
+        vector: NDArray[np.float32] | None = None,
+        files: PublicFiles = NO_FILES,
+        head: NDArray[np.float32] | None = None,
+    ) -> TrainableNetwork:
+        """The task's network, at a vector of parameters if there is one, and with a head of the site's own.
 
         Raises:
             FederatedConfigError: it trains another number of parameters than the configuration says, or a file of
@@ -124,7 +180,7 @@ class _OfTask:
         if vector is not None:
             if vector.shape != (self.parameters,):
                 raise ValueError("the parameters do not fit the configured model")
-            network.load(vector)
+            network.load(vector, head)
         return network
 
     def predict(
@@ -137,6 +193,8 @@ class _OfTask:
         """The configuration as JSON: sorted keys, no spaces, floats that read back exactly. No looks, no key."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values |= {"task": self.task.to_table(), "evaluate": self.evaluate and self.evaluate.to_table()}
+        if values.get(_PRECISION) == FLOAT32:  # as before updates had another one
+            del values[_PRECISION]
         return canonical({key: value for key, value in values.items() if value is not None}).decode()
 
     @classmethod
@@ -155,6 +213,8 @@ class _OfTask:
         hints = get_type_hints(cls)
         kinds = {field.name: hints[field.name] for field in dataclasses.fields(cls)} | {"task": dict}
         del kinds["evaluate"]
+        if _PRECISION not in values:
+            kinds.pop(_PRECISION, None)
         looks = {"evaluate": values.pop("evaluate")} if "evaluate" in values else {}
         if wrong := sorted(kinds.keys() ^ values.keys()):
             raise FederatedConfigError("unknown or missing keys: " + ", ".join(wrong))
@@ -187,6 +247,12 @@ class _OfTask:
         )
 
 
+def training_claim(task: Task, noise_multiplier: float) -> SubsampledGaussian:
+    """What all steps of a task's training at one site promise together."""
+    constants = task.training
+    return SubsampledGaussian(constants.sampling_rate, noise_multiplier, constants.steps_per_round * constants.rounds)
+
+
 @dataclass(frozen=True, slots=True)
 class Federated(_OfTask):
     """Public configuration of one federated training: constants, none of them derived from patients."""
@@ -195,12 +261,15 @@ class Federated(_OfTask):
     parameters: int  # p, that the task trains
     noise_multiplier: float  # sigma of a step at each site, in units of the task's clip
     evaluate: EvaluationPlan | None = None  # None: nobody looks at how good the model is
+    update_precision: str = FLOAT32  # of the numbers that leave in a round: FLOAT32 or BFLOAT16
 
     name: ClassVar[str] = "federated"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be priced, trained or compared."""
         self._check()
+        if self.update_precision not in (BFLOAT16, FLOAT32):
+            raise FederatedConfigError(f"{_PRECISION}: {BFLOAT16} or {FLOAT32}")
         self._job()
         self.claim()
         if not self.task.training.proximal * self.learning_rate <= 1.0:
@@ -218,13 +287,24 @@ class Federated(_OfTask):
         """Of each step: written in the task, or found for the noise."""
         return self.task.rate(self.parameters, self.noise_multiplier)
 
+    @property
+    def form(self) -> str:
+        """SHA-256 of the whole configuration."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
     def claim(self) -> SubsampledGaussian | Evaluated:
         """What all rounds and looks together promise. It is settled before an image is read."""
-        rate, steps = self.task.training.sampling_rate, self.steps_per_round * self.rounds
-        training = SubsampledGaussian(rate, self.noise_multiplier, steps)
+        training = training_claim(self.task, self.noise_multiplier)
         return training if self.evaluate is None else self.evaluate.claim(training)
 
-    def run_look(self, cohort: TaskCohort, update: Update, entropy: Entropy, files: PublicFiles = NO_FILES) -> Update:
+    def run_look(
+        self,
+        cohort: TaskCohort,
+        update: Update,
+        entropy: Entropy,
+        files: PublicFiles = NO_FILES,
+        plan: ComputePlan = _HERE,
+    ) -> Update:
         """The noisy sums of one look at the global parameters ``update``: how good they are on ``cohort``.
 
         The patients are those held out. Of an empty cohort there is as much noise: a refusal would reveal whether
@@ -235,18 +315,23 @@ class Federated(_OfTask):
         Raises:
             ValueError: the update or the images have another shape than the configuration.
         """
-        plan = self.evaluate
-        assert plan is not None, "a look is priced"
-        patients = scored(self.task, self.network(update.vector, files), cohort)
-        return Update(private_look(self.layout(), patients, plan.noise, entropy))
+        assert self.evaluate is not None, "a look is priced"
+        with told_by_task(self.task, plan):
+            network = self.network(update.vector, files, update.head).to(plan.device)
+            return Update(
+                private_look(self.layout(), scored(self.task, network, cohort), self.evaluate.noise, entropy)
+            )
 
-    def run_round(
+    def run_round(  # noqa: PLR0913 - the last four are how and where it is computed
         self,
         cohort: TaskCohort,
         update: Update,
         entropy: Entropy,
         bench: Workspace = _NO_BENCH,
         files: PublicFiles = NO_FILES,
+        plan: ComputePlan = _HERE,
+        *,
+        place: RoundPlace | None = None,
     ) -> Update:
         """Train ``steps_per_round`` private steps from the global parameters ``update``.
 
@@ -254,22 +339,41 @@ class Federated(_OfTask):
         and begin anew in each round: they are post-processing. Examples without a target that the task knows are
         left out, and so is a patient with no others; both depend on that patient's own record alone, so the claim
         holds. An empty cohort trains on noise like any other: a refusal would reveal whether there is a single
-        patient.
+        patient. A round that was interrupted goes on from its checkpoint in ``place``.
+
+        A head of the site's own is part of what is clipped and gets the same noise: all p + h numbers together are
+        what the claim releases, and that the site sends only p of them is post-processing. A head that trained
+        without noise would carry patients into every later gradient of the p, beyond any clip of one of them.
 
         Returns:
-            The new parameters (p,).
+            The new parameters (p,), and the site's own head (h,) if the task has such.
         Raises:
             ValueError: the update or the images have another shape than the configuration.
         """
-        network, constants = self.network(update.vector, files), self.task.training
+        with told_by_task(self.task, plan):
+            network = self.network(update.vector, files, update.head).to(plan.device)
+            return self._trained(network, cohort, entropy, bench, plan, place)
+
+    def _trained(
+        self,
+        network: TrainableNetwork,
+        cohort: TaskCohort,
+        entropy: Entropy,
+        bench: Workspace,
+        plan: ComputePlan,
+        place: RoundPlace | None,
+    ) -> Update:
+        constants = self.task.training
         sgd = partial(RoundSgd, lr=self.learning_rate, momentum=constants.momentum, mu=constants.proximal)
         average = Average(network.trained, constants.ema)
         task = TrainingTask(network.trained, row_losses(self.task), sgd, follower=average)
+        engine = fitted_engine(self.task, network, plan)
         patients = units(self.task, network, cohort, entropy)
         say = lambda at: bench.say("train", at.step, at.steps)  # noqa: E731 - one line
-        train_privately(task, patients, self._job(), entropy, engine_of(network, constants.expected_batch), say=say)
+        run, every = ("", 0) if place is None else (place.run, place.every)
+        train_privately(task, patients, self._job(), entropy, engine, place=place, run=run, every=every, say=say)
         average.give(network.trained)
-        return Update(network.vector())
+        return Update(network.vector(), network.own_head())
 
     def _job(self) -> PrivateSgd:
         return self._sgd(self.noise_multiplier, self.steps_per_round)
@@ -302,13 +406,7 @@ class FederatedMasked(_OfTask):
         self._check()
         self.claim()
         self._job()
-        constants = self.task.training
-        if constants.steps_per_round != 1:
-            raise FederatedConfigError("task: training.steps_per_round: 1, since a part bears a share of the noise")
-        if constants.momentum or constants.ema or constants.proximal:
-            raise FederatedConfigError(
-                "task: training.momentum, ema, proximal: 0.0 with one step in a round; the strategy has a momentum"
-            )
+        self._check_steps()
         if not (0 <= self.scale <= 40 and self.ring_bits in (32, 64)):
             raise FederatedConfigError("scale: 0 to 40; ring_bits: 32 or 64")
         whole = self.value_bound * 2.0**self.scale
@@ -318,12 +416,26 @@ class FederatedMasked(_OfTask):
             raise FederatedConfigError("ring_bits: too few for the sum of all sites")
         noise, grid = self._noise(), self._grid()
         widened = grid * math.sqrt(self.parameters)
-        if not (noise >= LEAST_NOISE_STEPS * grid and widened <= MOST_WIDENING * constants.clip):
+        if not (noise >= LEAST_NOISE_STEPS * grid and widened <= MOST_WIDENING * self.task.training.clip):
             raise FederatedConfigError("scale: too small, the steps of 2^-scale are not small beside noise and clip")
-        if not self._room() >= constants.clip + grid:
+        if not self._room() >= self.task.training.clip + grid:
             raise FederatedConfigError("value_bound: too small for the noise and one patient's gradient")
         if self.evaluate is not None:
             self.look_ring()
+
+    def _check_steps(self) -> None:
+        """A round is one step of what all sites share."""
+        constants = self.task.training
+        if constants.steps_per_round != 1:
+            raise FederatedConfigError("task: training.steps_per_round: 1, since a part bears a share of the noise")
+        if constants.head == "own":
+            raise FederatedConfigError(
+                "task: training.head: shared in a masked run, since a head of its own would bear a share of the noise"
+            )
+        if constants.momentum or constants.ema or constants.proximal:
+            raise FederatedConfigError(
+                "task: training.momentum, ema, proximal: 0.0 with one step in a round; the strategy has a momentum"
+            )
 
     def claim(self) -> DistributedGaussian | Evaluated:
         """What all rounds and looks together promise of the sums. It is settled before an image is read."""
@@ -345,7 +457,12 @@ class FederatedMasked(_OfTask):
         return size, SumLattice.of(self.evaluate.claim(self._training()), self.public_patients, size)
 
     def run_look(
-        self, cohort: TaskCohort, update: Update, entropy: Entropy, files: PublicFiles = NO_FILES
+        self,
+        cohort: TaskCohort,
+        update: Update,
+        entropy: Entropy,
+        files: PublicFiles = NO_FILES,
+        plan: ComputePlan = _HERE,
     ) -> LatticePart:
         """As ``Federated.run_look``, of a secret sum: *this site's part*, with its share of the noise.
 
@@ -354,9 +471,10 @@ class FederatedMasked(_OfTask):
         _, lattice = self.look_ring()
         assert self.evaluate is not None
         share = self.evaluate.claim(self._training()).share
-        patients = scored(self.task, self.network(update.vector, files), cohort)
         box = float(self.public_patients), lattice.scale
-        return LatticePart(masked_look(self.layout(), patients, share, box, entropy))
+        with told_by_task(self.task, plan):
+            patients = scored(self.task, self.network(update.vector, files).to(plan.device), cohort)
+            return LatticePart(masked_look(self.layout(), patients, share, box, entropy))
 
     @property
     def learning_rate(self) -> float:
@@ -370,6 +488,7 @@ class FederatedMasked(_OfTask):
         entropy: Entropy,
         bench: Workspace = _NO_BENCH,
         files: PublicFiles = NO_FILES,
+        plan: ComputePlan = _HERE,
     ) -> LatticePart:
         """One private step from the global parameters ``update``: the change, *this site's part of a sum*.
 
@@ -386,11 +505,12 @@ class FederatedMasked(_OfTask):
             ValueError: the update or the images have another shape than the configuration.
         """
         bench.say("train", 0, 1)
-        network = self.network(update.vector, files)
-        patients = units(self.task, network, cohort, entropy)
-        box, engine = SecureSumGrid(self._grid(), self._room()), engine_of(network, self.task.training.expected_batch)
-        loss = row_losses(self.task)
-        whole = noisy_part(network.trained, loss, patients, self._job(), entropy, box, clipped_sum=engine)
+        box, loss = SecureSumGrid(self._grid(), self._room()), row_losses(self.task)
+        with told_by_task(self.task, plan):
+            network = self.network(update.vector, files).to(plan.device)
+            engine = fitted_engine(self.task, network, plan)
+            patients = units(self.task, network, cohort, entropy)
+            whole = noisy_part(network.trained, loss, patients, self._job(), entropy, box, clipped_sum=engine)
         return LatticePart(-whole.astype(np.int64))
 
     def _job(self) -> PrivateSgd:

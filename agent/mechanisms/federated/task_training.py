@@ -7,7 +7,8 @@ never on others; what the optimiser sees has its noise already.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from contextlib import contextmanager
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -16,35 +17,128 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agent.domain import Cohort, Example, ExampleRule, Split, TaskCohort, TaskPatient
-from agent.dp.clipping import ClippedSum, PrivacyUnit, RowLosses, vmap_engine
+from agent.dp.clipping import ChunkedSum, PatientMemoryError, PrivacyUnit, RowLosses, trainable, vmap_engine
+from agent.dp.compute_device import (
+    CPU,
+    OPACUS,
+    AcceleratorLostError,
+    ComputePlan,
+    TaskMemoryError,
+    accelerator_failed,
+    memory_gib,
+)
 from agent.dp.dpsgd import best_engine
 from agent.dp.evaluation_sums import ScoredExample
+from agent.dp.gradient_recorder import GradientRecorder, NoGradientRuleError
 from agent.dp.noise import Entropy
-from agent.dp.per_example_gradients import suitable
+from agent.dp.per_example_gradients import in_full
 from agent.errors import TransformError
 from agent.models.networks.public_weights import WeightFiles
-from agent.models.networks.trainable import TrainableNetwork, build
-from policies.tasks.task import CLASSIFICATION, MULTI_LABEL, SEGMENTATION, Task
+from agent.models.networks.trainable import TrainableNetwork, build, build_trained
+from policies.tasks.task import BFLOAT16, CLASSIFICATION, MULTI_LABEL, SEGMENTATION, Task
 
 FEW: Final = 4  # patients of a chunk where no rule of ours is: their gradients stand beside each other in memory
+# numbers that go into what is trained, in one pass on a processor: with sixteen times as many, features of volumes
+# leave the caches, and a patient takes four times as long
+CACHED: Final = 1 << 21
 _SECRET: Final = 32  # bytes
+_HERE: Final = ComputePlan()  # the processor
 _SMOOTH: Final = 1.0  # pixels: of an overlap of nothing with nothing
 
 
 def network_of(task: Task, files: WeightFiles) -> TrainableNetwork:
     """The task's network at its start: public weights where the task names some, else numbers from its seed."""
-    return build(task.network, task.input.channels, task.input.size, task.outputs, task.seed, files)
+    network = build(task.network, task.input.channels, task.input.size, task.outputs, task.seed, files)
+    return network.with_own_head() if task.training.head == "own" else network
 
 
-def engine_of(network: TrainableNetwork, expected_batch: float) -> ClippedSum:
-    """One pass for some patients with our own rules, or by ``vmap`` where a module that is trained has no rule."""
-    return best_engine("cpu", expected_batch) if has_rules(network) else vmap_engine(FEW)
+def trained_network_of(task: Task, files: WeightFiles) -> TrainableNetwork:
+    """The network of a finished model, at its start: it must not be trained (:func:`build_trained`)."""
+    return build_trained(task.network, task.input.channels, task.input.size, task.outputs, task.seed, files)
+
+
+def engine_of(network: TrainableNetwork, expected_batch: float, plan: ComputePlan = _HERE) -> ChunkedSum:
+    """One pass for some patients with our own rules, or by ``vmap`` where a module that is trained has no rule.
+
+    Or Opacus' hooks, where the site's plan says so.
+    """
+    if plan.engine == OPACUS or has_rules(network):
+        return site_engine(plan, expected_batch)
+    return vmap_engine(FEW)
+
+
+def site_engine(plan: ComputePlan, expected_batch: float = 64.0) -> ChunkedSum:
+    """The engine that the site chose, for networks that it can train."""
+    if plan.engine != OPACUS:
+        return best_engine(plan.device, expected_batch)
+    from agent.dp.opacus_engine import opacus_engine  # noqa: PLC0415 - it costs seconds
+
+    return opacus_engine(FEW)
+
+
+def fitted_engine(task: Task, network: TrainableNetwork, plan: ComputePlan) -> ChunkedSum:
+    """The engine with chunks that fit in memory here, found with a made patient who has as many rows as one may.
+
+    Raises:
+        PatientMemoryError: not even one such patient fits.
+    """
+    constants, shape = task.training, (task.input.channels, *task.input.size)
+    inputs = network.prepare(torch.zeros(1, *shape))
+    at_once = max(1, CACHED // inputs.numel()) if plan.device == CPU else constants.expected_batch
+    engine = engine_of(network, min(constants.expected_batch, at_once), plan)
+    rows = constants.images_per_patient * constants.views
+    target = {
+        CLASSIFICATION: torch.zeros(1, 1, dtype=torch.int64),
+        SEGMENTATION: torch.zeros(1, *task.input.size, dtype=torch.int64),
+    }.get(task.kind, torch.zeros(1, task.outputs))
+    made = PrivacyUnit(tuple(one.expand(rows, *one.shape[1:]) for one in (inputs, target)))
+    engine.fit(network.trained, row_losses(task), made, constants.clip)
+    return engine
+
+
+def engine_refusal(task: Task, engine: str) -> str:
+    """Why the site's engine cannot train the task's network; "": it can."""
+    if engine != OPACUS:
+        return ""
+    from agent.dp.opacus_engine import NOT_EXACT  # noqa: PLC0415 - it costs seconds
+
+    if task.training.precision == BFLOAT16:
+        why = "training.precision: its hooks give gradients of 16 bits"
+        return f'engine = "opacus" in site.toml cannot train task {task.name}: {why}: set "own"'
+    if (name := task.network.name) not in NOT_EXACT or task.network.trained == "head":  # hooks hold what is trained
+        return ""
+    why = f"network.name: {name}: {NOT_EXACT[name]}"
+    return f'engine = "opacus" in site.toml cannot train task {task.name}: {why}: set "own"'
+
+
+@contextmanager
+def told_by_task(task: Task, plan: ComputePlan) -> Iterator[None]:
+    """What a machine lacks or loses while a task is computed becomes a sentence.
+
+    Raises:
+        TaskMemoryError: one patient does not fit in memory.
+        AcceleratorLostError: the accelerator failed.
+    """
+    try:
+        yield
+    except PatientMemoryError:
+        raise TaskMemoryError(
+            f"task {task.name!r}: training.images_per_patient, training.views, input.size: one patient needs more "
+            f"than the {memory_gib(plan.device):.1f} GiB of memory of {plan.device}"
+        ) from None
+    except RuntimeError as fault:
+        if not accelerator_failed(fault):
+            raise
+        raise AcceleratorLostError from None
 
 
 def has_rules(network: TrainableNetwork) -> bool:
     """Whether every module that is trained has a rule of ours for the gradients of patients."""
-    owners = (m for m in network.trained.modules() if any(p.requires_grad for p in m.parameters(recurse=False)))
-    return all(map(suitable, owners))
+    try:
+        GradientRecorder(network.trained, trainable(network.trained))
+    except NoGradientRuleError:
+        return False
+    return True
 
 
 # -- examples become rows
@@ -112,10 +206,10 @@ def unit_of(task: Task, network: TrainableNetwork, patient: TaskPatient, secret:
     return PrivacyUnit((network.prepare(pixels), targets))
 
 
-_View = tuple[NDArray[np.float32], NDArray[np.int64] | NDArray[np.float32]]  # pixels, target
+SeenExample = tuple[NDArray[np.float32], NDArray[np.int64] | NDArray[np.float32]]  # pixels, target
 
 
-def _views(task: Task, patient: TaskPatient, number: int, secret: bytes) -> list[_View]:
+def _views(task: Task, patient: TaskPatient, number: int, secret: bytes) -> list[SeenExample]:
     """One example as the network sees it, once or several times; not at all if nothing is known of it.
 
     A picture that the transforms cannot take is left out, which hangs on this picture alone: an error would show that
@@ -128,20 +222,28 @@ def _views(task: Task, patient: TaskPatient, number: int, secret: bytes) -> list
         seen = as_seen(task, example)
         if not constants.augmentation:
             return [seen]
-        from agent.models.transforms import Augmentation, view_seed  # noqa: PLC0415 - MONAI costs seconds
+        from agent.models.transforms import view_seed  # noqa: PLC0415 - MONAI costs seconds
 
-        vary = Augmentation(constants.augmentation, task.input.size)
-        mask = seen[1] if task.kind == SEGMENTATION else None
-        views = []
-        for view in range(constants.views):
-            pixels, turned = vary(seen[0], mask, view_seed(secret, patient.pseudonym, number, view))  # type: ignore[arg-type]
-            views.append((pixels, seen[1] if turned is None else turned))
+        seeds = (view_seed(secret, patient.pseudonym, number, view) for view in range(constants.views))
+        return [view_of(task, seen, seed) for seed in seeds]
     except TransformError:
         return []
-    return views
 
 
-def as_seen(task: Task, example: Example) -> _View:
+def view_of(task: Task, seen: SeenExample, seed: int) -> SeenExample:
+    """One random view of what :func:`as_seen` gives, a mask turned alike; ``seed`` is below 2^32.
+
+    Raises:
+        TransformError: the augmentation cannot take it.
+    """
+    from agent.models.transforms import Augmentation  # noqa: PLC0415 - MONAI costs seconds
+
+    mask = seen[1] if task.kind == SEGMENTATION else None
+    pixels, turned = Augmentation(task.training.augmentation, task.input.size)(seen[0], mask, seed)  # type: ignore[arg-type]
+    return pixels, seen[1] if turned is None else turned
+
+
+def as_seen(task: Task, example: Example) -> SeenExample:
     """An example after the fixed transforms: pixels (channels, *size), and the target, a mask turned alike.
 
     Raises:
@@ -159,6 +261,36 @@ def as_seen(task: Task, example: Example) -> _View:
     return pixels, example.target if turned is None else turned
 
 
+def as_placed(task: Task, pixels: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+    """Pixels after the same transforms as :func:`as_seen`, and where each of them came from.
+
+    Returns:
+        (channels, *size); (d + 1, d + 1), from an index of it to one of ``pixels``.
+    Raises:
+        TransformError: the transforms cannot take it.
+    """
+    if not task.input.transforms:
+        return pixels, np.eye(len(task.input.size) + 1)
+    from agent.models.transforms import InputPipeline  # noqa: PLC0415 - MONAI costs seconds
+
+    return InputPipeline(task.input.transforms, task.input.size).placed(pixels)
+
+
+def predictions(task: Task, network: TrainableNetwork, pixels: NDArray[np.float32]) -> NDArray[Any]:
+    """What the network says of inputs after the transforms, scored as in a look: see :class:`ScoredExample`.
+
+    Args:
+        task: of the network.
+        network: at the released parameters.
+        pixels: (n, channels, *size).
+    Returns:
+        (n, outputs) shares, probabilities or scaled numbers; of a segmentation (n, *size), each pixel's class.
+    """
+    with torch.no_grad():
+        outputs = network.outputs(torch.from_numpy(pixels))
+    return np.stack([_shares(task, one).numpy() for one in outputs])
+
+
 def _has_target(task: Task, example: Example) -> bool:
     """Whether anything is known of it: of several findings or numbers, one is enough."""
     return task.kind in (CLASSIFICATION, SEGMENTATION) or not bool(np.isnan(example.target).all())
@@ -170,7 +302,7 @@ def scores(task: Task, network: TrainableNetwork, cohort: TaskCohort) -> NDArray
     with torch.no_grad():
         for patient in cohort.patients:
             pixels = np.stack([as_seen(task, example)[0] for example in patient.examples])
-            found.append(network.trained(network.prepare(torch.from_numpy(pixels))).numpy())
+            found.append(network.outputs(torch.from_numpy(pixels)).numpy())
     told: NDArray[np.float32] = np.concatenate(found)
     return told
 
@@ -184,9 +316,7 @@ def scored(task: Task, network: TrainableNetwork, cohort: TaskCohort) -> Iterato
                 pixels, target = as_seen(task, example)
             except TransformError:
                 continue
-            with torch.no_grad():
-                (outputs,) = network.trained(network.prepare(torch.from_numpy(pixels[None])))
-            found.append(ScoredExample(_shares(task, outputs).numpy(), target))
+            found.append(ScoredExample(predictions(task, network, pixels[None])[0], target))
         yield found
 
 
@@ -214,8 +344,12 @@ def row_losses(task: Task) -> RowLosses:
         "dice-cross-entropy": _dice_and_entropy,
     }[task.loss.name]
 
+    # The network alone; its parameters stay of 32 bits, and so are each patient's gradient, its norm and the sum.
+    half = task.training.precision == BFLOAT16
+
     def losses(model: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
-        outputs: Tensor = model(rows[0])
+        with torch.autocast(rows[0].device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+            outputs: Tensor = in_full(model(rows[0]))
         return of(outputs, rows[1], weights.to(outputs), task.loss.smoothing)
 
     return losses

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from agent.models.augmentations import eased, run_digest
+from agent.models.networks.architectures import StagedNetwork
+from agent.models.networks.public_weights import COVARIANCE, MEANS
 from agent.models.networks.trainable import TrainableNetwork, build
 from agent.models.training_loop import LossTrainer, TrainingPlan, TrainingProgress, train
 from agent.models.transforms import Augmentation, InputPipeline, view_seed
@@ -30,6 +33,7 @@ from protos.common.errors import TrainingError
 BATCH: Final = 64  # pictures of one step, at most
 _RATE: Final = 1e-3  # of AdamW
 _DECAY: Final = 1e-2
+_SEEN: Final = 4096  # pictures, of which the features' means and covariance are taken
 _INPUT: Final = {"channels": Whole(1, 3, 1)}
 _SIDE: Final = Whole(8, 4096)
 
@@ -114,13 +118,24 @@ class PublicTraining:
         pictures = self._inputs(size), torch.from_numpy(self.targets)
         trainer = _Trainer(net, *pictures, (task, steps, device), run.encode())
         train(trainer, TrainingPlan(steps, run, self.seed, every), place, say)
-        return pack_weights({name: tensor.cpu().numpy() for name, tensor in net.module.net.state_dict().items()})
+        state = {**net.module.net.state_dict(), **_moments(net.module, pictures[0])}
+        return pack_weights({name: tensor.cpu().numpy() for name, tensor in state.items()})
 
     def _inputs(self, size: tuple[int, int]) -> NDArray[np.float32]:
         """As the network sees them, (n, channels, side, side): in [0, 1], then through the fixed transforms."""
         planes = self.images[:, None] if self.images.ndim == 3 else self.images.transpose(0, 3, 1, 2)
         pipeline = InputPipeline(self.task.transforms, size)
         return np.stack([pipeline(plane.astype(np.float32) / np.float32(255))[0] for plane in planes])
+
+
+def _moments(network: StagedNetwork, inputs: NDArray[np.float32]) -> dict[str, Tensor]:
+    """Of what the head sees, over the first pictures: a task may even it out (``options.evened``)."""
+    device = next(network.parameters()).device
+    with torch.no_grad():
+        parts = torch.split(torch.from_numpy(inputs[:_SEEN]).to(device), BATCH)
+        found = [reduce(lambda x, stage: stage.run(x), network.stages, part) for part in parts]
+    rows = torch.cat(found).double()
+    return {MEANS: rows.mean(dim=0).float(), COVARIANCE: torch.cov(rows.T, correction=0).float()}
 
 
 class _Trainer(LossTrainer):

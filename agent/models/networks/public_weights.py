@@ -11,6 +11,7 @@ import hashlib
 import hmac
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,12 +20,18 @@ from agent.models.weights import WeightsError
 from protos.artifacts.byte_source import ArtifactFormatError, BytesSource, FileSource
 from protos.artifacts.strict_safetensors import Architecture, unpack_weights
 
+# of what a linear head sees, over the public pictures of the training:
+MEANS: Final = "features.mean"  # (f,)
+COVARIANCE: Final = "features.covariance"  # (f, f)
 Shapes = Mapping[str, tuple[int, ...]]
+NONE_SPARE: Final[Shapes] = {}
 WeightFiles = Callable[[str], bytes | Path]
 """The file of a digest: its bytes, or where it lies. Only of files for which the site and the policy vouch."""
 
 
-def read_weights(digest: str, files: WeightFiles, shapes: Shapes, outputs: frozenset[str]) -> dict[str, Tensor]:
+def read_weights(
+    digest: str, files: WeightFiles, shapes: Shapes, outputs: frozenset[str], spare: Shapes = NONE_SPARE
+) -> dict[str, Tensor]:
     """The tensors of a public file, (name -> float32), all but ``outputs``.
 
     The header is compared with ``shapes`` first: a file for another network takes no memory.
@@ -34,12 +41,13 @@ def read_weights(digest: str, files: WeightFiles, shapes: Shapes, outputs: froze
         files: gives the file of a digest.
         shapes: of every tensor of the network.
         outputs: of them, those of a head that is not taken; they may have other shapes, or be left out.
+        spare: of tensors beside the network's, which a file may bring.
     Raises:
         WeightsError: another digest, other tensors, another form, or a value that is not finite.
     """
     found = files(digest)
     try:
-        raw, shown = _fitting(found, shapes, outputs)
+        raw, shown = _fitting(found, (shapes, spare), outputs)
         if not hmac.compare_digest(hashlib.sha256(raw).hexdigest(), digest):
             raise WeightsError(f"the file of public weights does not have the SHA-256 {digest[:12]}… of the task")
         arrays = unpack_weights(raw, shown)
@@ -50,7 +58,9 @@ def read_weights(digest: str, files: WeightFiles, shapes: Shapes, outputs: froze
         raise WeightsError(f"the file of public weights {digest[:12]}…: {fault.strerror}") from None
 
 
-def _fitting(found: bytes | Path, shapes: Shapes, outputs: frozenset[str]) -> tuple[bytes, Architecture]:
+def _fitting(
+    found: bytes | Path, shapes: tuple[Shapes, Shapes], outputs: frozenset[str]
+) -> tuple[bytes, Architecture]:
     """The bytes of a file that shows the right tensors, and no more bytes than those."""
     if isinstance(found, bytes):
         shown = Architecture.shown_by(BytesSource(found))
@@ -65,9 +75,10 @@ def _fitting(found: bytes | Path, shapes: Shapes, outputs: frozenset[str]) -> tu
         return file.read(size), shown
 
 
-def _compare(shown: Architecture, shapes: Shapes, outputs: frozenset[str]) -> None:
+def _compare(shown: Architecture, wanted: tuple[Shapes, Shapes], outputs: frozenset[str]) -> None:
     listed = {tensor.name: tensor for tensor in shown.tensors}
-    missing = sorted(shapes.keys() - listed.keys() - outputs)
+    shapes = {**wanted[1], **wanted[0]}
+    missing = sorted(wanted[0].keys() - listed.keys() - outputs)
     unknown = sorted(listed.keys() - shapes.keys())
     if missing or unknown:
         first = f"{missing[0]} is missing" if missing else f"{unknown[0]} is not in the network"
