@@ -303,6 +303,7 @@ class Update:
     """What one federated round releases: the site's new parameters, packed flat."""
 
     vector: NDArray[np.float32]  # (p,)
+    head: NDArray[np.float32] | None = None  # (h,) of the site's own, which it keeps and never sends; None: no such
 
     def __post_init__(self) -> None:
         """A finite flat vector."""

@@ -34,6 +34,10 @@ class CoordinatorUnreachableError(UnreachableError):
     """No answer from the coordinator. The outcome is unknown, so the grant counts as spent until it is known."""
 
 
+class AnotherRootError(CoordinatorUnreachableError):
+    """What answers at the coordinator's address is not of the root that this site joined by."""
+
+
 class SiteStorageError(StorageError, RuntimeError):
     """The site's store could not write or read: a disk error, not an error of the release."""
 

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -145,31 +145,22 @@ def site_context(
         read=lambda envelope: _read(envelope, key),
         new_id=lambda prefix: f"{prefix}-{secrets.token_hex(8)}",
         say=say,
-        examples=lambda rule: task_cohort(vault, _whole_series(home, rule)),
-        public_file=partial(_public_file, home),
+        examples=lambda rule: task_cohort(vault, read_ingestion(home).rule_here(rule)),
+        public_file=partial(public_file, home),
         label_misfit=partial(_label_misfit, home, vault),
         run=MakerProcess(home.settings().confinement),
     )
 
 
-def _whole_series(home: site_directory.SiteDirectory, rule: ExampleRule) -> ExampleRule:
-    """The rule as this site's ``ingest.toml`` has it: a series waits until it has so many instances.
-
-    Raises:
-        SiteConfigError: ``ingest.toml`` is not in order.
-    """
-    return replace(rule, min_instances=read_ingestion(home).rules.min_instances_per_series)
-
-
 def _label_misfit(home: site_directory.SiteDirectory, vault: Vault, rule: ExampleRule) -> str:
     """Why a task would find no examples here, as far as that can be told before anybody is read."""
     try:
-        return label_misfit(vault, _whole_series(home, rule))
+        return label_misfit(vault, read_ingestion(home).rule_here(rule))
     except agent_errors.SiteConfigError as fault:
         return str(fault)
 
 
-def _public_file(home: site_directory.SiteDirectory, digest: str) -> bytes | None:
+def public_file(home: site_directory.SiteDirectory, digest: str) -> bytes | None:
     """A file of public weights in the folder ``weights``; whether it is the right one is for its reader to check."""
     path = home.root / WEIGHTS / f"{digest}.safetensors"
     if digest not in home.settings().public_components or not path.is_file():

@@ -7,6 +7,7 @@ import getpass
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from agent.cli.output import ERR, OUT, answered_ingest
@@ -15,7 +16,8 @@ from agent.event_log import open_log
 from agent.ingest.context import of_files, open_ingest, purge_pending
 from agent.pacs.dimse.config import Identity
 from agent.pacs.secret_files import make_secret
-from agent.storage import projects
+from agent.release.release_record import MEMBERS, RECORD, taken_part
+from agent.storage import projects, read_only_access
 from agent.storage.site_directory import MAIN, SiteDirectory
 
 
@@ -65,15 +67,35 @@ def opt_out(arguments: argparse.Namespace) -> int:
             gone += purge_pending(way, persons)  # what waits, and what was refused
     open_log(home.root / "agent.log").info(f"opt_out_{arguments.what}", count=len(persons))
     if arguments.what == "add":
-        OUT.print(f"{len(persons)} patients opted out; {gone} of their instances and waiting files were deleted")
-        if waiting := projects.kept_of(home, persons):
-            OUT.print(
-                f"{waiting} unsent releases contain them and cannot be sent. Each stays here, encrypted, until a"
-            )
-            OUT.print("command makes, sends or withdraws a release. It is then deleted, and its grant spent")
+        for line in (*_deleted(home, persons, gone), *_membership(home, persons)):
+            OUT.print(line, markup=False, soft_wrap=True)
     else:
         OUT.print(f"{len(persons)} patients may be kept again from now on. Deleted images do not come back")
     return 0
+
+
+def _deleted(home: SiteDirectory, persons: set[str], gone: int) -> Iterator[str]:
+    """What became of their images, and of what was made of them and has not left."""
+    yield f"{len(persons)} patients opted out; {gone} of their instances and waiting files were deleted"
+    if waiting := projects.kept_of(home, persons):
+        yield (
+            f"{waiting} unsent releases contain them and cannot be sent. Each stays here, encrypted, until a command "
+            "makes, sends or withdraws a release. It is then deleted, and its grant spent"
+        )
+
+
+def _membership(home: SiteDirectory, persons: set[str]) -> Iterator[str]:
+    """What the patients took part in, for the site alone, and what that means."""
+    with read_only_access.notes(home) as notes:
+        told = taken_part(notes.note(RECORD), notes.note(MEMBERS), persons) if notes is not None else []
+    if not told:
+        yield "by this site's records they were in no run and in no release"
+        return
+    yield f"by this site's records they took part in: {', '.join(told)}. For this site alone"
+    yield (
+        "What has left is not called back: a model stays where it was sent. Its epsilon limits what it tells of each "
+        "patient, and that limit stays in force. No later run or release uses them"
+    )
 
 
 def _of_somebody(home: SiteDirectory, named: list[str], *, anyway: bool) -> None:

@@ -8,11 +8,13 @@ import json
 import secrets
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from agent.cli.output import print_stderr, say
 from agent.errors import SiteConfigError
 from agent.operations import backup as backups
 from agent.operations import restore, upgrade
+from agent.service.job_outputs import clear_outputs
 from agent.service.jobs import JobStore
 from agent.service.making_lock import making_lock
 from agent.storage.encrypted_sqlite import FORMAT
@@ -45,7 +47,7 @@ def _restore(arguments: argparse.Namespace) -> int:
     last = arguments.last.read_bytes() if arguments.last else None
     keys = private_keys(arguments, backups.private_of)
     done = restore.restore(arguments.home, arguments.folder, keys, secrets.token_hex(16), last)
-    JobStore(arguments.home).after_restore()
+    JobStore(arguments.home).after_restore(partial(clear_outputs, SiteDirectory(arguments.home)))
     tell, made = print_stderr if arguments.json else say, format_time(done.made)
     tell(f"restored as of {made}: {done.entries} entries, epoch {done.epoch} of this site's ledger")
     tell(f"{done.closed} grant(s) that were open then are spent; releases that waited for approval are lost")

@@ -6,8 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Final
 
 from rich.table import Table
@@ -23,8 +22,7 @@ from agent.storage.equal_patients import EqualPatients
 from agent.storage.examples import REASONS, TaskSurvey, rule_for, survey
 from agent.storage.label_tables import RARE, read_table
 from agent.storage.site_directory import SiteDirectory
-from policies.tasks.bounds import TaskError
-from policies.tasks.task import Task, task_from_toml
+from policies.tasks.task import read_task
 
 _SAME: Final = {  # what two patient ids have in common
     "picture": "equal images",
@@ -91,40 +89,23 @@ def cohort(arguments: argparse.Namespace) -> int:
 
 def _survey(way: IngestContext, arguments: argparse.Namespace) -> TaskSurvey:
     """What a task of these columns, or segments, would find. Nothing of it is logged."""
-    least = way.ingestion.rules.min_instances_per_series
     if arguments.task:
         from agent.mechanisms.federated.task_training import example_rule  # noqa: PLC0415 - torch: two seconds
 
-        return survey(way.vault, replace(example_rule(_task(arguments.task)), min_instances=least))
-    images = ExampleRule(
+        return survey(way.vault, way.ingestion.rule_here(example_rule(read_task(arguments.task))))
+    rule = ExampleRule(
         "segmentation" if arguments.segment else "classification",
         arguments.modality,
         arguments.size,
         body_part=arguments.body_part,
         classes=tuple(arguments.segment),
         per_study=arguments.per_study,
-        min_instances=least,
     )
+    images = way.ingestion.rule_here(rule)
     if arguments.segment:
         return survey(way.vault, images)
     table = read_table(way.vault, arguments.table)
     return survey(way.vault, rule_for(table, tuple(arguments.column), images))
-
-
-def _task(path: Path) -> Task:
-    """A task file.
-
-    Raises:
-        SiteConfigError: it cannot be read, or is no task: with every problem and its key.
-    """
-    try:
-        return task_from_toml(path.read_text(encoding="utf-8"), path.name)
-    except OSError:
-        raise SiteConfigError(f"{path.name}: not found, or not readable") from None
-    except UnicodeDecodeError:
-        raise SiteConfigError(f"{path.name}: not UTF-8 text") from None
-    except TaskError as error:
-        raise SiteConfigError(str(error)) from None
 
 
 def _print_survey(found: TaskSurvey, *, as_json: bool) -> int:

@@ -189,7 +189,12 @@ def submit(
     fresh = store.fresh_folder(name)
     try:
         files = _Files(fresh)
-        words = _words(arguments, _of_command(typed), files)
+        if arguments.command == "predict":
+            from agent.cli import predict_job  # noqa: PLC0415 - torch, which no other command waits for
+
+            words, files.cuda = predict_job.freeze(arguments, fresh, name)
+        else:
+            words = _words(arguments, _of_command(typed), files)
         price: dict[str, Any] = {}
         if words[0] == "release":
             quoted = dry_run(arguments.home, [_placed(word, fresh) for word in words], carry_out)

@@ -14,8 +14,8 @@ from typing import Any
 from agent.cli.output import OUT
 from agent.cli.vetting_review import finite, power_json
 from agent.errors import CommandError, SiteStorageError
-from agent.mechanisms.distillation.teacher_student import Output, Review
-from agent.mechanisms.registry import Distill, DistillDp
+from agent.mechanisms.distillation.teacher_student import Review
+from agent.mechanisms.registry import Resumable
 from agent.reports.contact_sheet import (
     by_chance,
     caught,
@@ -31,17 +31,7 @@ from agent.reports.html_page import write
 from protos.common.durable_files import replace_file
 
 
-def refuse_wrapping(arguments: argparse.Namespace, output: Output) -> None:
-    """A model is one file of weights: it is not written as images.
-
-    Raises:
-        CommandError: it was asked to be.
-    """
-    if output.release == "model" and arguments.form != "png":
-        raise CommandError('--form is for images: [output] release = "model" leaves as safetensors')
-
-
-def write_blank(arguments: argparse.Namespace, mechanism: object) -> int:
+def write_blank(arguments: argparse.Namespace, mechanism: Resumable) -> int:
     """Write what the coordinator's operator approves the architecture by: nothing is priced, and no patient is read.
 
     Raises:
@@ -49,9 +39,10 @@ def write_blank(arguments: argparse.Namespace, mechanism: object) -> int:
     """
     if arguments.blank.exists() or not arguments.blank.parent.is_dir():
         raise CommandError(f"{arguments.blank.name}: name a new file in an existing folder")
-    if not isinstance(mechanism, Distill | DistillDp) or mechanism.course.output.release != "model":
+    untrained = mechanism.untrained()
+    if untrained is None:
         raise CommandError('--blank is for a model: [output] release = "model"')
-    replace_file(arguments.blank, mechanism.course.untrained())
+    replace_file(arguments.blank, untrained)
     if arguments.json:
         sys.stdout.write(json.dumps({"blank": arguments.blank.name}) + "\n")
     else:

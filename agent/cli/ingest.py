@@ -19,7 +19,6 @@ from agent.deidentify.errors import REASONS, FileRejectedError
 from agent.deidentify.manifest import explain
 from agent.errors import SiteConfigError
 from agent.event_log import open_log
-from agent.file_access import contents
 from agent.ingest import errors as ingest_errors
 from agent.ingest.context import IngestContext, open_ingest, total
 from agent.ingest.folders import Folder
@@ -167,8 +166,9 @@ def what_if(arguments: argparse.Namespace) -> int:
 def _would(way: IngestContext, reader: ParserProcess, path: Path, patients: Path | None) -> dict[str, Any]:
     who = read_pairs(patients, ("file", "patient_id")).get(path.name) if patients else None
     try:
-        data = contents(path, way.ingestion.rules.max_bytes)
-        record = reader.read(data, way.who.mac("file", data), who)
+        here = way.lying_at(path)
+        digest = way.who.mac("file", here.body)
+        record = reader.read(here.body, digest, who or here.patient_id or None, here.issuer, here.mask_of)
     except FileRejectedError as refusal:
         return {"file": path.name, "refused": refusal.code, "what_to_do": REASONS[refusal.code]}
     if record.pseudonym in way.vault.opted_out():
@@ -177,6 +177,8 @@ def _would(way: IngestContext, reader: ParserProcess, path: Path, patients: Path
         return {"file": path.name, "refused": "burned_in_text", "what_to_do": REASONS["burned_in_text"]}
     rows = [{"tag": r.tag, "name": r.keyword, "action": r.action, "why": r.sentence} for r in explain(record.trace)]
     eligible = "no: a face may be reconstructed from it" if record.face else "yes, when it has a label"
+    if record.kind == "mask":
+        eligible = "as the mask of its series"
     return {"file": path.name, "kind": record.kind, "modality": record.modality, "eligible": eligible, "steps": rows}
 
 

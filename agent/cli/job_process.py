@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from agent.service.jobs import BUSY, TRAINING, Job, JobStore
+from agent.service.jobs import BUSY, PREDICTION, TRAINING, Job, JobStore
 from protos.common.durable_files import replace_file
 from protos.operations.confinement import end_with
 from protos.operations.process_bounds import bound
@@ -87,6 +87,7 @@ def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
     from agent.release.maker_process import MakerEndedError  # noqa: PLC0415 - as above
     from agent.service.job_outputs import output_names, seal_outputs  # noqa: PLC0415 - as above
     from agent.service.making_lock import MakingBusyError  # noqa: PLC0415 - as above
+    from agent.service.prediction_jobs import prepare  # noqa: PLC0415 - as above
     from agent.storage import projects  # noqa: PLC0415 - as above
     from agent.storage.site_directory import SiteDirectory  # noqa: PLC0415 - as above
     from protos.common.errors import LazaretError, is_transient, out_of_memory  # noqa: PLC0415 - as above
@@ -100,6 +101,8 @@ def _carry_out(store: JobStore, job: Job, words: Sequence[str]) -> int:
     def carry_out(arguments: argparse.Namespace) -> int:
         arguments.grant = job.grant
         try:
+            if job.lane == PREDICTION:
+                prepare(home, folder, job, arguments)
             return main.carry_out(arguments)
         except MakerEndedError as error:  # this process ends as that one did, and is counted so
             output.print_stderr(f"refused: {error}")

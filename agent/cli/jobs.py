@@ -25,6 +25,7 @@ from agent.service.jobs import (
     FAILED,
     INTERRUPTED,
     MADE,
+    PREDICTION,
     QUEUED,
     REFUSED,
     TRAINING,
@@ -169,6 +170,10 @@ def fetch(arguments: argparse.Namespace) -> int:
     from protos.common.durable_files import write_new  # noqa: PLC0415 - as above
 
     home, job = SiteDirectory(arguments.home), JobStore(arguments.home).read(arguments.number)
+    if job.lane == PREDICTION:
+        from agent.cli import predict_job  # noqa: PLC0415 - as above
+
+        return predict_job.fetch(home, job, arguments.out)
     if not output_names(job):
         raise CommandError(f"job {job.number} was told to write no file")
     arguments.out.mkdir(exist_ok=True)

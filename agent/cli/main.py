@@ -50,7 +50,7 @@ def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR
             from agent.cli.deface import run
         case ["release", name] if name in OPTIONS:
             from agent.cli.release_kanonymous import run
-        case ["release", "privimage" | "centroids" | "distill" | "distill-dp"]:
+        case ["release", "privimage" | "centroids" | "distill" | "distill-dp" | "model"]:
             from agent.cli.release_resumable import run
         case ["release", "remodel"] | ["train", "remodeller"]:
             from agent.cli.release_heads import run
@@ -62,8 +62,12 @@ def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR
             from agent.cli.jobs import run
         case ["tune"]:
             from agent.cli.tune import run
+        case ["evaluate"] if arguments.labels:
+            from agent.cli.evaluate_model import run
         case ["evaluate"]:
             from agent.cli.evaluate import run
+        case ["predict"]:
+            from agent.cli.predict import run
         case ["train", "codebook"]:
             from agent.cli.codebook import run
         case ["train", "autoencoder" | "verifier" | "aligner"]:
@@ -76,8 +80,14 @@ def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901, PLR0912, PLR
             from agent.cli.sample import run
         case ["audit"]:
             from agent.cli.audit import run
-        case ["task", _]:
+        case ["task", "check"]:
             from agent.cli.task import run
+        case ["task", "from-bundle"]:
+            from agent.cli.task_bundle import run
+        case ["task", "to-bundle"]:
+            from agent.cli.task_to_bundle import run
+        case ["task", "preview"]:
+            from agent.cli.task_preview import run
         case ["serve"]:
             from agent.cli.serve import run
         case ["backup" | "restore" | "recover" | "upgrade"]:

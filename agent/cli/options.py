@@ -12,13 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from agent.cli import bundle_options
 from agent.defacing.config import METHODS, PARTS
 from agent.mechanisms.centroids import options as centroids
 from agent.mechanisms.common.option_types import count, menu, rate, seed, sizes
 from agent.mechanisms.distillation import options as distillation
+from agent.mechanisms.federated import options as federated
 from agent.mechanisms.kanonymous import OPTIONS
 from agent.mechanisms.privimage import options as privimage
 from agent.mechanisms.remodel import options as remodel
+from agent.prediction import options as prediction
 from policies.governance import options as governance_options
 from protos.operations.command_line import add, add_backup_commands, add_login_commands, add_setup_options
 
@@ -32,8 +35,8 @@ SIZES: Final = ("tiny32", "small64", "small128", "auto128", "auto256", "auto512"
 
 _RELEASE: Final = "its number, as `status` shows it, or its id"
 _HOME: Final = (
-    "the site's directory. These commands need none: train, weights, draw, deface IN OUT, audit, task, login make, "
-    "ledger person, ledger ask, ledger sign"
+    "the site's directory. These commands need none: train, weights, draw, deface IN OUT, audit, task check, "
+    "task from-bundle, task to-bundle, login make, ledger person, ledger ask, ledger sign"
 )
 
 
@@ -357,6 +360,11 @@ def _add_releases(parser: argparse.ArgumentParser) -> None:
         _sheet(command)
         _form(command)
         _making(command)
+    command = add(release, "model", federated.HELP)
+    federated.add_release_options(command)
+    command.add_argument("--reader", type=Path, help="encrypt to this recipient's public key")
+    command.set_defaults(sheet=None, form="png")
+    _making(command)
     command = add(release, "remodel", remodel.HELP)
     remodel.add_release_options(command)
     command.set_defaults(sheet=None)
@@ -378,16 +386,16 @@ def _add_search(commands: Any) -> None:
     tune = add(commands, "tune", "try several k on the cohort and compare the results")
     tune.add_argument("--config", type=Path, required=True, help="as for `release`")
     tune.add_argument("--menu", type=menu, required=True, help="all k to try, for example 11,15,20")
-    judge = add(commands, "evaluate", "evaluate a private release's set on held-out patients")
-    judge.add_argument(
-        "--config", type=Path, required=True, help="the configuration that made the set; it must have a split"
-    )
-    judge.add_argument("--set", type=Path, required=True, help="the file that `release ... --out` wrote")
-    judge.add_argument("--part", required=True, help="a part of the split whose patients are in no release of it")
+    judge = add(commands, "evaluate", "evaluate a private release's set, or a pooled model on the site's own labels")
+    prediction.add_evaluation(judge)
     for command in (tune, judge):
         _page(command)
         _detach(command)
         _project_json(command)
+    guess = add(commands, "predict", prediction.HELP)
+    prediction.add_options(guess)
+    _detach(guess)
+    _project_json(guess)
 
 
 # -- plans of federated runs
@@ -533,6 +541,17 @@ def _add_tasks(commands: Any) -> None:
     check.add_argument("--weights", type=Path, action="append", default=[], metavar="FILE", help=text)
     check.set_defaults(homeless=True)
     _json(check)
+    bundle_options.add_from_bundle(tasks)
+    bundle_options.add_to_bundle(tasks)
+    shown = add(tasks, "preview", "write a sheet of examples as the task's network sees them, for this site only")
+    which = shown.add_mutually_exclusive_group(required=True)
+    which.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a task file")
+    which.add_argument("--run", default="", metavar="NAME", help="the task of this run's plan; see `run list`")
+    _page(shown)
+    shown.add_argument("--count", type=count, default=12, help="examples on the sheet, at most 48 (default: 12)")
+    shown.add_argument("--seed", type=seed, default=0, help="another seed draws other examples (default: 0)")
+    shown.add_argument("--project", help="project whose vault to use (default: main, or the plan's)")
+    _json(shown)
 
 
 # -- backup, and the ledger

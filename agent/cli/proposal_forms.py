@@ -22,6 +22,7 @@ from agent.mechanisms.distillation import config as distillation
 from agent.mechanisms.distillation.latent_model import LatentConfig
 from agent.mechanisms.distillation.options import NETWORKS
 from agent.mechanisms.distillation.teacher_student import Output, Sampling
+from agent.mechanisms.federated import config as federated
 from agent.mechanisms.ksalsa.augmentation import KSalsaViews
 from agent.mechanisms.ksalsa.style_alignment import Alignment
 from agent.mechanisms.privimage import config as privimage
@@ -58,6 +59,7 @@ TABLES: Final[Mapping[str, Tables]] = {
     ),
     "distill": _DISTILL,
     "distill-dp": (*_DISTILL, _PRIVACY, ("public", (distillation.PublicTable,))),
+    "model": (("privacy", (federated.PriceTable,)), ("evaluate", (federated.LookTable,))),
     "remodel": (("cohort", (remodel.HeadsTable,)), ("network", (remodel.NetworkTable,))),
 }  # fmt: skip
 _CONDITIONS: Final = (
@@ -73,8 +75,15 @@ _LOOSE: Final[Mapping[str, tuple[FormField, ...]]] = {  # keys outside of any ta
     ),
     "distill": _CONDITIONS,
     "distill-dp": _CONDITIONS,
+    "model": (FormField("task", "file", "", "the task file, which `task check` has accepted", True),),
 }
-_MAY_BE_LEFT_OUT: Final = {("ksame", "vetting"), ("ksalsa", "vetting"), ("anonfaces", "vetting"), ("ksalsa", "views")}
+_MAY_BE_LEFT_OUT: Final = {
+    ("ksame", "vetting"),
+    ("ksalsa", "vetting"),
+    ("anonfaces", "vetting"),
+    ("ksalsa", "views"),
+    ("model", "evaluate"),
+}
 _ABOUT: Final[Mapping[type[Any], str]] = {  # where the first line of the docstring needs its neighbours
     JudgesTable: "before anything leaves, two verifiers compare every image with patients' images",
     common.NetworksTable: "files that IT has put into the folder networks, or that a finished training made",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.cli.output import OUT, print_progress, print_verdict
-from agent.domain import Selection
+from agent.domain import ExampleRule, Selection
 from agent.errors import CommandError, ReviewRejectedError
 from agent.release.history import rule_of
 from agent.release.packaging import ReleaseFormat
@@ -48,7 +48,7 @@ def open_release(arguments: argparse.Namespace, say: Callable[[str, str], None])
 
 
 def asked_for(
-    mechanism: Synthesis | Resumable | Remodel, rule: Selection | str, anew: bool, vetted: bool = False
+    mechanism: Synthesis | Resumable | Remodel, rule: Selection | ExampleRule | str, anew: bool, vetted: bool = False
 ) -> ReleaseRequest:
     """What a dry run asks of: the same mechanism, rule and vetting as the release."""
     form = made_as(mechanism, rule if isinstance(rule, str) else rule_of(rule))

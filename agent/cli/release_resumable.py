@@ -1,4 +1,4 @@
-"""The commands that release under differential privacy, PrivImage and centroids; and both distillations."""
+"""The commands that release under differential privacy, a task's model among them; and both distillations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from typing import Any
 from agent.cli import distillation_review
 from agent.cli import release as commands
 from agent.cli.output import OUT, print_progress, print_verdict
-from agent.domain import Selection
+from agent.domain import ExampleRule, Selection
 from agent.dp.dpsgd import best_engine
 from agent.dp.noise import SystemEntropy
+from agent.errors import CommandError
 from agent.mechanisms.centroids.config import read_centroids
 from agent.mechanisms.distillation.config import read_distill
 from agent.mechanisms.distillation.teacher_student import Review
+from agent.mechanisms.federated.config import ModelSite, read_model
+from agent.mechanisms.federated.task_training import engine_of
 from agent.mechanisms.privimage.config import read_privimage
-from agent.mechanisms.registry import Centroids, Distill, DistillDp, PrivImage, Resumable
+from agent.mechanisms.registry import Centroids, Distill, DistillDp, PrivImage, Resumable, TaskModel
 from agent.privacy_audit.gate import gate
 from agent.release.packaging import ReleaseFormat
 from agent.release.pipeline import release_resumable
@@ -29,9 +32,10 @@ from agent.release.resumable import give_up_earlier
 from agent.runtime import OpenSite
 from agent.service.making import begin_making
 from policies.accounting.accountant import NANO, tight_epsilon
-from policies.accounting.claims import Gaussian
+from policies.accounting.claims import Gaussian, SubsampledGaussian
 from policies.accounting.rounding import epsilon_text
 from policies.review.rules import Verdict
+from policies.tasks.evaluation import TRAINED
 
 _READERS: dict[str, Any] = {
     PrivImage.name: read_privimage,
@@ -74,7 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(
     arguments: argparse.Namespace, runtime: OpenSite, say: Callable[[str, str], None]
-) -> tuple[Resumable, Selection, tuple[str, ...]]:
+) -> tuple[Resumable, Selection | ExampleRule, tuple[str, ...]]:
+    if arguments.mechanism == TaskModel.name:
+        site = runtime.site
+        account = site.ledger.account(site.name, SubsampledGaussian(1.0, 1.0, 1))  # the one of that kind
+        model = read_model(arguments.config, ModelSite(account.opened, site.public_file, site.label_misfit), say)
+        return model, model.rules()[TRAINED], ()
     made = _READERS[arguments.mechanism](arguments.config, runtime.settings.public_components, say)
     return made.mechanism, made.selection, made.told
 
@@ -90,6 +99,11 @@ def _audit(mechanism: Resumable, say: Callable[[str, str], None]) -> None:
     say("audit", "checking that this machine draws the noise that is claimed")
     if isinstance(mechanism, Centroids):
         gate(SystemEntropy(), best_engine("cpu"))
+        return
+    if isinstance(mechanism, TaskModel):
+        training = mechanism.training
+        batch = training.task.training.expected_batch
+        gate(SystemEntropy(), engine_of(training.network(files=mechanism.files), batch))
         return
     device = (mechanism.model if isinstance(mechanism, PrivImage) else mechanism.course.model).device
     gate(SystemEntropy(), best_engine(device, mechanism.sgd.expected_batch), device)
@@ -117,8 +131,8 @@ def _wrapping(arguments: argparse.Namespace, runtime: OpenSite, mechanism: Resum
         CommandError: a model was asked to be written as images.
         ArtifactFormatError: the form cannot hold such images.
     """
-    if isinstance(mechanism, Distill | DistillDp):
-        distillation_review.refuse_wrapping(arguments, mechanism.course.output)
+    if mechanism.untrained() is not None and arguments.form != "png":
+        raise CommandError("--form is for images: a model leaves as safetensors")
     return commands.release_format(arguments, runtime.home.root, colour=len(mechanism.shape) == 3)
 
 

@@ -12,7 +12,7 @@ from agent.errors import CommandError
 from agent.federation import run_plan
 from agent.service import run_plans
 from agent.service.commands import PROGRAM
-from agent.service.run_plans import PlanView
+from agent.service.run_plans import LOOK, PlanView
 from agent.storage import label_tables, read_only_access
 from agent.storage.label_tables import TableUse
 from agent.storage.site_directory import SiteDirectory, origin
@@ -91,6 +91,7 @@ def _show_labels(used: TableUse, as_json: bool) -> int:
 
 
 def _next_step(view: PlanView) -> None:
+    say(f"before you decide, {LOOK} {view.preview}")
     if view.open:
         name, words = view.plan.run, "--person NAME --key FILE"
         say(f"to decide: {PROGRAM} run approve {name} {words}; or: run refuse {name} REASON {words}")

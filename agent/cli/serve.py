@@ -82,7 +82,7 @@ def _beside(
     from agent.service.site import site_app  # noqa: PLC0415 - as above
     from protos.service.control_client import service_fault  # noqa: PLC0415 - as above
     from protos.service.control_socket import ControlSocketError, control_socket  # noqa: PLC0415 - as above
-    from protos.web.health import watched_over  # noqa: PLC0415 - as above
+    from protos.web.health import Health, watched_over  # noqa: PLC0415 - as above
 
     store, now = runtime.site.ledger.store if runtime else None, lambda: dt.datetime.now(dt.UTC)
     jobs = partial(put_jobs, home)
@@ -106,5 +106,6 @@ def _beside(
         if console is not None:
             stack.enter_context(console)
         stack.enter_context(JobRunner(home, ledger, log))
-        port = stack.enter_context(watched_over(settings, metrics.metrics(watched), live, metrics.ready(watched)))
+        health = Health(live, metrics.ready(watched), metrics.joined(watched))
+        port = stack.enter_context(watched_over(settings, metrics.metrics(watched), health))
         yield (*([console.told] if console else []), *([f"metrics and health: port {port}"] if port else []))

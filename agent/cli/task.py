@@ -13,15 +13,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from agent.cli.output import OUT
-from agent.domain import Example, TaskPatient
+from agent.dp.compute_device import OPACUS
+from agent.dp.opacus_engine import judged
 from agent.errors import CommandError
-from agent.mechanisms.federated.task_training import as_seen, engine_of, has_rules, network_of, row_losses, unit_of
+from agent.federation.made_patients import made_cohort
+from agent.mechanisms.federated.task_training import (
+    as_seen,
+    engine_of,
+    engine_refusal,
+    has_rules,
+    network_of,
+    row_losses,
+    unit_of,
+)
 from agent.models.networks.trainable import TrainableNetwork
-from policies.tasks.task import CLASSIFICATION, MULTI_LABEL, SEGMENTATION, Task, task_from_toml
+from policies.tasks.task import Task, read_task
 
 PATIENTS: Final = 4  # of the step that is timed
 _MIB: Final = 1 << 10  # of ru_maxrss
@@ -37,8 +44,10 @@ class TaskFacts:
     input: str
     network: str
     parameters: int  # that are trained, and travel: the job's
+    own_head: int  # numbers of each site's own head, which are trained and do not travel
     parameters_in_all: int
     engine: str
+    opacus: tuple[str, ...]  # what its validator says against the network, and whether its hooks can train it
     public_files: tuple[str, ...]  # SHA-256 of each
     steps: int
     seconds: float  # of one step for PATIENTS made patients on this machine
@@ -48,15 +57,8 @@ class TaskFacts:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what a task is and costs; the first line of an error names the file and the key."""
-    path: Path = arguments.file
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise CommandError(f"{path.name}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise CommandError(f"{path.name}: not text") from None
-    task = task_from_toml(text, path.name)
-    facts = _facts(task, _files(task, arguments.weights))
+    task = read_task(arguments.file)
+    facts = _facts(task, files_given(task, arguments.weights))
     if arguments.json:
         sys.stdout.write(json.dumps(asdict(facts)) + "\n")
         return 0
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _files(task: Task, given: Iterable[Path]) -> dict[str, Path]:
+def files_given(task: Task, given: Iterable[Path]) -> dict[str, Path]:
     """The files of public weights that the task names, by their digests.
 
     Raises:
@@ -91,11 +93,13 @@ def _facts(task: Task, files: dict[str, Path]) -> TaskFacts:
         name=task.name,
         kind=task.kind,
         digest=task.digest,
-        input=_input(task),
+        input=input_words(task),
         network=task.network.name,
         parameters=network.parameters,
+        own_head=len(head) if (head := network.own_head()) is not None else 0,
         parameters_in_all=sum(p.numel() for p in network.module.parameters()),
         engine="book-keeping" if has_rules(network) else "vmap",
+        opacus=tuple(filter(None, (*judged(network.trained), engine_refusal(task, OPACUS)))),
         public_files=task.network.public_files,
         steps=constants.rounds * constants.steps_per_round,
         seconds=round(seconds, 3),
@@ -106,8 +110,7 @@ def _facts(task: Task, files: dict[str, Path]) -> TaskFacts:
 
 def _step(task: Task, network: TrainableNetwork) -> float:
     """Seconds of the clipped sum for a few made patients, once the engine has been compared with the loop."""
-    dice = np.random.default_rng(0)
-    patients = [TaskPatient(f"{i}", tuple(_made(task, dice))) for i in range(PATIENTS)]
+    patients = made_cohort(task, PATIENTS).patients
     for patient in patients:
         as_seen(task, patient.examples[0])  # what a site would leave out is an error here
     units = [unit for patient in patients if (unit := unit_of(task, network, patient, b"made")) is not None]
@@ -120,34 +123,23 @@ def _step(task: Task, network: TrainableNetwork) -> float:
     return time.perf_counter() - began
 
 
-def _made(task: Task, dice: np.random.Generator) -> Iterable[Example]:
-    """As many random examples as one patient brings to a step."""
-    for _ in range(task.training.images_per_patient):
-        pixels = dice.random((task.input.channels, *task.input.size), np.float32)
-        yield Example(pixels, _target(task, dice))
-
-
-def _target(task: Task, dice: np.random.Generator) -> NDArray[np.int64] | NDArray[np.float32]:
-    if task.kind == CLASSIFICATION:
-        return dice.integers(task.outputs, size=1)
-    if task.kind == SEGMENTATION:
-        return dice.integers(task.outputs, size=task.input.size)
-    known = dice.random(task.outputs, np.float32)
-    return np.round(known) if task.kind == MULTI_LABEL else known
-
-
-def _input(task: Task) -> str:
+def input_words(task: Task) -> str:
+    """The task's input in one line."""
     seen = task.input
     colours, sides = ("colour" if seen.channels == 3 else "grey"), " x ".join(map(str, seen.size))
+    if seen.example == "study":
+        colours = f"grey, {seen.channels} of a study"
     return f"{seen.modality} {seen.body_part} {len(seen.size)}-D {sides} {colours}".replace("  ", " ")
 
 
 def _told(f: TaskFacts) -> str:
+    own = f", and {f.own_head} of a head of each site's own" if f.own_head else ""
     lines = [
         f"{f.name}: {f.kind} of {f.input}",
-        f"network: {f.network}, {f.parameters} parameters trained of {f.parameters_in_all}; engine: {f.engine}",
+        f"network: {f.network}, {f.parameters} parameters trained{own}, of {f.parameters_in_all}; engine: {f.engine}",
         f"one step of {PATIENTS} patients: {f.seconds} s; a round of all: about {f.seconds_per_round} s",
         f"peak memory of this process: {f.peak_mib} MiB",
+        f"Opacus: {'; '.join(f.opacus) or 'its validator finds nothing, and its hooks can train it'}",
         *(f"public weights: {digest}" for digest in f.public_files),
         f"digest: {f.digest}",
         f'in the job: "parameters": {f.parameters}',

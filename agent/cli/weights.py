@@ -31,21 +31,8 @@ _REFUSED: Final = {
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert one file."""
-    source: Path = arguments.file
-    try:
-        if source.stat().st_size > _MOST:
-            raise CommandError(f"{source.name} is larger than 2 GiB")
-        raw = source.read_bytes()
-    except OSError as error:
-        raise CommandError(f"{source.name}: {error.strerror}") from None
-    # numbers of half the width become float32
-    order = WeightsConversion(arguments.prefix, 2 * len(raw) + _HEADER, arguments.statistics)
-    made: Converted = MakerProcess(memory=_MEMORY + 4 * len(raw))(order.convert, raw)
-    if made.refusal:
-        listed = ", ".join(made.names) or "nothing"
-        raise CommandError(f"{source.name}: {_REFUSED[made.refusal].format(listed)}")
+    made, digest = convert(arguments.file, arguments.prefix, statistics=arguments.statistics)
     replace_file(arguments.out, made.file)
-    digest = hashlib.sha256(made.file).hexdigest()
     if arguments.json:
         told = {"file": arguments.out.name, "sha256": digest, "tensors": made.kept, "left_out": made.left_out}
         sys.stdout.write(json.dumps(told) + "\n")
@@ -59,3 +46,24 @@ def run(arguments: argparse.Namespace) -> int:
     say("if no patient of the cohort is in them, vouch for it in site.toml's public_components:")
     say(digest)
     return 0
+
+
+def convert(source: Path, prefix: str, *, statistics: bool) -> tuple[Converted, str]:
+    """A published file as public weights, in a confined process; and the SHA-256 of what it became.
+
+    Raises:
+        CommandError: it cannot be read, or holds something else than tensors that a network could take.
+    """
+    try:
+        if source.stat().st_size > _MOST:
+            raise CommandError(f"{source.name} is larger than 2 GiB")
+        raw = source.read_bytes()
+    except OSError as error:
+        raise CommandError(f"{source.name}: {error.strerror}") from None
+    # numbers of half the width become float32
+    order = WeightsConversion(prefix, 2 * len(raw) + _HEADER, statistics)
+    made: Converted = MakerProcess(memory=_MEMORY + 4 * len(raw))(order.convert, raw)
+    if made.refusal:
+        listed = ", ".join(made.names) or "nothing"
+        raise CommandError(f"{source.name}: {_REFUSED[made.refusal].format(listed)}")
+    return made, hashlib.sha256(made.file).hexdigest()

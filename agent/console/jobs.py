@@ -225,6 +225,8 @@ def _own(context: SiteConsoleContext, asked: RequestContext, number: int) -> Job
 
 
 def _may_begin_again(known: Job) -> bool:
+    if known.lane == jobs.PREDICTION and known.state in jobs.ENDED:
+        return False
     return known.lane != jobs.ROUND and known.state in jobs.ENDED - {jobs.DONE} | {jobs.INTERRUPTED}
 
 
@@ -314,11 +316,15 @@ def frozen_files(context: SiteConsoleContext, known: Job) -> list[tuple[str, str
 
 
 def _frozen(context: SiteConsoleContext, folder: Path) -> Iterator[tuple[str, str, str]]:
-    for path in sorted(folder.iterdir()):
+    for path in sorted(one for one in folder.rglob("*") if one.is_file()):
         about = path.stat()
         seen = (str(path), about.st_size, about.st_mtime_ns)
         digest = context.memory.digests.get(seen)
         if digest is None:
             with path.open("rb") as stream:
                 digest = context.memory.digests[seen] = hashlib.file_digest(stream, "sha256").hexdigest()
-        yield path.name, digest, path.read_text(errors="replace") if path.suffix == ".toml" else ""
+        yield (
+            path.relative_to(folder).as_posix(),
+            digest,
+            path.read_text(errors="replace") if path.suffix == ".toml" else "",
+        )

@@ -19,6 +19,7 @@ from agent.console import review_images
 from agent.console.context import DECIDERS, SiteConsoleContext, behind_of
 from agent.console.errors import errors_as_pages
 from agent.ingest.context import purge_pending
+from agent.release.release_record import MEMBERS
 from agent.storage import projects
 from agent.storage.instance_index import InstanceRecord
 from agent.storage.site_directory import MAIN
@@ -74,6 +75,8 @@ class PrivateRecords:
     pending: Mapping[str, Any]  # the note: what waits for persons
     opted_out: frozenset[str]
     state: State  # of the site's ledger
+    # the note: who is behind which run, or release with an epsilon
+    members: Mapping[str, Any] = field(default_factory=dict)
 
 
 def consequences(
@@ -102,10 +105,16 @@ def consequences(
         already=len(persons & ledger.opted_out),
         projects=projects,
         dying=tuple(sorted(name for name, who in waiting.items() if not persons.isdisjoint(who))),
-        out=tuple(name for name in names if name in left and not persons.isdisjoint(behind[name])),
+        out=tuple(
+            [name for name in names if name in left and not persons.isdisjoint(behind[name])]
+            + [name for name, own in ledger.members.items() if not persons.isdisjoint(own)]
+        ),
         retired=len(hit),
         beside=len({who for members in hit for who in members} - persons),
-        unrecorded=sum(name not in behind for name in tuple(ledger.state.releases)),
+        unrecorded=sum(
+            name not in behind and name not in ledger.members and one.run not in ledger.members
+            for name, one in dict(ledger.state.releases).items()
+        ),
     )
 
 
@@ -264,7 +273,8 @@ def preview(context: SiteConsoleContext, persons: frozenset[str]) -> Consequence
             here |= {head.person for head in heads if head.person in persons}
     with context.vault() as vault:
         releases, pending, out = vault.note("releases") or [], vault.note("pending") or {}, vault.opted_out()
-    ledger = PrivateRecords(releases, pending, out, context.ledger.read().state)
+        members = vault.note(MEMBERS) or {}
+    ledger = PrivateRecords(releases, pending, out, context.ledger.read().state, members)
     return consequences(persons, ledger, tuple(found), here)
 
 

@@ -10,7 +10,7 @@ from agent.console import descriptions
 from agent.console.context import DECIDERS, LOOKERS, SiteConsoleContext
 from agent.console.errors import errors_as_pages
 from agent.console.releases import REFUSE, require_own_word
-from agent.service.run_plans import PlanView
+from agent.service.run_plans import LOOK, PlanView
 from policies.governance import decisions
 from policies.ledger.approvals import refusal
 from policies.ledger.entries import InvalidEntryError
@@ -40,6 +40,7 @@ def _look(pages: Router, context: SiteConsoleContext) -> None:
         return asked.page(
             "plan.html",
             view=view,
+            look=LOOK,
             facts=view.lines(store.state, context.site),
             config=json.dumps(json.loads(view.plan.config), indent=2),
             signing=asked.signing(store.origin, view.plan.serial, *view.plan.words()) if may else None,

@@ -32,10 +32,11 @@ class RoundWork:
     """What one round has taken here. It never leaves."""
 
     reading: float  # seconds, for this site's patients
-    training: float  # seconds, from them
+    training: float  # seconds, from them, without those of ``fixed``
     effort: float  # seconds of work in it
     patients: int  # that the round could draw from
     bound: int  # of them, by the job's public bound of a site's patients
+    fixed: float = 0.0  # seconds between reading and training, and of it those in which steps are kept: of no patient
 
     def expected(self, empty: float) -> float:
         """The seconds that a site of ``bound`` patients would take; ``empty``: the effort of a round of nobody.
@@ -46,7 +47,7 @@ class RoundWork:
         """
         theirs = self.training * max(self.effort - empty, 0.0) / self.effort if self.effort else 0.0
         share = min(max(1.0, self.bound / max(self.patients, 1)), MOST_SHARE)
-        return self.training - theirs + (self.reading + theirs) * share
+        return self.fixed + self.training - theirs + (self.reading + theirs) * share
 
 
 @dataclass(slots=True)
@@ -132,10 +133,15 @@ class RunPaces:
     rounds: AnswerPace = field(default_factory=AnswerPace)
     looks: AnswerPace = field(default_factory=AnswerPace)
     last: AnswerPace | None = None  # of what was begun last
+    # from the next round on this machine is another one: times are chosen by the bound again, else they would follow
+    # what this site's own patients take there
+    choose_anew: bool = False
     _nobody: Callable[[], object] | None = None  # a round or look of nobody, to be measured
 
     def begun(self, *, look: bool) -> None:
         """A round or a look is begun: from here on its answer, or its refusal, leaves by its own time."""
+        if self.choose_anew:
+            self.rounds, self.looks, self.choose_anew = AnswerPace(), AnswerPace(), False
         self.last, self._nobody = self.looks if look else self.rounds, None
 
     def made(self, run: str, work: RoundWork, of_nobody: Callable[[], object]) -> None:

@@ -28,9 +28,11 @@ class PartView(Protocol):
     mechanism: Any
     rounds_trained: int
     begun: int
+    unfinished: Any  # the newest round, if it was interrupted and may go on; None: it has its end
     round_in_progress: bool
     training: bool
     end: PartEnd | None
+    compute: Any  # its ``why`` is a sentence
 
     @property
     def turns_made(self) -> int:

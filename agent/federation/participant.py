@@ -2,9 +2,10 @@
 
 The site's own ledger reserves the price first. The coordinator then reserves the budgets of all sites at once, and
 only grants in its ledger are trained for. The vault records the participant's progress before an image is read, so a
-killed agent rejoins the run with the rounds it has begun counted as made. An update is kept in the vault before it
-sets out, so that a kill on its way takes no site out of a round: asked again, the site sends the same bytes. They go
-when the next round's are sealed, with the run's end, or when the site leaves it.
+killed agent rejoins the run with the rounds it has begun counted as made. A round that was interrupted goes on from
+its sealed steps when it is asked for again, and counts once (:mod:`agent.federation.round_making`). An update is kept
+in the vault before it sets out, so that a kill on its way takes no site out of a round: asked again, the site sends
+the same bytes. They go when the next round's are sealed, with the run's end, or when the site leaves it.
 
 Where the policies want persons to approve runs, nothing of a run is priced before they have approved its plan
 (:mod:`agent.federation.run_plan`), whatever the coordinator asks for.
@@ -14,23 +15,26 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
 
 from agent.domain import Update
+from agent.dp.compute_device import SiteCompute
 from agent.dp.noise import Entropy
 from agent.errors import ReviewRejectedError
-from agent.federation import run_plan
-from agent.federation.answer_pace import RoundWork, RunPaces
+from agent.federation import own_heads, run_plan
+from agent.federation.answer_pace import RunPaces
 from agent.federation.part_watch import How, PartEnd, PartWatch
-from agent.federation.run_mechanism import MECHANISMS, Made, examples_of, patients_bound, update_bytes
+from agent.federation.round_making import UnfinishedRound, digest_of_model, forget_steps, goes_on, make, public_files
+from agent.federation.run_findings import findings
+from agent.federation.run_mechanism import MECHANISMS, Made, as_sent
 from agent.federation.run_plan import RunPlan
-from agent.mechanisms.common.workspace import Workspace
-from agent.mechanisms.federated.mechanism import Federated, FederatedConfigError, FederatedMasked, PublicFiles
+from agent.mechanisms.federated.mechanism import Federated, FederatedConfigError, FederatedMasked
+from agent.mechanisms.federated.task_training import engine_refusal
 from agent.release.budget import (
     best_effort,
     release_grant,
@@ -42,6 +46,7 @@ from agent.release.budget import (
 from agent.release.packaging import draft_of
 from agent.release.pipeline import check_opt_outs, fetch_verdicts, record_submission, sign_release
 from agent.release.ports import SignedRelease, SiteContext
+from agent.release.release_record import remember_members
 from agent.release.unsent import PART, forget, keep_update, kept_update, updates_of_part
 from policies.accounting.claims import Claim, Evaluated, looks_of, training_of
 from policies.ledger.entries import Reserved
@@ -49,7 +54,7 @@ from policies.review.mechanism_terms import EVALUATIONS
 from policies.review.rules import Finding, Verdict
 from policies.statements import ID, claim_json, release_id
 from policies.tasks.evaluation import HELD_OUT, TRAINED
-from protos.artifacts.arrays import pack_vector, unpack_vector
+from protos.artifacts.arrays import pack_update
 from protos.common.errors import WorkerError
 from protos.federation import round_times
 from protos.federation.round_times import RoundTerms
@@ -71,6 +76,7 @@ class SealedUpdate:
 
     signed: SignedRelease
     persons: frozenset[str]
+    model: str  # SHA-256 of the parameters that it was made from; "": an earlier version kept it, and did not say
 
 
 @dataclass(slots=True)
@@ -88,6 +94,7 @@ class Participant:
     rounds_trained: int = 0
     looks: int = 0  # at a model, that were begun
     begun: int = 0  # the newest round or look that was begun
+    unfinished: UnfinishedRound | None = None  # the same, as long as it may go on at the price that is paid for it
     # it was begun by this process, and is neither sealed nor given up: the run is not over
     round_in_progress: bool = False
     training: bool = False  # it is computed right now: in a secret sum a round in progress mostly waits for others
@@ -103,6 +110,7 @@ class Participant:
     clock: Callable[[], float] = lambda: 0.0  # seconds, for what a round takes; without one nothing takes any time
     effort: Callable[[], float] = lambda: 0.0  # seconds of work in trainings so far
     paces: RunPaces = field(default_factory=RunPaces)  # when answers leave
+    compute: SiteCompute = field(default_factory=SiteCompute)  # what rounds are computed with
 
     def resume(self) -> bool:
         """Take up the part that an earlier process had open; False when there is none.
@@ -112,17 +120,20 @@ class Participant:
         of the grant is returned whole.
         """
         note = self.site.vault.note(PART)
+        known = self.site.ledger.store.state.grants.get(note["grant"]) if note else None
+        held = known is not None and known.state == "held"
+        unfinished = UnfinishedRound.of_note(note) if held else None
+        if unfinished is None:  # killed between the end of the round and that of its steps
+            forget_steps(self.site.vault)
         if not note:
             return False
-        known = self.site.ledger.store.state.grants.get(note["grant"])
-        held = known is not None and known.state == "held"
         if note["grant"] and not held:  # killed between the end of the grant and that of the part
             gone = updates_of_part(self.site.vault, self.site.name)
             self.site.vault.write_note(PART, None)
             for release in gone:
                 forget(self.site.vault, release)
             return False
-        if note["modality"] != self.modality:
+        if (note["modality"], note.get("project", self.project)) != (self.modality, self.project):
             return False
         self.run, self.terms = note["run"], RoundTerms(*note.get("terms", ()))
         self.made_at = note.get("made_at", self.now())
@@ -136,6 +147,7 @@ class Participant:
         self.rounds_trained = max(note["rounds_trained"], steps // self.mechanism.steps_per_round)
         self.looks = max([note.get("looks", 0), *map(looks_of, claims)])
         self.begun = max([note["begun"], *self._sent()])
+        self.unfinished = unfinished
         return True
 
     def _take_up(self, sealed: dict[str, Any]) -> None:
@@ -147,7 +159,7 @@ class Participant:
             artifact = kept_update(self.site.vault, release)
             if artifact is not None:
                 signed = SignedRelease(release, envelope, artifact)
-                self.last = SealedUpdate(signed, frozenset(sealed["persons"]))
+                self.last = SealedUpdate(signed, frozenset(sealed["persons"]), sealed.get("model", ""))
 
     def _sent(self) -> list[int]:
         """The rounds whose updates have set out under this grant, by the site's ledger."""
@@ -166,17 +178,20 @@ class Participant:
 
     def _note(self) -> None:
         note: dict[str, Any] = {"run": self.run, "grant": self.grant, "modality": self.modality}
+        note["project"] = self.project
         note["terms"] = [self.terms.seconds, self.terms.approve_by]
         if self.mechanism is not None:
             note |= {"mechanism": self.mechanism.name, "config": self.mechanism.to_json()}
             note |= {"rounds_trained": self.rounds_trained, "looks": self.looks, "begun": self.begun}
+        if self.unfinished is not None:
+            note["unfinished"] = asdict(self.unfinished)
         if not self.grant:
             note["made_at"] = self.made_at
         if self.sealed:
             note["sealed"] = {"round": self.sealed}
         if self.last is not None:
             signed, persons = self.last.signed, sorted(self.last.persons)
-            note["sealed"] |= {"release": signed.release.release, "persons": persons}
+            note["sealed"] |= {"release": signed.release.release, "persons": persons, "model": self.last.model}
             note["sealed"]["envelope"] = base64.b64encode(signed.envelope).decode()
         self.site.vault.write_note(PART, note if self.grant or self.last is not None else None)
 
@@ -248,9 +263,12 @@ class Participant:
             return self._reservation(self.grant)
         if run == self.run and self.mechanism is None and self.last is not None:  # all is made, and the run goes on
             return self._reservation(self.last.signed.release.grant)
-        if findings := list(self._findings(run, mechanism)):
-            raise ReviewRejectedError("site", Verdict(tuple(findings)))
-        mechanism.network(files=self._files(mechanism))  # before anything is held: it can be built, and is so large
+        if found := tuple(findings(self.site, self.modality, run, mechanism)):
+            raise ReviewRejectedError("site", Verdict(found))
+        if why := engine_refusal(mechanism.task, self.compute.plan.engine):
+            raise FederatedConfigError(why)
+        # before anything is held: the network can be built, and is so large
+        mechanism.network(files=public_files(self.site, mechanism))
         self.leave_run("replaced")
         reservation = reservation_of(self.site, mechanism, self.modality, run)
         self.site.say("price", f"{mechanism.name}: reserve in the site's ledger, then at the coordinator")
@@ -259,23 +277,6 @@ class Participant:
         self.mechanism, self.terms = mechanism, terms
         self._note()
         return envelope
-
-    def _findings(self, run: str, mechanism: Federated | FederatedMasked) -> Iterator[Finding]:
-        """Why this site does not take part, before anything is held."""
-        delta = float(self.site.ledger.account(self.site.name, mechanism.claim()).opened.delta)
-        if run in self.site.ledger.runs():
-            yield Finding("run_spent", "this run was priced before, and its grant is spent")
-        if not delta * mechanism.public_patients < 1:
-            yield Finding("delta", "delta must be below 1 / patients, by the job's public bound")
-        size, most = update_bytes(mechanism), self.site.ledger.policy_of(self.site.name).max_artifact_bytes
-        if not size <= most:
-            yield Finding("artifact_size", f"each update takes {size} bytes, and the policies admit {most}")
-        task = mechanism.task
-        if task.input.modality != self.modality:
-            told = f"the task is of {task.input.modality}, and this site takes part with {self.modality}"
-            yield Finding("modality", told)
-        if misfit := self.site.label_misfit(examples_of(mechanism, TRAINED)):
-            yield Finding("labels", misfit)
 
     def _reservation(self, grant: str) -> bytes:
         store = self.site.ledger.store
@@ -336,7 +337,7 @@ class Participant:
         self.grant, self.granted, self.mechanism = "", False, None
         self.resumed = False
         self.rounds_trained = self.looks = self.begun = 0
-        self.round_in_progress = False
+        self.round_in_progress, self.unfinished = False, None
         if how != "made":
             run_plan.forget(self.site.vault, self.run)
             self.run = ""
@@ -344,6 +345,7 @@ class Participant:
         else:
             self.made_at = self.now()
             self._note()
+        forget_steps(self.site.vault)
 
     def _replace_last(self, sealed: int, last: SealedUpdate | None) -> None:
         """Another newest update, or none: it is listed before the bytes of the one before go."""
@@ -378,26 +380,37 @@ class Participant:
         self._begun(round_index)
         return mechanism
 
-    def begin_round(self, run: str, round_index: int, once: bool = False) -> Federated | FederatedMasked:
+    def begin_round(
+        self, run: str, round_index: int, once: bool = False, start: Update | None = None
+    ) -> Federated | FederatedMasked:
         """Is this round covered by a grant in both ledgers? Then it is counted, durable before an image is read.
+
+        One that was interrupted is not counted again: nothing of it has left. From another start it is another round.
 
         Args:
             run: its name.
             round_index: from 1.
             once: also refuse a round that was begun before and led to nothing.
+            start: the parameters that it starts from, if it may go on after an interruption.
         Raises:
             ReviewRejectedError: not the run that was priced, a round out of order, or not granted at the coordinator.
             CoordinatorUnreachableError: whether it was granted is not known now.
         """
         mechanism = self._in_turn(run, round_index, once)
-        if not self.rounds_trained < mechanism.rounds:
+        model = None if start is None else own_heads.beside(self.site.vault, run, start)
+        asked = None if model is None else UnfinishedRound.of(round_index, model)
+        paid = asked is not None and asked == self.unfinished
+        if not (paid or self.rounds_trained < mechanism.rounds):
             raise _no("round", "this round is not covered by a grant")
         self._granted_for_certain()
-        self.rounds_trained += 1  # before an image is read: a failure in the middle counts as released
-        self._begun(round_index)
+        self.rounds_trained += not paid  # before an image is read: a failure in the middle counts as released
+        self._begun(round_index, asked)
         return mechanism
 
     def _in_turn(self, run: str, round_index: int, once: bool = False) -> Federated | FederatedMasked:
+        sent = self.site.ledger.store.state.sent.values()
+        if any(one.run == run and one.round > round_index for one in sent):  # the coordinator has them, or had
+            raise _no("behind", "a later round of this run has left: the coordinator came back from an older backup")
         in_order = round_index > max([self.begun if once else 0, self.sealed, *self._sent()])
         if self.mechanism is None or run != self.run or not in_order:
             raise _no("round", "this round is not covered by a grant")
@@ -407,65 +420,95 @@ class Participant:
         if not self.confirm():
             raise _no("not_granted", "the coordinator's ledger does not show this site's grant")
 
-    def _begun(self, round_index: int) -> None:
-        """Durable before an image is read."""
+    def _begun(self, round_index: int, asked: UnfinishedRound | None = None) -> None:
+        """Durable before an image is read. Of another round that was interrupted nothing stays."""
+        before, self.unfinished = self.unfinished, asked
         self.begun = max(self.begun, round_index)
         self._note()
+        if asked != before:
+            forget_steps(self.site.vault)
         self.round_in_progress = True
 
-    def train(self, run: str, round_index: int, start: Update) -> tuple[SignedRelease, Update]:
+    def train(self, run: str, round_index: int, start: Update) -> SignedRelease:
         """One round: train on the site's patients from ``start``, and seal the new parameters.
 
         Raises:
-            ReviewRejectedError: see :meth:`begin_round`; a run that is aggregated in secret; or a patient opted out
-            meanwhile.
+            ReviewRejectedError: see :meth:`begin_round`; a run that is aggregated in secret; or a patient opted out.
         """
-        if (kept := self.kept(run, round_index)) is not None:
-            return kept, Update(unpack_vector(kept.artifact))
+        if (kept := self.kept(run, round_index, start)) is not None:
+            return kept
         if not isinstance(self.mechanism, Federated):
             raise _no("round", "this run sends no unencrypted updates")
-        self.begin_round(run, round_index)
-        return self._seal(round_index, partial(self.run_round, start))
+        self.begin_round(run, round_index, start=start)
+        return self._seal(round_index, start, partial(self.run_round, start))
 
-    def look(self, run: str, round_index: int, model: Update) -> tuple[SignedRelease, Update]:
+    def look(self, run: str, round_index: int, model: Update) -> SignedRelease:
         """One look: noisy sums over the held-out patients of how good ``model`` is, sealed like an update.
 
         Raises:
             ReviewRejectedError: see :meth:`begin_look`; or a patient opted out meanwhile.
         """
-        if (kept := self.kept(run, round_index)) is not None:
-            return kept, Update(unpack_vector(kept.artifact))
+        if (kept := self.kept(run, round_index, model)) is not None:
+            return kept
         if not isinstance(self.mechanism, Federated):
             raise _no("round", "this run sends no unencrypted sums")
         self.begin_look(run, round_index)
-        return self._seal(round_index, partial(self.run_look, model), "evaluation")
+        return self._seal(round_index, model, partial(self.run_look, model), "evaluation")
 
     def _seal(
-        self, round_index: int, make: Callable[[], tuple[Made, frozenset[str]]], artifact_type: str = ""
-    ) -> tuple[SignedRelease, Update]:
-        """What a round or a look that was begun makes: kept before it may leave, so that it is never made again."""
+        self,
+        round_index: int,
+        model: Update,
+        make: Callable[[], tuple[Made, frozenset[str]]],
+        artifact_type: str = "",
+    ) -> SignedRelease:
+        """What a round or a look that was begun makes: kept before it may leave, so that it is never made again.
+
+        An update is rounded here, once: noise is in it, it alone is looked at, and the rounded bytes are signed.
+        """
         try:
             made, persons = make()
             assert isinstance(made, Update), "a run that sends unencrypted updates"
-            artifact = pack_vector(made.vector)
-            del made  # from here on there is one copy of it
+            assert self.mechanism is not None
+            numbers = made.vector if artifact_type in EVALUATIONS else as_sent(self.mechanism, made)
+            artifact, head = pack_update(numbers), made.head
+            del made, numbers  # from here on there is one copy of it
             signed = self.sign(round_index, artifact, artifact_type)
             keep_update(self.site.vault, signed.release.release, signed.artifact)
-            self._replace_last(round_index, SealedUpdate(signed, persons))
+            own_heads.keep(self.site.vault, self.run, head)  # from here on the round starts elsewhere, and is another
+            self.unfinished = None
+            self._replace_last(round_index, SealedUpdate(signed, persons, digest_of_model(model)))
+            forget_steps(self.site.vault)
+        except Exception as fault:
+            if self.unfinished is not None and not goes_on(fault):
+                self._give_up()
+            raise
         finally:
             self.round_in_progress = False
-        self.kept(self.run, round_index)
-        return signed, Update(unpack_vector(signed.artifact))
+        self.kept(self.run, round_index, model)
+        return signed
 
-    def kept(self, run: str, round_index: int) -> SignedRelease | None:
-        """The update of a round that was sealed before, on its way for the first time or again; None: there is none.
+    def _give_up(self) -> None:
+        """The round in progress has had its end: asked for again it is another one, and paid.
+
+        The steps go first: where the note cannot be written, a kill lets the round begin anew, and not go on.
+        """
+        self.unfinished = None
+        forget_steps(self.site.vault)
+        self._note()
+
+    def kept(self, run: str, round_index: int, model: Update) -> SignedRelease | None:
+        """The update of ``model`` that was sealed before, on its way for the first time or again; None: none is.
 
         Raises:
-            ReviewRejectedError: a patient in it has opted out since, or the site's own review refuses it by now; it
-            is deleted, and its round is refused from here on.
+            ReviewRejectedError: it was made from another model, which a coordinator has lost since (``behind``); a
+                patient in it has opted out since, or the site's own review refuses it by now: then it is deleted,
+                and its round is refused from here on.
         """
         if self.last is None or run != self.run or round_index != self.last.signed.release.round:
             return None
+        if digest_of_model(model) != self.last.model:
+            raise _no("behind", "this round was made from another model: the coordinator came back from a backup")
         signed = self.last.signed
         try:
             check_opt_outs(self.site, self.last.persons)
@@ -485,8 +528,8 @@ class Participant:
             WorkerError: it is of another size than it began with; nothing of it leaves.
         """
         assert self.mechanism is not None
-        bench = Workspace(say=self.watch.trains)
-        made, persons = self._make(self.mechanism.run_round, TRAINED, start, bench)
+        made, persons = make(self, TRAINED, start)
+        remember_members(self.site.vault, self.run, persons)
         if _numbers(made).shape != start.vector.shape:
             raise WorkerError("what trains a round answered with other parameters than it was given: nothing left")
         return made, persons
@@ -495,58 +538,16 @@ class Participant:
         """The same for a look: the noisy sums over the held-out patients.
 
         Raises:
-            ReviewRejectedError: a patient in them has opted out meanwhile, or a person here has the site leave the
-            run.
+            ReviewRejectedError: a patient in them has opted out meanwhile, or a person has the site leave the run.
             WorkerError: they are of another size than was priced; nothing of them leaves.
         """
         assert self.mechanism is not None
-        sums, persons = self._make(self.mechanism.run_look, HELD_OUT, model)
+        own_heads.keep_for_look(self.site.vault, self.run, self.looks)
+        sums, persons = make(self, HELD_OUT, model)
+        remember_members(self.site.vault, self.run, persons)
         if _numbers(sums).shape != (self.mechanism.layout().size,):
             raise WorkerError("what looks at a model answered with other sums than were priced: nothing left")
         return sums, persons
-
-    def _make(
-        self, call: Callable[..., Made], part: str, model: Update, *bench: Workspace
-    ) -> tuple[Made, frozenset[str]]:
-        """What a confined process makes of the patients in a part; and of whom it is."""
-        assert self.mechanism is not None
-        self.training, began, before = True, self.clock(), self.effort()
-        self.paces.begun(look=part == HELD_OUT)
-        self.watch.changed(self)
-        try:
-            cohort = self.site.examples(examples_of(self.mechanism, part, self.run))
-            files = self._files(self.mechanism)
-            read = self.clock()
-            self._check_leaving()
-            made: Made = self.site.run(call, cohort, model, self.entropy, *bench, files)
-            self._check_leaving()
-            taken = read - began, self.clock() - read, self.effort() - before
-            work = RoundWork(*taken, len(cohort.patients), patients_bound(self.mechanism, part))
-            silent = [Workspace() for _ in bench]  # a round of nobody is no step of the run, and is shown to nobody
-            nobody = replace(cohort, patients=()), model, self.entropy, *silent, files
-            self.paces.made(self.run, work, partial(self.site.run, call, *nobody))
-        finally:
-            self.training = False
-        persons = frozenset(patient.pseudonym for patient in cohort.patients)
-        check_opt_outs(self.site, persons)
-        return made, persons
-
-    def _files(self, mechanism: Federated | FederatedMasked) -> PublicFiles:
-        """The files of public weights that a task begins at, of those that the site vouches for.
-
-        Raises:
-            FederatedConfigError: one is not here.
-        """
-        found = {digest: self.site.public_file(digest) for digest in mechanism.task.network.public_files}
-        if missing := [digest for digest, raw in found.items() if raw is None]:
-            raise FederatedConfigError(
-                f"task: public weights that this site does not have, or does not vouch for: {', '.join(missing)}"
-            )
-        return {digest: raw for digest, raw in found.items() if raw is not None}
-
-    def _check_leaving(self) -> None:
-        if self.watch.wants_to_leave(self):
-            raise _no("left", "the site leaves this run")
 
     def sign(self, round_index: int, artifact: bytes, artifact_type: str = "") -> SignedRelease:
         """A round's artifact, sealed. Nobody has it yet. Without a type it is the mechanism's usual one."""
@@ -589,6 +590,8 @@ class Participant:
         waiting = any(sent.grant == self.grant for sent, _ in self.site.ledger.unanswered())
         if self.mechanism is None or self.turns_made < self.mechanism.turns or waiting or self.round_in_progress:
             return False
+        if self.unfinished is not None:
+            return False  # interrupted: it is asked for again, or the run ends
         if self.last is not None and self.last.signed.release.release not in self.site.ledger.store.state.sent:
             return False  # killed before it set out: it is asked for again, or the run ends
         self.site.ledger.close(self.grant, "released")

@@ -1,14 +1,12 @@
-"""The mechanism of a run at a site: read from its configuration, its updates' size, and whose examples it sees."""
+"""The mechanism of a run at a site: read from its configuration, its updates' size, and its patients' bound."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
-from agent.domain import ExampleRule, LatticePart, Split, Update
+from agent.domain import LatticePart, Update
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
-from agent.mechanisms.federated.task_training import example_rule
-from policies.tasks.evaluation import SPLIT
+from protos.artifacts.bfloat16 import BFLOAT16, TENSOR_TYPES, Numbers, rounded
 from protos.artifacts.strict_safetensors import vector_bytes
 
 Made = Update | LatticePart  # of a round or a look: in clear, or a part of a secret sum
@@ -29,17 +27,17 @@ def update_bytes(mechanism: Federated | FederatedMasked) -> int:
     """The size of every update of a run: a function of its public configuration."""
     if isinstance(mechanism, FederatedMasked):
         return vector_bytes(mechanism.parameters, "ring", f"U{mechanism.ring_bits}")
-    return vector_bytes(mechanism.parameters)
+    return vector_bytes(mechanism.parameters, dtype=TENSOR_TYPES[mechanism.update_precision])
 
 
-def examples_of(mechanism: Federated | FederatedMasked, part: str, run: str = "") -> ExampleRule:
-    """Whom a round trains on, or whom a look is at: other patients, by a keyed hash and for ever.
+def as_sent(mechanism: Federated | FederatedMasked, update: Update) -> Numbers:
+    """The numbers (p,) of a round's update as they leave: a function of the noised ones alone, and of no patient's.
 
-    The division has one name, so that every run with the same share holds out the same patients. Without looks all
-    are trained on.
+    Raises:
+        ArtifactFormatError: one of them is not finite, or has no finite neighbour.
     """
-    rule, plan = replace(example_rule(mechanism.task), run=run), mechanism.evaluate
-    return rule if plan is None else replace(rule, split=Split(SPLIT, plan.shares), part=part)
+    half = isinstance(mechanism, Federated) and mechanism.update_precision == BFLOAT16
+    return rounded(update.vector) if half else update.vector
 
 
 def patients_bound(mechanism: Federated | FederatedMasked, part: str) -> int:

@@ -13,23 +13,33 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from agent.domain import Update
-from agent.errors import CoordinatorUnreachableError, LedgerForkError, ReviewRejectedError, SiteConfigError
+from agent.errors import (
+    AnotherRootError,
+    CoordinatorUnreachableError,
+    LedgerForkError,
+    ReviewRejectedError,
+    SiteConfigError,
+)
 from agent.federation.run_mechanism import read_mechanism
 from agent.federation.secure_aggregation import SecureAggregationClient
 from agent.federation.supernode_process import LinkError, SuperNodeLink
 from agent.federation.tasks import RoundAnswer, RoundTask, TaskDeclinedError
 from agent.gateway.witness import EpochChangedError
-from agent.mechanisms.federated.mechanism import FederatedConfigError
+from agent.mechanisms.federated.mechanism import Federated, FederatedConfigError, FederatedMasked
 from agent.release.maker_errors import MakerFaultError
 from agent.release.maker_process import MakerEndedError
 from policies.accounting.claims import UnsupportedClaimError
 from policies.ledger.entries import InvalidEntryError
 from policies.ledger.store import LedgerStoppedError
 from policies.review.rules import Finding, Verdict
-from protos.artifacts.arrays import unpack_vector
+from protos.artifacts.arrays import unpack_update
 from protos.common.errors import InvariantError, LazaretError
-from protos.federation.round_times import EARLIER_S, answer_time
+from protos.federation.messages import CANARY
+from protos.federation.round_times import EARLIER_S, RoundTerms, answer_time
+from protos.federation.site_check import SiteCheck
 
 FOLLOW_S = 1.0
 PRICE_S = 0.5  # after each price: whoever asks for many does not fill the ledger at once
@@ -40,6 +50,9 @@ CONFIRM_S = (
 )
 _BUDGET = frozenset({"budget", "releases_per_patient"})
 _LEAVE_S = 30.0  # for a round that is trained when the service is told to stop
+
+
+Examine = Callable[[str, Federated | FederatedMasked, RoundTerms, Update | None], tuple[SiteCheck, bytes]]
 
 
 class EndedRuns:
@@ -72,6 +85,7 @@ class FederationContext:
     over: EndedRuns
     met: bool = True  # the coordinator was greeted before
     again: threading.Event = field(default_factory=threading.Event)  # it shall be greeted at once
+    examine: Examine | None = None  # could this site take part? None: nobody can say
 
 
 def run_service(link: SuperNodeLink, part: SecureAggregationClient, station: FederationContext) -> int:
@@ -87,6 +101,7 @@ def run_service(link: SuperNodeLink, part: SecureAggregationClient, station: Fed
     log, stop = station.log, station.stop
     mutex = threading.Lock()
     handler = TaskHandler(part, mutex, log, stop)
+    handler.examine = station.examine
     if station.met:
         handler.met.set()
     failed = threading.Event()
@@ -97,7 +112,7 @@ def run_service(link: SuperNodeLink, part: SecureAggregationClient, station: Fed
         _keep_on(handler, station)
         stop.set()
         thread.join(_LEAVE_S)
-        if mutex.acquire(timeout=FOLLOW_S):  # else a round is trained, perhaps for hours: it counts as made
+        if mutex.acquire(timeout=FOLLOW_S):  # else a round is trained, perhaps for hours: it goes on later
             try:
                 handler.follow()
             finally:
@@ -118,6 +133,8 @@ def _connect(link: SuperNodeLink, handler: TaskHandler, station: FederationConte
         station.log.info("link", state=name)
         station.say(f"link: {name}")
 
+    if not station.met:
+        state("unmet")
     while not handler.met.wait(FOLLOW_S):
         if station.stop.is_set():
             return
@@ -184,6 +201,8 @@ class TaskHandler:
         self.clock = clock
         self.met = threading.Event()  # the coordinator was greeted
         self.unmet = False  # its ledger was restored since
+        self.strange = False  # what answered when it was last greeted is not of this site's root
+        self.examine: Examine | None = None
         self.fork: LedgerForkError | None = None  # found while a task was answered: the process ends
 
     def handle(self, task: RoundTask) -> RoundAnswer:
@@ -242,7 +261,7 @@ class TaskHandler:
                 rules = [f.rule for f in refusal.verdict.findings]
                 self.log.warning("declined", run=task.run, where=refusal.where, rules=rules)
                 self._show(task, "; ".join(f"{f.rule}: {f.detail}" for f in refusal.verdict.findings))
-                told = ("not_granted", "waiting")
+                told = ("not_granted", "waiting", "run_spent", "behind")
                 code = "budget" if _BUDGET & set(rules) else next((one for one in told if one in rules), "policy")
                 # who opts out, and when, is no business of the coordinator's: as whatever fails for a patient's sake
                 raise TaskDeclinedError("unavailable" if {"opted_out", "left"} & set(rules) else code) from None
@@ -283,17 +302,17 @@ class TaskHandler:
         assert task.vector is not None
         number = task.round_index + 1
         self.participant.same_terms(task.run, task.terms)
-        signed, update = self.participant.train(task.run, number, Update(task.vector))
+        signed = self.participant.train(task.run, number, Update(task.vector))
         self.log.info("round", run=task.run, round=number, release=signed.release.release)
-        return RoundAnswer(signed.envelope, update.vector)
+        return RoundAnswer(signed.envelope, unpack_update(signed.artifact))
 
     def _evaluate(self, task: RoundTask) -> RoundAnswer:
         assert task.vector is not None
         number = task.round_index + 1
         self.participant.same_terms(task.run, task.terms)
-        signed, sums = self.participant.look(task.run, number, Update(task.vector))
+        signed = self.participant.look(task.run, number, Update(task.vector))
         self.log.info("look", run=task.run, round=number, release=signed.release.release)
-        return RoundAnswer(signed.envelope, sums.vector)
+        return RoundAnswer(signed.envelope, unpack_update(signed.artifact))
 
     def _secure(self, task: RoundTask) -> RoundAnswer:
         number = task.round_index + 1
@@ -302,14 +321,25 @@ class TaskHandler:
         self.log.info("secret_sum", run=task.run, round=number, step=task.step)
         return RoundAnswer(payload=answer)
 
+    def _check(self, task: RoundTask) -> RoundAnswer:
+        if self.examine is None or self.participant.round_in_progress:
+            raise TaskDeclinedError("unavailable")
+        start = Update(np.frombuffer(task.payload, "<f4")) if task.step == CANARY else None
+        told, made = self.examine(task.run, read_mechanism(task.config.decode()), task.terms, start)
+        self.log.info("checked", run=task.run, rules=list(told.wrong))
+        if start is not None:
+            self.log.info("canary_answered", run=task.run, count=len(made))  # bytes
+        return RoundAnswer(payload=told.to_bytes() + b"\n" + (bytes(len(task.payload)) if start is None else made))
+
     def _again(self, task: RoundTask) -> RoundAnswer:
         """What is kept of the answer, under the rules of now; nothing is made."""
         number = task.round_index + 1
         if task.kind == "secure":
             return RoundAnswer(payload=self.sum.again(task.run, number, task.step))
-        if (kept := self.participant.kept(task.run, number)) is None:
+        assert task.vector is not None
+        if (kept := self.participant.kept(task.run, number, Update(task.vector))) is None:
             raise ReviewRejectedError("site", Verdict((Finding("left", "the site has left the run meanwhile"),)))
-        return RoundAnswer(kept.envelope, unpack_vector(kept.artifact))
+        return RoundAnswer(kept.envelope, unpack_update(kept.artifact))
 
     def greet(self, meet: Callable[[], None]) -> bool:
         """Look at the coordinator's ledger; an unreachable coordinator is looked at again later.
@@ -327,8 +357,11 @@ class TaskHandler:
             CoordinatorUnreachableError,
             ReviewRejectedError,
             SiteConfigError,
-        ):  # SiteConfigError: no usable certificate; the old one is good for a while
+        ) as fault:  # SiteConfigError: no usable certificate; the old one is good for a while
             self.log.warning("not_greeted")
+            if isinstance(fault, AnotherRootError) and not self.strange:
+                self.log.info("link", state="another root")
+            self.strange = isinstance(fault, AnotherRootError)
             return False
         self.unmet = False
         self.met.set()
@@ -378,6 +411,7 @@ _HANDLERS: dict[str, Callable[[TaskHandler, RoundTask], RoundAnswer]] = {
     "train": TaskHandler._train,
     "evaluate": TaskHandler._evaluate,
     "secure": TaskHandler._secure,
+    "check": TaskHandler._check,
 }
 
 

@@ -26,7 +26,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import httpx
@@ -41,34 +41,34 @@ from flwr.proto.fleet_pb2 import (
     PushMessagesRequest,
 )
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest, PullObjectResponse
 from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import Node
 from flwr.proto.run_pb2 import GetRunRequest
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
+    get_object_id,
     get_object_tree,
     iterate_object_tree,
     no_object_id_recompute,
 )
 from flwr.supercore.inflatable.inflatable_protobuf_utils import (
-    make_confirm_message_received_fn_protobuf,
     make_pull_object_fn_protobuf,
     make_push_object_fn_protobuf,
 )
 from flwr.supercore.inflatable.inflatable_utils import (
     ObjectPullError,
     ObjectPushError,
-    pull_and_inflate_object_from_tree,
-    push_objects,
+    inflate_object_from_contents,
+    pull_objects,
 )
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from numpy.typing import NDArray
 
-from agent.federation.fleet_transport import TurnedAway
+from agent.federation.fleet_transport import AnotherRoot, TurnedAway
 from agent.federation.supernode_process import LinkSetup
-from agent.federation.tasks import MAX_TICKET, Kind, Reply, RoundTask, TaskDeclinedError
+from agent.federation.tasks import CARRYING, MAX_TICKET, Kind, Reply, RoundTask, TaskDeclinedError
 from protos.federation import flat_arrays, flower_environment, messages
 from protos.federation.round_times import RoundTerms
 
@@ -78,6 +78,7 @@ _KINDS: Final[dict[str, Kind]] = {
     messages.TRAIN: "train",
     messages.EVALUATE: "evaluate",
     messages.SECURE: "secure",
+    messages.CHECK: "check",
 }
 _STYPE: Final = "numpy.ndarray"  # Flower's word for numpy's file form
 _TIMES: Final = {messages.SECONDS, messages.APPROVE_BY}
@@ -87,6 +88,7 @@ _RECORDS: Final[dict[Kind, set[str]]] = {
     "train": {messages.ORDER, messages.PARAMETERS},
     "evaluate": {messages.ORDER, messages.PARAMETERS},
     "secure": {messages.ORDER, messages.PAYLOAD},
+    "check": {messages.ORDER, messages.PAYLOAD},
 }
 
 
@@ -106,7 +108,8 @@ def read_task(kind: str, content: RecordDict) -> RoundTask:
 
 def _task(kind: Kind, content: RecordDict) -> RoundTask:
     order = content[messages.ORDER]
-    keys = {messages.RUN, messages.ROUND, messages.CONFIG} | ({messages.STEP} if kind == "secure" else set())
+    stepped = kind == "secure" or (kind == "check" and messages.STEP in order)
+    keys = {messages.RUN, messages.ROUND, messages.CONFIG} | ({messages.STEP} if stepped else set())
     if set(content) != _RECORDS[kind] or not isinstance(order, ConfigRecord) or set(order) - _TIMES != keys:
         raise TaskDeclinedError("malformed")
     if given := set(order) & _TIMES:  # both or, of a version before jobs named their times, none
@@ -130,7 +133,7 @@ def _task(kind: Kind, content: RecordDict) -> RoundTask:
         raise TaskDeclinedError("malformed")
     sent = messages.PARAMETERS in _RECORDS[kind]
     vector = _array(content, messages.PARAMETERS, messages.FLAT, np.float32) if sent else None
-    payload = _array(content, messages.PAYLOAD, messages.DATA, np.uint8).tobytes() if kind == "secure" else b""
+    payload = _array(content, messages.PAYLOAD, messages.DATA, np.uint8).tobytes() if kind in CARRYING else b""
     return RoundTask(run, kind, index, config, vector, step, payload, terms)
 
 
@@ -151,13 +154,13 @@ def _array(content: RecordDict, name: str, key: str, dtype: type[np.generic]) ->
 def records_of(reply: Reply) -> RecordDict:
     """The records of a reply that answers."""
     assert reply.answer is not None
-    if reply.kind == "secure":
+    if reply.kind in CARRYING:
         payload = np.frombuffer(reply.answer.payload, np.uint8)
         return RecordDict({messages.PAYLOAD: ArrayRecord({messages.DATA: Array(payload)})})
     records: dict[str, Any] = {messages.ANSWER: ConfigRecord({messages.ENVELOPE: reply.answer.envelope})}
     if reply.answer.vector is not None:
         vector = reply.answer.vector
-        array = Array("float32", (int(vector.size),), _STYPE, flat_arrays.packed(vector))
+        array = Array(vector.dtype.name, (int(vector.size),), _STYPE, flat_arrays.packed(vector))
         records[messages.PARAMETERS] = ArrayRecord({messages.FLAT: array})
     return RecordDict(records)
 
@@ -206,9 +209,9 @@ def serve(link: LinkSetup, transport: httpx.BaseTransport, queue: TaskQueue) -> 
     """Take part in rounds until ``queue.stop`` is set. Blocks; may run in any thread.
 
     A lost connection is opened again with growing waits, for ever: the coordinator may restart, and the
-    site may be registered later. The states that the queue hears: "online"; "unreachable" (no connection, or a
-    TLS fault); "turned away" (the certificate is not accepted); "unregistered" (the node key is unknown, or its
-    earlier session has not timed out yet); "stopped".
+    site may be registered later. The states that the queue hears: "online"; "unreachable" (no connection);
+    "another root" (of the certificate that answers); "turned away" (ours is not accepted); "unregistered" (the node
+    key is unknown, or its earlier session has not timed out yet); "stopped".
 
     Args:
         link: who this node is.
@@ -259,11 +262,14 @@ class _Session:
         self.public_key = link.node_public.encode()
         self.node: Node | None = Node(node_id=link.node) if link.node else None
         self.out = 0  # tasks that wait for their reply
+        self.coming: _Arrival | None = None  # listed to us once, so it must not be lost with the line
+        self.going: _Departure | None = None
         self.busy_until = time.monotonic() + _FIRST_S  # monotonic seconds: look often until then
 
     def activate(self) -> Node:
         """Sign on, unless that is done already. A coordinator that restarted still knows the node."""
         if self.node is None:
+            self.coming = self.going = None  # answered in our name when we signed on anew
             request = ActivateNodeRequest(public_key=self.public_key, heartbeat_interval=_INTERVAL_S)
             self.node = Node(node_id=self.client.ActivateNode(request).node_id)
             self.queue.node(self.node.node_id)
@@ -279,6 +285,8 @@ class _Session:
         """The state that a fault means. A node that is no longer known signs on anew; else it goes on."""
         if isinstance(fault, TurnedAway):
             return "turned away"
+        if isinstance(fault, AnotherRoot):
+            return "another root"
         if not isinstance(fault, httpx.HTTPStatusError) or fault.response.is_server_error:
             return "unreachable"
         if fault.response.status_code == httpx.codes.UNAUTHORIZED:  # 403: a run that has ended
@@ -310,6 +318,8 @@ class _Session:
 
     def step(self, node: Node) -> None:
         """Send a reply that is there; else fetch a message, unless one is being handled; else wait a moment."""
+        if self.going is not None and not self.going.ticket:
+            self._send(node, self.going)  # a refusal, whose way was cut
         try:
             reply = self.queue.replies.get(timeout=_POLL_S if self.out else 0.0)
         except queue.Empty:
@@ -319,10 +329,12 @@ class _Session:
         self.out = 0
         message = message_from_proto(ProtoMessage.FromString(reply.ticket))
         try:
-            if reply.answer is None:
+            if self.going is not None and self.going.ticket == reply.ticket:
+                self._send(node, self.going)  # from the piece at which the line was cut
+            elif reply.answer is None:
                 self._decline(node, message, reply.code)
             else:
-                self._send(node, Message(records_of(reply), reply_to=message))
+                self._send(node, _Departure(Message(records_of(reply), reply_to=message), reply.ticket))
         except httpx.TransportError:
             if not self.queue.stop.is_set():
                 self.queue.replies.put(reply)  # it was paid for; the SuperLink says when it is too late
@@ -342,26 +354,35 @@ class _Session:
 
     def _fetch(self, node: Node) -> bool:
         """Fetch one message and hand its task over, or decline it; False when there was none."""
-        got = self.client.PullMessages(PullMessagesRequest(node=node))
-        if not got.messages_list:
-            return False
-        ticket = got.messages_list[0].SerializeToString()
-        message = message_from_proto(got.messages_list[0])
+        if self.coming is None:
+            got = self.client.PullMessages(PullMessagesRequest(node=node))
+            if not got.messages_list:
+                return False
+            self.coming = _Arrival(got.messages_list[0], got.message_object_trees[0])
+        coming = self.coming
+        ticket, message = coming.proto.SerializeToString(), message_from_proto(coming.proto)
         try:
             if len(ticket) > MAX_TICKET:
                 raise TaskDeclinedError("malformed")
-            task = self._accept(node, message, got.message_object_trees[0])
+            task = self._accept(node, message, coming)
         except TaskDeclinedError as refusal:
+            self.coming = None
             self._decline(node, message, refusal.code)
+        except httpx.TransportError:
+            raise  # the line is cut: what has arrived stays here
+        except httpx.HTTPError:
+            self.coming = None  # the SuperLink refuses: the run has ended, say
+            raise
         else:
+            self.coming = None
             self.out = 1
             self.queue.task(ticket, task)
         return True
 
     def _decline(self, node: Node, message: Message, code: str) -> None:
-        self._send(node, Message(Error(messages.CODES[code], code), reply_to=message))
+        self._send(node, _Departure(Message(Error(messages.CODES[code], code), reply_to=message)))
 
-    def _accept(self, node: Node, message: Message, tree: ObjectTree) -> RoundTask:
+    def _accept(self, node: Node, message: Message, coming: _Arrival) -> RoundTask:
         """The task of a message. Type and bundle decide first; only then is its content downloaded.
 
         Raises:
@@ -374,46 +395,116 @@ class _Session:
         run = _patiently(lambda: self.client.GetRun(GetRunRequest(node=node, run_id=run_id))).run
         if not secrets.compare_digest(run.fab_hash.encode(), self.digest.encode()):
             raise TaskDeclinedError("bundle")
-        if sum(1 for _ in iterate_object_tree(tree)) > messages.MAX_OBJECTS:
+        if sum(1 for _ in iterate_object_tree(coming.tree)) > messages.MAX_OBJECTS:
             raise TaskDeclinedError("malformed")
         try:
-            content = self._pull(node, run_id, tree).content
+            content = self._pull(node, run_id, coming).content
         except httpx.HTTPError:
             raise  # the way failed, not the message
         except Exception:  # noqa: BLE001 - bytes from outside; whatever they break, they are malformed
             raise TaskDeclinedError("malformed") from None
         return read_task(kind, content)
 
-    def _pull(self, node: Node, run_id: int, tree: ObjectTree) -> Message:
-        return pull_and_inflate_object_from_tree(
-            tree,
-            make_pull_object_fn_protobuf(lambda part: _patiently(lambda: self.client.PullObject(part)), node, run_id),
-            make_confirm_message_received_fn_protobuf(self.client.ConfirmMessageReceived, node, run_id),
-            return_type=Message,
+    def _pull(self, node: Node, run_id: int, coming: _Arrival) -> Message:
+        def call(part: PullObjectRequest) -> PullObjectResponse:
+            return _patiently(lambda: self.client.PullObject(part))
+
+        pull = make_pull_object_fn_protobuf(call, node, run_id)
+
+        def piece(name: str) -> bytes:
+            if name not in coming.pieces:
+                found = pull(name)
+                if get_object_id(found) != name:
+                    raise ValueError("a piece is another one than was asked for")
+                coming.pieces[name] = found
+            return coming.pieces[name]
+
+        whole = pull_objects(
+            [branch.object_id for branch in iterate_object_tree(coming.tree)],
+            piece,
             initial_backoff=0.1,
             backoff_cap=2.0,
             max_time=_PULL_S,
         )
+        request = ConfirmMessageReceivedRequest(node=node, run_id=run_id, message_object_id=coming.tree.object_id)
+        _patiently(lambda: self.client.ConfirmMessageReceived(request))
+        coming.pieces.clear()  # so that inflating lets go of each
+        message = inflate_object_from_contents(coming.tree.object_id, whole)
+        if not isinstance(message, Message):
+            raise TypeError("a task must be a message")
+        return message
 
-    def _send(self, node: Node, reply: Message) -> None:
+    def _send(self, node: Node, going: _Departure) -> None:
+        """Send what is left of it. What is stored at the other end is not sent again, however long the line was cut.
+
+        Raises:
+            httpx.HTTPError, ObjectPushError: not all of it.
+        """
+        self.going = going
+        try:
+            if not going.session:
+                pushed = _patiently(lambda: self.client.PushMessages(going.request(node)))
+                going.session, going.missing = pushed.session_id, list(pushed.objects_to_push)
+            with no_object_id_recompute():
+                while going.missing:
+                    _patiently(lambda: self._push(node, going, going.missing[0]))
+                    del going.objects[going.missing.pop(0)]
+        except httpx.TransportError:
+            raise
+        except Exception:
+            self.going = None  # refused: the round is over, or the other end has started again
+            raise
+        self.going = None
+
+    def _push(self, node: Node, going: _Departure, name: str) -> None:
+        """One piece. Flower refuses one that it has: where an earlier answer was lost with the line, that is a yes.
+
+        Raises:
+            httpx.HTTPError: not known.
+            ObjectPushError: it does not take it.
+        """
+        run_id = going.reply.metadata.run_id
+        push = make_push_object_fn_protobuf(self.client.PushObject, node, run_id, going.session)
+        try:
+            push(name, going.objects[name].deflate())
+        except httpx.TransportError:
+            going.doubtful.add(name)
+            raise
+        except ObjectPushError:
+            if name not in going.doubtful:
+                raise
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """A message that was listed to us, and what of it has arrived: Flower lists it once."""
+
+    proto: ProtoMessage
+    tree: ObjectTree
+    pieces: dict[str, bytes] = field(default_factory=dict)
+
+
+class _Departure:
+    """A reply on its way, and what of it is not there yet."""
+
+    def __init__(self, reply: Message, ticket: bytes = b"") -> None:
+        """Nothing is sent; ``ticket``: of the task that it answers."""
+        self.reply, self.ticket = reply, ticket
+        self.session, self.missing = "", list[str]()
+        self.doubtful = set[str]()  # pieces that were sent once, and whose answer was lost
         reply.metadata.__dict__["_message_id"] = reply.object_id
-        run_id = reply.metadata.run_id
         with no_object_id_recompute():
-            tree, objects = get_object_tree(reply), get_all_nested_objects(reply)
-            request = PushMessagesRequest(
-                node=node,
-                messages_list=[message_to_proto(remove_content_from_message(reply))],
-                message_object_trees=[tree],
-                clientapp_runtime_list=[0.0],  # how long training took tells how many patients it met
-            )
-            pushed = _patiently(lambda: self.client.PushMessages(request))
-            push = make_push_object_fn_protobuf(
-                lambda part: _patiently(lambda: self.client.PushObject(part)),
-                node,
-                run_id,
-                pushed.session_id,
-            )
-            push_objects(objects, push, object_ids_to_push=set(pushed.objects_to_push))
+            self.tree = get_object_tree(reply)
+            self.objects = get_all_nested_objects(reply)
+
+    def request(self, node: Node) -> PushMessagesRequest:
+        """The announcement."""
+        return PushMessagesRequest(
+            node=node,
+            messages_list=[message_to_proto(remove_content_from_message(self.reply))],
+            message_object_trees=[self.tree],
+            clientapp_runtime_list=[0.0],  # how long training took tells how many patients it met
+        )
 
 
 def _patiently(call: Callable[[], _T]) -> _T:

@@ -18,7 +18,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Final
 
-from agent.federation.fleet_transport import TurnedAway
+from agent.federation.fleet_transport import AnotherRoot, TurnedAway
 from agent.federation.supernode import TaskQueue, serve
 from agent.federation.supernode_process import LinkSetup
 from agent.federation.tasks import (
@@ -71,7 +71,7 @@ def main(descriptor: str, relay: str, words: str) -> int:
     except ConfinementError as fault:
         send_frame(pipe.fileno(), frame_parts("fault", type(fault).__name__.encode()))
         return _INTERNAL
-    transport = RelayedTransport(calls, messages.FLEET_BODY, {"TurnedAway": TurnedAway})
+    transport = RelayedTransport(calls, messages.FLEET_BODY, {"TurnedAway": TurnedAway, "AnotherRoot": AnotherRoot})
     mutex = threading.Lock()
 
     def say(parts: Parts) -> None:

@@ -49,7 +49,7 @@ from protos.operations.confinement import AVAILABLE, ConfinementError
 from protos.operations.http_relay import Relay
 
 MODULE: Final = "agent.federation.supernode_main"
-STATES: Final = frozenset({"online", "unreachable", "turned away", "unregistered", "stopped"})
+STATES: Final = frozenset({"online", "unreachable", "another root", "turned away", "unregistered", "stopped"})
 _BACKOFF_S: Final = (0.5, 15.0)
 _STEADY_S: Final = 60.0  # a child that lived this long starts the backoff anew
 _LEAVE_S: Final = 25.0  # for a last reply and the sign-off
@@ -72,6 +72,7 @@ class LinkConfig:
     proxy: str = ""  # host:port of the hospital's forward proxy; proxy variables of the environment are ignored
     bundle_digest: str = messages.STUB_DIGEST  # SHA-256 of the only bundle a run may carry
     demand: str = AVAILABLE  # which layers of the child's confinement must be in force
+    greet: Callable[[], None] = lambda: None  # opens the session anew, see `FleetTransport`
 
     def transport(self) -> FleetTransport:
         """The way itself. Its credentials are read anew whenever it is renewed: another process replaces them.
@@ -80,7 +81,7 @@ class LinkConfig:
             OSError, ValueError: they cannot be used.
         """
         return FleetTransport(
-            lambda: open_channel(self.target, Credentials(self.keys).channel_credentials(), self.proxy)
+            lambda: open_channel(self.target, Credentials(self.keys).channel_credentials(), self.proxy), self.greet
         )
 
 
@@ -136,6 +137,11 @@ class SuperNodeLink:
         self._transport: FleetTransport | None = None
         self._node = 0
         self._unsent: tasks.Reply | None = None  # made, and perhaps not sent by the child that asked for it
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second that arrived of the newest large message; 0: not known."""
+        return self._transport.rate if self._transport is not None else 0.0
 
     def wake(self) -> None:
         """A run is about to ask something: let the child look often. Any thread."""
@@ -228,6 +234,8 @@ class SuperNodeLink:
             word, fields = tasks.unframe(tasks.receive_frame(child.pipe.fileno()))
             if word == "task":
                 self._unsent = None  # it asks for more, so it has sent the last one
+                assert self._transport is not None
+                self._transport.stage = "working"
                 self._unsent = _handled(*tasks.read_task_frame(fields), handle)
                 child.send(tasks.reply_frame(self._unsent))
             else:

@@ -16,13 +16,15 @@ from typing import Final, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from protos.artifacts.bfloat16 import BFLOAT16, FLOAT32, Numbers, is_finite
 from protos.common.errors import PeerError
 from protos.federation import messages
 from protos.federation.round_times import RoundTerms
 
 CODES: Final = frozenset(messages.CODES)
-Kind = Literal["plan", "price", "train", "evaluate", "secure"]
-_KINDS: Final = ("plan", "price", "train", "evaluate", "secure")
+Kind = Literal["plan", "price", "train", "evaluate", "secure", "check"]
+_KINDS: Final = ("plan", "price", "train", "evaluate", "secure", "check")
+CARRYING: Final = frozenset({"secure", "check"})  # kinds that carry bytes, both ways
 
 MAX_TICKET: Final = 1 << 16
 _OF_BEFORE: Final = RoundTerms()
@@ -47,7 +49,7 @@ _FRAMES: Final[Mapping[str, tuple[int, ...]]] = {
         8,
     ),
     # to the link
-    "answer": (MAX_TICKET, _WORD, messages.MAX_ENVELOPE, messages.MAX_PAYLOAD, _VECTOR),
+    "answer": (MAX_TICKET, _WORD, messages.MAX_ENVELOPE, messages.MAX_PAYLOAD, _WORD, _VECTOR),
     "declined": (MAX_TICKET, _WORD),
     "wake": (),
     "stop": (),
@@ -84,7 +86,7 @@ class RoundTask:
     round_index: int  # from 0
     config: bytes  # the mechanism's public configuration
     vector: NDArray[np.float32] | None = None  # (p,) finite global parameters, read-only; not to a price or a step
-    step: str = ""  # of secure aggregation
+    step: str = ""  # of secure aggregation; or messages.CANARY, of a check that is one
     payload: bytes = b""  # what that step is given
     terms: RoundTerms = _OF_BEFORE  # how long a round may take, and what else is said of times
 
@@ -94,18 +96,19 @@ class RoundTask:
         Raises:
             ValueError: without saying what it was; the bytes are foreign.
         """
-        trains, steps = self.kind in ("train", "evaluate"), self.kind == "secure"
+        trains = self.kind in ("train", "evaluate")
+        steps = {"secure": bool(self.step), "check": self.step in ("", messages.CANARY)}
         right = (
             self.kind in _KINDS
             and 0 < len(self.run) <= messages.MAX_RUN
             and 0 <= self.round_index < 1 << 31
             and len(self.config) <= messages.MAX_CONFIG
             and (self.vector is not None) == trains
-            and bool(self.step) == steps
+            and steps.get(self.kind, not self.step)
             and len(self.step) <= messages.MAX_STEP
-            and len(self.payload) <= (messages.MAX_PAYLOAD if steps else 0)
+            and len(self.payload) <= (messages.MAX_PAYLOAD if self.kind in CARRYING else 0)
         )
-        if not right or (self.vector is not None and not _sound(self.vector)):
+        if not right or (self.vector is not None and not (self.vector.dtype == np.float32 and _sound(self.vector))):
             raise ValueError("not a task")
 
 
@@ -114,8 +117,9 @@ class RoundAnswer:
     """What leaves the site: already reviewed, charged and sealed by the caller."""
 
     envelope: bytes = b""
-    vector: NDArray[np.float32] | None = None  # "train": (p,) as long as the task's; "evaluate": the sums of a look
-    payload: bytes = b""  # "secure" only
+    # "train": (p,) as long as the task's, float32 or the bits of bfloat16; "evaluate": the sums of a look, float32
+    vector: Numbers | None = None
+    payload: bytes = b""  # of the kinds that carry bytes
 
     def fits(self, task: RoundTask) -> bool:
         """Whether this answers ``task``: the records of its kind, the sizes of its vector."""
@@ -123,12 +127,12 @@ class RoundAnswer:
         payload = type(self.payload) is bytes and len(self.payload) <= messages.MAX_PAYLOAD
         if not (envelope and payload) or (self.vector is None) != (task.vector is None):
             return False
-        if task.kind == "secure":
+        if task.kind in CARRYING:
             return not self.envelope
         if self.payload or task.vector is None or self.vector is None:
             return not self.payload
         if task.kind == "evaluate":
-            return self.vector.size <= messages.MAX_SUMS and _sound(self.vector)
+            return self.vector.size <= messages.MAX_SUMS and self.vector.dtype == np.float32 and _sound(self.vector)
         return self.vector.shape == task.vector.shape and _sound(self.vector)
 
 
@@ -142,10 +146,10 @@ class Reply:
     code: str = ""
 
 
-def _sound(vector: NDArray[np.float32]) -> bool:
-    """(p,) finite float32, p > 0 and within bounds."""
-    right = vector.dtype == np.float32 and vector.ndim == 1 and 0 < vector.size <= messages.MAX_PARAMETERS
-    return right and bool(np.isfinite(vector).all())
+def _sound(vector: Numbers) -> bool:
+    """(p,) finite float32 or bfloat16, p > 0 and within bounds."""
+    right = vector.dtype in (np.float32, np.uint16) and vector.ndim == 1
+    return right and 0 < vector.size <= messages.MAX_PARAMETERS and is_finite(vector)
 
 
 Parts = list[bytes | memoryview]
@@ -263,22 +267,23 @@ def reply_frame(reply: Reply) -> Parts:
     """A reply, for the link."""
     if reply.answer is None:
         return frame_parts("declined", reply.ticket, reply.code.encode())
-    vector = b"" if reply.answer.vector is None else _bytes(reply.answer.vector)
-    return frame_parts(
-        "answer", reply.ticket, reply.kind.encode(), reply.answer.envelope, reply.answer.payload, vector
-    )
+    vector, kind = reply.answer.vector, b""
+    if vector is not None:
+        kind = BFLOAT16.encode() if vector.dtype == np.uint16 else FLOAT32.encode()
+    head = (reply.ticket, reply.kind.encode(), reply.answer.envelope, reply.answer.payload, kind)
+    return frame_parts("answer", *head, b"" if vector is None else _bytes(vector))
 
 
 def read_reply_frame(word: str, fields: list[memoryview]) -> Reply:
     """The reply in a frame ``answer`` or ``declined``."""
     if word == "declined":
         return Reply(bytes(fields[0]), "price", None, bytes(fields[1]).decode("ascii"))
-    ticket, kind, envelope, payload, vector = fields
-    numbers = np.frombuffer(vector, "<f4") if len(vector) else None
+    ticket, kind, envelope, payload, precision, vector = fields
+    numbers = np.frombuffer(vector, "<u2" if precision == BFLOAT16.encode() else "<f4") if len(vector) else None
     return Reply(
         bytes(ticket), cast(Kind, bytes(kind).decode("ascii")), RoundAnswer(bytes(envelope), numbers, bytes(payload))
     )
 
 
-def _bytes(vector: NDArray[np.float32]) -> memoryview:
-    return np.ascontiguousarray(vector, "<f4").data.cast("B")
+def _bytes(vector: Numbers) -> memoryview:
+    return np.ascontiguousarray(vector, vector.dtype.newbyteorder("<")).data.cast("B")

@@ -15,6 +15,17 @@ from protos.protocol_version import USER_AGENT
 MAX_MESSAGE: Final = 4 << 20  # bytes of one gRPC message, either way; what is larger travels in parts
 _KEEPALIVE_MS: Final = 60_000  # a half-open connection is noticed after this and the next
 _KEEPALIVE_TIMEOUT_MS: Final = 20_000
+_AGAIN_MS: Final = 500  # before a connection that was cut is dialled again,
+_AGAIN_AT_MOST_MS: Final = 1_000  # and at most: gRPC's own is two minutes
+
+
+def of_another_root(details: str | None) -> bool:
+    """Whether a call failed because the certificate that answered is not of this site's root, by gRPC's own words.
+
+    One that is over or not valid yet, by this clock, is not meant: its root may be the right one.
+    """
+    said = details or ""
+    return "CERTIFICATE_VERIFY_FAILED" in said and not any(word in said for word in ("has expired", "not yet valid"))
 
 
 def open_channel(target: str, credentials: grpc.ChannelCredentials, proxy: str = "", agent: str = "") -> grpc.Channel:
@@ -33,6 +44,8 @@ def open_channel(target: str, credentials: grpc.ChannelCredentials, proxy: str =
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", _AGAIN_MS),
+        ("grpc.max_reconnect_backoff_ms", _AGAIN_AT_MOST_MS),
         ("grpc.enable_http_proxy", 0),  # of the environment
         ("grpc.use_local_subchannel_pool", 1),  # fresh credentials must mean a fresh connection
         ("grpc.primary_user_agent", agent or USER_AGENT),  # which protocols this agent speaks

@@ -26,8 +26,8 @@ from typing import Any, Final
 
 import grpc
 
-from agent.errors import CoordinatorUnreachableError
-from agent.gateway.channel import open_channel
+from agent.errors import AnotherRootError, CoordinatorUnreachableError
+from agent.gateway.channel import of_another_root, open_channel
 from agent.gateway.credentials import Certified, Credentials
 from agent.gateway.witness import Epoch, IncludedEntry, LedgerWitness
 from policies.ledger.entries import Admitted, Amended, Presented, Recovered, Refused, Reserved
@@ -364,7 +364,7 @@ class GatewayClient:
                     self._hello()  # says what is kept by now
                     reply = self._send(key, envelope, artifact)
             except grpc.RpcError as error:
-                raise CoordinatorUnreachableError(_hint(error.code(), error.details())) from None
+                raise _unreachable(error.code(), error.details()) from None
             return self._verdict(reply, (Admitted,), hashlib.sha256(envelope).digest())
 
     def _send(self, key: str, envelope: bytes, artifact: Path | bytes) -> gateway_pb2.VerdictReply:
@@ -423,7 +423,7 @@ class GatewayClient:
                     self._hello()
                     continue
                 if code not in _AGAIN or not time.monotonic() < until:
-                    raise CoordinatorUnreachableError(_hint(code, error.details())) from None
+                    raise _unreachable(code, error.details()) from None
             time.sleep(random.SystemRandom().uniform(0, pause))  # full jitter: many sites must not come at once
             pause = min(2 * pause, _PAUSE_S[1])
 
@@ -465,13 +465,20 @@ def _named(envelope: bytes) -> str:
     return statement.artifact_sha256 if isinstance(statement, Release) else ""
 
 
-def _hint(code: grpc.StatusCode, details: str | None) -> str:
+def _unreachable(code: grpc.StatusCode, details: str | None) -> CoordinatorUnreachableError:
     """What the operator can do; ``details`` are the coordinator's own scrubbed words."""
+    if code == grpc.StatusCode.UNAVAILABLE and of_another_root(details):
+        return AnotherRootError(
+            "what answers at the coordinator's address is not of the root that this site joined by: see "
+            "`lazaret-agent doctor`, and compare the root's fingerprint by telephone"
+        )
     if code == grpc.StatusCode.UNAVAILABLE:
-        return (
+        return CoordinatorUnreachableError(
             "no answer from the coordinator: is it running, is the address in site.toml right, was this site's "
             "certificate issued by its CA and still valid? (`lazaret-agent doctor` checks each)"
         )
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return "the coordinator did not answer in time. The outcome is unknown, so the budget counts as spent"
-    return f"the coordinator refused the call: {details or code.name}"
+        return CoordinatorUnreachableError(
+            "the coordinator did not answer in time. The outcome is unknown, so the budget counts as spent"
+        )
+    return CoordinatorUnreachableError(f"the coordinator refused the call: {details or code.name}")

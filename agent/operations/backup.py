@@ -30,6 +30,7 @@ from protos.operations.backup import BOX, BackupManifest, BackupWriter, fits, te
 
 TREES: Final = ("watch", "inbox", "quarantine", "logins", "networks")
 JOBS: Final = "jobs"  # as agent.service.jobs keeps them
+STUDY: Final = "study.sealed"  # as agent.service.prediction_jobs names it
 FEDERATION: Final = "federation.toml"  # in the key directory: there since the site is enrolled
 PUBLIC: Final = frozenset({"coordinator.pub", FEDERATION, "root.crt", "node.pub", "console.crt"})
 PASSING: Final = frozenset(
@@ -139,11 +140,12 @@ def _rest(home: SiteDirectory, writer: BackupWriter) -> int:
 def _of_jobs(root: Path) -> Iterator[str]:
     """The greatest number that a job was given; of each job, the record and the files that it reads.
 
-    Older versions took any name of such a file: one that a backup cannot hold is left out.
+    Older versions took any name of such a file: one that a backup cannot hold is left out. So is what a prediction
+    is asked for, since no restored one goes on.
     """
     records = sorted((root / JOBS).glob("[1-9]*/job.json"))
     read = (path for record in records for path in sorted((record.parent / "in").glob("*")))
     for path in (root / JOBS / "last", *records, *read):
         name = path.relative_to(root).as_posix()
-        if path.is_file() and not path.is_symlink() and fits(name):
+        if path.is_file() and not path.is_symlink() and fits(name) and path.name != STUDY:
             yield name

@@ -14,6 +14,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -126,7 +127,8 @@ def _of_folders(home: SiteDirectory, ingestion: Ingestion) -> dict[str, str | No
     usual = Folder(home.settings().input)
     known = [("folder of site.toml", usual)] if usual.path.is_dir() else []
     known += [(f"[[folder]] {number}", folder) for number, folder in enumerate(ingestion.folders, 1)]
-    return {what: _tried(lambda one=one: read_lists(one.path, one.columns)) for what, one in known}  # type: ignore[misc]
+    names = ingestion.mask_names
+    return {what: _tried(partial(read_lists, one.path, one.columns, names)) for what, one in known}
 
 
 def _tried(check: Callable[[], object]) -> str | None:

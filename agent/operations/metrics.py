@@ -16,6 +16,7 @@ from typing import Final
 from agent.deidentify.errors import REASONS
 from agent.ingest.config import Ingestion
 from agent.ingest.service import LISTENER, STOW
+from agent.operations.connection import connection_fault
 from agent.pacs.dimse.listener_process import Listener
 from agent.storage import projects
 from agent.storage.site_directory import SiteDirectory
@@ -216,6 +217,11 @@ def live(watched: MonitoredSite) -> Callable[[], str | None]:
     """Is it alive? The ledger's lock can be had, and the ledger was not stopped: else only a restart helps."""
     store, said = watched.store, "the site's ledger could not be written: restart the agent, which replays it"
     return lambda: store_fault(store, said) if store is not None else None
+
+
+def joined(watched: MonitoredSite) -> Callable[[], str | None]:
+    """Does the coordinator answer this site's certificate? What is wrong otherwise, and since when."""
+    return lambda: connection_fault(watched.tally)
 
 
 def ready(watched: MonitoredSite) -> Callable[[], str | None]:

@@ -14,7 +14,7 @@ from agent.pacs.tls import AE_TITLE, CIPHERS, Tls
 from protos.common.errors import UnreachableError
 
 _CODE: Final = re.compile(r"[A-Z0-9_ ]{1,16}")  # PS3.5 section 6.2, CS
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
 
 
 class ArchiveError(UnreachableError, RuntimeError):
@@ -106,7 +106,7 @@ class ArchiveConfig:
 
     def __post_init__(self) -> None:
         """Everything in range."""
-        if not _NAME.fullmatch(self.name):
+        if not NAME.fullmatch(self.name):
             raise ValueError("pacs: a name has 1 to 32 letters, digits, _ . -")
         titles = (self.aet, self.calling, self.destination or self.calling)
         if not all(AE_TITLE.fullmatch(title) for title in titles):

@@ -12,7 +12,7 @@ from agent.evaluation.released_set import Effort, Evaluation, SemanticsQuery, Su
 from agent.mechanisms.centroids.mechanism import Centroids
 from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.privimage.mechanism import PrivImage
-from agent.release.ports import SiteContext
+from agent.release.ports import SiteContext, VaultPort
 from protos.common.errors import RefusedError
 
 _LOOKS = "looks"
@@ -73,7 +73,8 @@ def look(
     Raises:
         TooFewPatientsError: too few are held out. That was a look as well.
     """
-    looks = _counted(site, others.modality)  # before a patient is read: whatever comes of it, it was asked for
+    count_look(site.vault, others.modality)  # before a patient is read: whatever comes of it, it was asked for
+    looks = looks_at(site, others.modality)
     site.say("read", "the held-out patients, from the vault")
     cohort = site.vault.cohort(others)
     bench = Workspace(say=lambda told, _step, _of: site.say("look", told))
@@ -92,7 +93,11 @@ def looks_at(site: SiteContext, modality: str) -> int:
     return int((site.vault.note(_LOOKS) or {}).get(modality, 0))
 
 
-def _counted(site: SiteContext, modality: str) -> int:
-    """Count a look, in a note of the site: its patients are the same in every project, and nothing takes one away."""
-    site.vault.change_note(_LOOKS, lambda looks: {**(looks or {}), modality: (looks or {}).get(modality, 0) + 1})
-    return looks_at(site, modality)
+def count_look(vault: VaultPort, modality: str) -> int:
+    """Count a look, in a note of the site: its patients are the same in every project, and nothing takes one away.
+
+    Returns:
+        How many there were at patients of this modality, this one included.
+    """
+    vault.change_note(_LOOKS, lambda looks: {**(looks or {}), modality: (looks or {}).get(modality, 0) + 1})
+    return int(vault.note(_LOOKS)[modality])

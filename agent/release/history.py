@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agent.domain import Clusters, Selection, SyntheticSet
+from agent.domain import Clusters, ExampleRule, Selection, SyntheticSet
 from agent.errors import ReviewRejectedError
 from agent.microaggregation.released_clusters import ReleasedCluster, from_note, place_of, plan, to_note
 from agent.release.ports import SiteContext
@@ -43,8 +43,10 @@ def form_of(mechanism: Synthesis, selection: Selection) -> str:
     return hashlib.sha256(json.dumps([mechanism.form, rule_of(selection)], sort_keys=True).encode()).hexdigest()
 
 
-def rule_of(selection: Selection) -> list[Any]:
-    """The rule by which patients are chosen, as JSON."""
+def rule_of(selection: Selection | ExampleRule) -> list[Any]:
+    """The rule by which patients are chosen, as JSON; of a task, whose form holds it, the modality alone."""
+    if isinstance(selection, ExampleRule):
+        return [selection.modality]
     s, split = selection, selection.split
     shares = [split.name, dict(split.parts)] if split else None
     return [s.modality, list(s.shape), s.body_part, sorted(s.labels), shares, s.part, s.min_instances, s.fit]

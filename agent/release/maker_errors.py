@@ -20,11 +20,13 @@ _MOST_SAID: Final = 1000  # characters
 _NUMBER: Final = r"-?[0-9]{1,12}(?:\.[0-9]{1,12})?"
 # what stands in gaps besides numbers: names of losses, of a file, of the checks and of planted copies
 _WORDS: Final = (
-    "all", "by the unseen one", "by the verifier", "checkpoint.safetensors", "combined", "contrast", "crop", "exact",
+    "all", "by the unseen one", "by the verifier", "checkpoint.safetensors", "combined", "contrast", "cpu", "crop",
+    "cuda", "exact",
     "flip", "in all", "loss", "noise", "of the worst kind", "rotation",
 )  # fmt: skip
 # Of each class that may be raised. Of none: it takes no text, and says one of its own.
 SENTENCES: Final[Mapping[str, tuple[str, ...]]] = {
+    "AcceleratorLostError": (),
     "AlignmentNotFiniteError": (),
     "CohortTooSmallError": (),
     "DivergedError": (
@@ -60,6 +62,10 @@ SENTENCES: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "RepeatedInputError": (),
     "SharedImageError": ("{} of {} public images are images of the cohort: remove them from the public set",),
+    "TaskMemoryError": (
+        "task {}: training.images_per_patient, training.views, input.size: one patient needs more than the {} GiB of "
+        "memory of {}",
+    ),
     "TooFewImagesError": (
         "too few images for a measure of fidelity",
         "too few images for so many neighbours",

@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import resource
+import select
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from protos.operations.confinement import (
 from protos.operations.pipe_messages import receive, send
 from protos.operations.process_bounds import bound, nearly_exhausted
 
+_WAITS_S: Final = 900.0  # for a call, if it was started before there was one
 _MOST_BYTES: Final = 1 << 34  # of a checkpoint
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _NOTHING: Final = (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE)  # a core dump would hold patients' images
@@ -75,18 +77,29 @@ def main(words: str) -> None:
         end_with(int(told["parent"]))
         if told["memory"] is not None:
             bound(told["memory"])
-        memory = _handed(int(told["descriptor"]))
         if told["demand"]:
             files = (*interpreter(), *filter(os.path.exists, _PROCESSORS))
             confine(Allowed(INTERPRETER, files), told["demand"], dict.fromkeys(_NOTHING, (0, 0)))
         else:
             drop_rights()
+        if told["waits"]:
+            _prepare()
+            if not select.select([line.source], [], [], _WAITS_S)[0]:
+                os._exit(0)
+        receive(line.source, 0)  # from here on nobody can change the memory any more
+        memory = _handed(int(told["descriptor"]))
         send(line.sink, {"step": "opens"})  # what is said from here on may be said by what was handed over
         head, parts = _made(line, memory)
     except BaseException as error:  # noqa: BLE001 - its text stays here unless it is one of ours
         head, parts = _of_error(error), ()
     send(line.sink, head, parts)
     os._exit(0)  # nothing of the interpreter's own clean-up is needed
+
+
+def _prepare() -> None:
+    """Import what a round needs, before there is one."""
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # as in _made
+    import agent.mechanisms.federated.mechanism  # noqa: F401, PLC0415 - once confined
 
 
 def _handed(descriptor: int) -> memoryview:

@@ -7,6 +7,9 @@ and a pipe. Before it opens them it is confined (:mod:`protos.operations.confine
 no socket, no program, no key. Vault, ledger and control socket stay on this side. It asks over the pipe for three
 things: to tell its progress, and to read and write a checkpoint, which is sealed here. It ends with this process.
 
+Who makes the same again and again, such as rounds, has the next process started when one ends. It is confined, has
+imported torch, and waits with its memory empty until the call is written there and sealed. Each makes one call.
+
 On an accelerator it is a process of its own with a clean environment and without rights, and is not closed: CUDA
 needs devices and calls that no test here could show. ``confinement = "required"`` refuses such a call. Remodelled
 heads are made in the agent's own process: their registration starts a program.
@@ -23,8 +26,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import IO, Any, Final, NoReturn
 
 import numpy as np
@@ -32,7 +35,7 @@ import numpy as np
 from agent.mechanisms.common.workspace import Workspace, in_twentieths, is_stage
 from agent.release.maker_errors import error_of
 from agent.release.maker_values import Result
-from agent.release.sealed_making import sealed
+from agent.release.sealed_making import Pickled, empty, pickled
 from protos.artifacts.shards import MAX_SHARD
 from protos.common.errors import LazaretError, TrainingError, WorkerError
 from protos.operations.confinement import AVAILABLE, REQUIRED
@@ -78,6 +81,10 @@ class MakerProcess:
     memory: int | None = None  # most bytes of its data, 0: any number, and it leaves the rest to this process; None:
     # it is bounded as this process is
     started: Callable[[int], None] = lambda _: None  # hears its number
+    keeps: bool = (
+        False  # after a call the next process is started, and has imported what rounds need before they come
+    )
+    _next: list[_Waiting] = field(default_factory=list, compare=False, repr=False)
 
     def __call__(self, call: Callable[..., Any], *given: Any) -> Any:
         """What ``call(*given)`` returns; a random generator among them has drawn as much as it had.
@@ -96,19 +103,41 @@ class MakerProcess:
             LazaretError: what the call raised.
         """
         result, room = Result.of(call), _Room(given, getattr(call, "__self__", call))
-        handed, accelerated = sealed(call, given)
+        made = pickled(call, given)
+        if made.accelerated and self.demand == REQUIRED:
+            raise WorkerError(
+                'confinement = "required" and an accelerator: what computes there cannot be confined; '
+                'set device = "cpu", or confinement = "available" in site.toml'
+            )
+        demand = "" if made.accelerated else self.demand
+        process = self._given(demand, made)
         try:
-            if accelerated and self.demand == REQUIRED:
-                raise WorkerError(
-                    'confinement = "required" and an accelerator: what computes there cannot be confined; '
-                    'set device = "cpu", or confinement = "available" in site.toml'
-                )
-            told = {"descriptor": handed, "demand": "" if accelerated else self.demand, "memory": self.memory}
-            with _process(told) as process:
-                self.started(process.pid)
-                return room.until_made(process, result)
+            del made
+            self.started(process.pid)
+            found = room.until_made(process, result)
         finally:
-            os.close(handed)
+            process.end()
+        if self.keeps:
+            with contextlib.suppress(OSError):  # the next call starts its own
+                self._next.append(_Waiting.start(demand, self.memory, waits=True))
+        return found
+
+    def _given(self, demand: str, made: Pickled) -> _Waiting:
+        """A process that has the call: the one that waits, if there still is one so confined, else a new one."""
+        while True:
+            new = not self._next
+            process = _Waiting.start(demand, self.memory, waits=False) if new else self._next.pop()
+            try:
+                if process.demand == demand and (new or process.child.poll() is None):
+                    process.give(made)
+                    return process
+            except BrokenPipeError:
+                if new:  # it has ended, and has said why
+                    return process
+            except BaseException:
+                process.end()
+                raise
+            process.end()
 
 
 class _Room:
@@ -124,8 +153,12 @@ class _Room:
         self._dice = next((one for one in given if isinstance(one, np.random.Generator)), None)
         self._opened = False  # whether what it was handed may have a say by now
 
-    def until_made(self, process: subprocess.Popen[bytes], result: Result) -> Any:
-        """Answer until there is a result."""
+    def until_made(self, waiting: _Waiting, result: Result) -> Any:
+        """Answer until there is a result.
+
+        A process that waited has imported libraries before it was handed anything, and they may speak in its name.
+        """
+        process, self._opened = waiting.child, waiting.waited
         assert process.stdin is not None
         assert process.stdout is not None
         while True:
@@ -184,35 +217,62 @@ class _Room:
                 raise ValueError("not a state") from None
 
 
-@contextlib.contextmanager
-def _process(told: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
-    """The process, until the block is left; then it is gone, whatever it does."""
-    environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-    command = [sys.executable, "-P", "-m", "agent.release.maker_main"]
-    told = {**told, "parent": os.getpid()}
-    # of its group, so that it is held with this process; told to end are all of it, and this one decides
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        process = subprocess.Popen(  # noqa: S603 - our own module
-            [*command, json.dumps(told)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[told["descriptor"]],
-            env={**environment, **_SAID},
-            cwd="/",
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    try:
-        yield process
-    finally:
-        process.kill()
-        for stream in (process.stdin, process.stdout):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A process that is confined, or will be, and has no call yet; its memory is empty."""
+
+    child: subprocess.Popen[bytes]
+    descriptor: int
+    demand: str
+    waited: bool  # it was started before there was a call
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self.child.pid
+
+    @classmethod
+    def start(cls, demand: str, memory: int | None, *, waits: bool) -> _Waiting:
+        """Start one. It ``waits`` for its call for a while, or is given it at once."""
+        environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        command = [sys.executable, "-P", "-m", "agent.release.maker_main"]
+        descriptor = empty()
+        told = {"descriptor": descriptor, "demand": demand, "memory": memory, "parent": os.getpid()}
+        told |= {"waits": waits}
+        # of its group, so that it is held with this process; told to end are all of it, and this one decides
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            child = subprocess.Popen(  # noqa: S603 - our own module
+                [*command, json.dumps(told)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[descriptor],
+                env={**environment, **_SAID},
+                cwd="/",
+            )
+        except BaseException:
+            os.close(descriptor)
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return cls(child, descriptor, demand, waits)
+
+    def give(self, made: Pickled) -> None:
+        """Hand it its call. Raises: BrokenPipeError, it has ended."""
+        made.seal(self.descriptor)
+        assert self.child.stdin is not None
+        send(self.child.stdin, {"step": "go"})
+
+    def end(self) -> None:
+        """It is gone, whatever it does."""
+        self.child.kill()
+        for stream in (self.child.stdin, self.child.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-        process.wait()
+        self.child.wait()
+        os.close(self.descriptor)
 
 
 def _ended(process: subprocess.Popen[bytes]) -> NoReturn:

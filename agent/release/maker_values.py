@@ -125,7 +125,7 @@ def _of_bytes(one: Any, data: bytearray) -> dict[str, Any]:
     array = np.ascontiguousarray(one)
     if not _KINDS.fullmatch(array.dtype.str):
         raise TypeError(f"an array of {array.dtype}")
-    data.extend(array.tobytes())
+    data.extend(array.reshape(-1).view(np.uint8).data if array.size else b"")  # a model is not copied for it
     return {"array": array.dtype.str, "shape": list(np.shape(one))}
 
 

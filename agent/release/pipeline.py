@@ -11,11 +11,21 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
-from agent.domain import Clusters, Cohort, Selection, SyntheticSet, VolumeSet
+from agent.domain import (
+    Clusters,
+    Cohort,
+    ExampleRule,
+    Patient,
+    Selection,
+    SyntheticSet,
+    TaskCohort,
+    TaskPatient,
+    VolumeSet,
+)
 from agent.dp.noise import Entropy
 from agent.errors import (
     CohortTooSmallError,
@@ -23,6 +33,7 @@ from agent.errors import (
     LedgerForkError,
     OtherRunError,
     ReviewRejectedError,
+    SiteConfigError,
     SiteStorageError,
 )
 from agent.mechanisms.common.workspace import Say, Workspace, in_twentieths
@@ -48,11 +59,21 @@ from agent.release.preflight import (
     of_clusters,
     of_configuration,
     of_heads,
+    of_labels,
     of_patients,
     refuse,
 )
-from agent.release.release_record import RECORD, older_vault
-from agent.release.resumable import ReleaseInProgressError, begin, end, find_resumable, hold, place_of, same_dice
+from agent.release.release_record import RECORD, older_vault, remember_members
+from agent.release.resumable import (
+    Interrupted,
+    ReleaseInProgressError,
+    begin,
+    end,
+    find_resumable,
+    hold,
+    place_of,
+    same_dice,
+)
 from agent.release.unsent import NotSentError, forget, keep
 from agent.release.vetting_statement import VettingResult, compared, round_down_coarse, round_up, stated
 from agent.vetting.exact_copies import refuse_copies
@@ -69,7 +90,8 @@ from protos.common.errors import LazaretError, TrainingError, WorkerError, out_o
 if TYPE_CHECKING:  # what learns imports torch: a release that learns nothing does without it
     from agent.defacing.deface import Examine
     from agent.mechanisms.distillation.teacher_student import Distilled, Review
-    from agent.mechanisms.registry import Remodel, Resumable, Synthesis
+    from agent.mechanisms.federated.task_model import TrainedModel
+    from agent.mechanisms.registry import Remodel, Resumable, Synthesis, TaskModel
     from agent.mechanisms.remodel.mechanism import Remodelled
     from agent.release.cluster_vetting import VettingRequest
 
@@ -346,7 +368,7 @@ def spent_unless_kept(site: SiteContext, grant: Reserved | Reservation, places: 
     """
     try:
         yield
-    except (SiteStorageError, OSError, RefusedBeforehandError, MakerEndedError, WorkerError):
+    except (SiteStorageError, OSError, RefusedBeforehandError, MakerEndedError, WorkerError, ReleaseInProgressError):
         raise
     except OtherRunError:  # nor is an image that came or went meanwhile
         raise ReleaseInProgressError(
@@ -364,12 +386,12 @@ def spent_unless_kept(site: SiteContext, grant: Reserved | Reservation, places: 
 def release_resumable(
     site: SiteContext,
     mechanism: Resumable,
-    selection: Selection,
+    selection: Selection | ExampleRule,
     entropy: Entropy,
     wrapping: ReleaseFormat | None = None,
     shown: Callable[[Review], None] = lambda _: None,
 ) -> tuple[SignedRelease, Verdict]:
-    """What takes long to make, from price to verdict: sets under differential privacy, and distillation.
+    """What takes long to make, from price to verdict: sets and models under differential privacy, and distillation.
 
     A killed run, or one stopped by a full disk, resumes under its grant (:mod:`agent.release.resumable`); nothing is
     spent twice. A set with an epsilon is compared with no patient (P7), and only the set leaves: no loss, figure or
@@ -379,21 +401,21 @@ def release_resumable(
     Raises:
         RefusedBeforehandError: policy or disk could not take it; nothing was read.
         ReviewRejectedError: the price, or somebody who takes part has opted out since it was begun.
-        ReleaseInProgressError: another making was interrupted; or the images of this one's patients have changed
-        meanwhile. SiteStorageError: the vault failed; say it again when it can be written.
+        ReleaseInProgressError: another making was interrupted; or the images of this one's patients, or the label
+        table that it learns from, have changed meanwhile.
+        SiteStorageError: the vault failed; say it again when it can be written.
         NotSentError: it is made and kept; no verdict yet.
     """
     wrapping = wrapping or ReleaseFormat()
     begun = find_resumable(site, form := made_as(mechanism, rule_of(selection)))
     refuse(site, of_configuration(site, mechanism, selection, wrapping))
-    grant, among = hold(site, mechanism, selection.modality, form, begun), begun.persons if begun else None
+    for finding in of_labels(site, selection):
+        raise RefusedBeforehandError(finding.detail)
+    grant = hold(site, mechanism, selection.modality, form, begun)
     places = [place_of(name, grant.grant) for name in mechanism.places]
     with spent_unless_kept(site, grant, places):
         site.say("read", "the eligible patients, from the vault")
-        cohort = site.vault.cohort(selection)
-        if among is not None:  # who came meanwhile is in the next one
-            cohort = Cohort(tuple(patient for patient in cohort.patients if patient.pseudonym in among))
-        persons = among if among is not None else frozenset(patient.pseudonym for patient in cohort.patients)
+        cohort, persons = _read(site, mechanism, selection, grant.grant, begun)
         check_opt_outs(site, persons)  # who opts out of half a training is in the other half for ever
         begin(site, grant.grant, form, persons, places)
         site.say("make", f"{mechanism.name}: {'go on where it was interrupted' if begun else 'from the start'}")
@@ -404,16 +426,67 @@ def release_resumable(
             if isinstance(made, SyntheticSet):
                 check_set(made, mechanism)
                 signed = package_images(site, draft, made, wrapping)
+            elif isinstance(selection, ExampleRule):
+                signed = package_artifact(site, draft, _model_file(made, mechanism), wrapping)
             else:
                 check_distilled(made, mechanism)
                 shown(made.review)
                 signed = distilled(site, draft, made, wrapping)
         if not isinstance(made, SyntheticSet) and signed.release.epsilon_nano is None:
             remember_persons(site, signed.release.release, persons)
+        elif signed.release.epsilon_nano is not None:
+            remember_members(site.vault, signed.release.release, persons)
         check_opt_outs(site, persons)
         keep(site.vault, signed.release, signed.artifact, signed.clear, persons)
     end(site, places)
     return signed, submit_or_await_approval(site, signed)
+
+
+def _read(
+    site: SiteContext, mechanism: Resumable, selection: Selection | ExampleRule, grant: str, begun: Interrupted | None
+) -> tuple[Cohort | dict[str, TaskCohort], frozenset[str]]:
+    """Who takes part: of what goes on, those who did when it was begun. Who came meanwhile is in the next one.
+
+    A task's examples come in the parts of the division. From the first reading on, the site stays with that version
+    of its label table, by the name of the grant.
+
+    Raises:
+        ReleaseInProgressError: the label table was replaced since; the grant stays held.
+    """
+    among = begun.persons if begun else None
+    if isinstance(selection, Selection):
+        found = site.vault.cohort(selection).patients
+        kept = tuple(patient for patient in found if among is None or patient.pseudonym in among)
+        return Cohort(kept), _persons(kept, among)
+    parts = dict[str, TaskCohort]()
+    try:
+        for part, rule in cast("TaskModel", mechanism).rules(grant).items():
+            patients = site.examples(rule).patients
+            parts[part] = TaskCohort(tuple(one for one in patients if among is None or one.pseudonym in among))
+    except SiteConfigError:
+        if begun is None:
+            raise
+        raise ReleaseInProgressError(
+            "the label table was replaced since it began: import the former version again, or discard it with "
+            "--anew; its budget stays spent"
+        ) from None
+    return parts, _persons((one for cohort in parts.values() for one in cohort.patients), among)
+
+
+def _persons(patients: Iterable[Patient | TaskPatient], among: frozenset[str] | None) -> frozenset[str]:
+    return among if among is not None else frozenset(patient.pseudonym for patient in patients)
+
+
+def _model_file(made: TrainedModel, mechanism: Resumable) -> bytes:
+    """What was trained, as the file of the very architecture that was priced.
+
+    Raises:
+        WorkerError: it is of another size, or not all numbers; nothing of it is kept, and its grant stays held.
+    """
+    try:
+        return cast("TaskModel", mechanism).file(made)
+    except ValueError:
+        raise WorkerError("what trains answered with another model than was priced: nothing left") from None
 
 
 def distilled(site: SiteContext, draft: Release, made: Distilled, wrapping: ReleaseFormat) -> SignedRelease:

@@ -102,6 +102,9 @@ class VaultPort(Protocol):
     def place(self, name: str) -> ClearableCheckpointStore:
         """Where something long is kept until it is done, such as a training."""
 
+    def places(self, start: str) -> tuple[str, ...]:
+        """The names of those that hold something and whose names begin so."""
+
     def site_place(self, name: str) -> ClearableCheckpointStore:
         """The same of the site: it outlives the project."""
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
-from agent.domain import Scan, Selection
+from agent.domain import ExampleRule, Scan, Selection
 from agent.errors import CohortTooSmallError, ReviewRejectedError
 from agent.microaggregation.aggregation import majority
 from agent.microaggregation.partition import is_feasible
@@ -98,13 +98,14 @@ def of_clusters(
 
 
 def of_configuration(
-    site: SiteContext, mechanism: Resumable, selection: Selection, wrapping: ReleaseFormat
+    site: SiteContext, mechanism: Resumable, selection: Selection | ExampleRule, wrapping: ReleaseFormat
 ) -> ReleaseForecast:
     """Of a set whose number of images is configured, or of a model."""
     untrained = mechanism.untrained()
     if untrained is not None:
         draft = _draft(site, mechanism, selection.modality, wrapping, len(untrained))
-        change = 'a smaller preset, or [output] release = "samples"'
+        distilled = 'a smaller preset, or [output] release = "samples"'
+        change = mechanism.fewer if isinstance(selection, ExampleRule) else distilled
         return ReleaseForecast(replace(draft, artifact_type="model"), wrapping.reader, 0, (), None, True, change)
     return _set(site, mechanism, selection.modality, wrapping, (mechanism.pictures, True, mechanism.fewer))
 
@@ -162,7 +163,7 @@ class ReleaseRequest:
     """The arguments of a release."""
 
     mechanism: Mechanism
-    rule: Selection | str  # the rule that chooses patients, or a modality
+    rule: Selection | ExampleRule | str  # the rule that chooses patients, or a modality
     form: str  # what a making goes on as: :func:`agent.release.pipeline.made_as`
     vetted: bool = False  # k-anonymous representatives are compared with patients
     anew: bool = False  # what was interrupted would be given up
@@ -194,6 +195,7 @@ def preflight_review(site: SiteContext, asked: ReleaseRequest, foreseen: Release
             )
     elif not foreseen.samples and foreseen.form is not None:
         yield Finding("cohort", "there are no eligible patients")
+    yield from of_labels(site, asked.rule)
     yield from known_objections(site, foreseen)
 
 
@@ -220,6 +222,12 @@ def of_patients(
         yield CohortTooSmallError() if among is None else ReleaseInProgressError(_FEWER)
     if vetted and not has_statistical_power(len(site.vault.roster(compared(selection)))):
         yield TooFewToVetError()
+
+
+def of_labels(site: SiteContext, rule: Selection | ExampleRule | str) -> Iterator[Finding]:
+    """What is declared of labels here, and no row of them: it must be what a task learns."""
+    if isinstance(rule, ExampleRule) and (misfit := site.label_misfit(rule)):
+        yield Finding("labels", misfit)
 
 
 def refuse(site: SiteContext, foreseen: ReleaseForecast) -> None:

@@ -17,6 +17,7 @@ import re
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from agent.mechanisms.common.workspace import Workspace
@@ -55,11 +56,35 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-def sealed(call: Callable[..., Any], given: Sequence[Any]) -> tuple[int, bool]:
-    """The descriptor of a call in sealed memory, and whether it works on an accelerator.
+def empty() -> int:
+    """The descriptor of memory that holds nothing yet: a process can be started with it before there is a call."""
+    return os.memfd_create("making", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
-    Numbers of bytes, the pickles of both, then their arrays.
-    """
+
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """A call as bytes: numbers of bytes, the pickles of function and arguments, then their arrays."""
+
+    views: Sequence[memoryview]
+    first: int  # of the arrays, how many are the function's
+    accelerated: bool  # it works on an accelerator
+
+    def seal(self, descriptor: int) -> None:
+        """Write it to :func:`empty` memory, which nobody can change from here on."""
+        with os.fdopen(descriptor, "wb", closefd=False) as out:
+            out.write(struct.pack(f"<QQ{len(self.views)}Q", len(self.views), self.first, *map(_bytes, self.views)))
+            for view in self.views:
+                out.write(bytes(-out.tell() % _ALIGNED))
+                out.write(view)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+
+
+def _bytes(view: memoryview) -> int:
+    return view.nbytes
+
+
+def pickled(call: Callable[..., Any], given: Sequence[Any]) -> Pickled:
+    """A call, and whether it works on an accelerator."""
     buffers: list[pickle.PickleBuffer] = []
     bodies = io.BytesIO(), io.BytesIO()
     picklers = [_Pickler(body, protocol=5, buffer_callback=buffers.append) for body in bodies]
@@ -68,22 +93,11 @@ def sealed(call: Callable[..., Any], given: Sequence[Any]) -> tuple[int, bool]:
         pickler.dump(one)
         held.append(len(buffers))
     views = [*(body.getbuffer() for body in bodies), *(one.raw() for one in buffers)]
-    descriptor = os.memfd_create("making", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        with os.fdopen(descriptor, "wb", closefd=False) as out:
-            out.write(struct.pack(f"<QQ{len(views)}Q", len(views), held[1], *(view.nbytes for view in views)))
-            for view in views:
-                out.write(bytes(-out.tell() % _ALIGNED))
-                out.write(view)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor, any(pickler.accelerated for pickler in picklers)
+    return Pickled(views, held[1], any(pickler.accelerated for pickler in picklers))
 
 
 def opened(memory: memoryview, bench: Workspace) -> tuple[Any, Sequence[Any]]:
-    """What :func:`sealed` took, over there: the call and what it is given. Their arrays lie where they are.
+    """What :func:`pickled` took, over there: the call and what it is given. Their arrays lie where they are.
 
     Args:
         memory: all of it.

@@ -12,14 +12,15 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from agent.errors import CommandError
-from agent.service import job_proposals, job_rules, job_runner, jobs, round_parts
-from agent.service.job_outputs import last_sealed
+from agent.service import job_proposals, job_rules, job_runner, jobs, prediction_jobs, round_parts
+from agent.service.job_outputs import clear_outputs, last_sealed
 from agent.service.jobs import Event, Fate, Job, JobStateError, JobStore
 from agent.service.ledger_access import Site
 from agent.storage import projects
 from policies.ledger.store import LedgerBusyError
 
 _GRANTED: Final = "release"  # commands whose first word this is reserve a price
+_PREDICTION: Final = "predict"
 NOBODY_RUNS: Final = "starts when `serve` runs"
 
 
@@ -75,6 +76,8 @@ def _read_job(told: Mapping[str, Any], event: Event) -> Job:
               "key": str(key), **more}:  # fmt: skip
             texts = tuple(word for word in words if isinstance(word, str))
             priced = not price or all(type(price.get(name)) is int for name in ("amount", "left"))
+            if texts[:1] == (_PREDICTION,):
+                prediction_jobs.check_words(texts)
             if len(texts) == len(words) and priced and more.keys() <= {"priority"}:
                 with suppress(ValueError, TypeError):
                     return Job(0, texts, project, (event,), price=price, cuda=cuda, key=key, **more)
@@ -163,8 +166,14 @@ def cancel(site: Site, number: int, by: str, spend: bool = False) -> dict[str, A
             raise
         return {"state": jobs.RUNNING}  # a later look of the service does it
     _may_end(store.read(number))  # it may have left by a person's hand, and been seen to
-    store.change(number, lambda known: known.now(jobs.CANCELLED, "", by))
-    site.log.info("job", job=number, state=jobs.CANCELLED)
+    return _cancelled(site, store, job, by)
+
+
+def _cancelled(site: Site, store: JobStore, job: Job, by: str) -> dict[str, Any]:
+    if job.lane == jobs.PREDICTION:  # a service that was killed may have left some of its results
+        clear_outputs(site.home, job)
+    store.change(job.number, lambda known: known.now(jobs.CANCELLED, "", by))
+    site.log.info("job", job=job.number, state=jobs.CANCELLED)
     return {"state": jobs.CANCELLED}
 
 
@@ -214,6 +223,16 @@ def retry(site: Site, number: int, by: str) -> dict[str, Any]:
         return {"number": number, "state": jobs.QUEUED}
     if job.state not in jobs.ENDED - {jobs.DONE}:
         raise JobStateError(f"job {number} is {job.state}: nothing is to be tried again")
+    return _begin_anew(site, store, job, by)
+
+
+def _begin_anew(site: Site, store: JobStore, job: Job, by: str) -> dict[str, Any]:
+    """A new job for one that has ended, unless there is one; see :func:`retry`."""
+    number = job.number
+    if job.lane == jobs.PREDICTION:
+        raise JobStateError(
+            f"what job {number} was asked for is gone with its end: type `predict ... --detach` again"
+        )
     begun = {known.key: known for known in store.all()}
     key = f"retry-{number}"  # asked twice, it is done once
     while key in begun and begun[key].state in jobs.ENDED - {jobs.DONE}:

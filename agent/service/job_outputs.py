@@ -12,7 +12,7 @@ from contextlib import closing
 from itertools import pairwise
 
 from agent.errors import SiteStorageError
-from agent.service.jobs import DONE, MADE, TRAINING, Job, JobStateError, JobStore
+from agent.service.jobs import DONE, MADE, PREDICTION, TRAINING, Job, JobStateError, JobStore
 from agent.storage import projects
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.vault import JOB_OUTPUTS, Vault
@@ -42,7 +42,7 @@ def seal_outputs(home: SiteDirectory, store: JobStore, job: Job, opted_out: Set[
         return
     with closing(projects.open_vault(home, job.project)) as vault:
         for name in written:
-            vault.place(_place(job, name)).write((folder / name).read_bytes())
+            vault.place(result_place(job, name)).write((folder / name).read_bytes())
         if vault.opted_out() != opted_out:  # asked when all is written: who opts out later finds it there
             vault.clear_job_outputs()
     shutil.rmtree(folder)
@@ -66,9 +66,9 @@ def keep_released(home: SiteDirectory, release: str, clear: bytes, opted_out: Se
         name = release_file(job)
         if name and release_id(site, job.grant, 0) == release:
             with closing(projects.open_vault(home, job.project)) as vault:
-                vault.place(_place(job, name)).write(clear)
+                vault.place(result_place(job, name)).write(clear)
                 if vault.opted_out() != opted_out:
-                    vault.place(_place(job, name)).clear()
+                    vault.place(result_place(job, name)).clear()
 
 
 def read_released(home: SiteDirectory, job: Job, admitted: Container[str]) -> bytes:
@@ -115,7 +115,7 @@ def read_output(vault: Vault, store: JobStore, job: Job, name: str) -> bytes | N
     if job.lane == TRAINING:
         path = store.folder(job.number) / "out" / name
         return path.read_bytes() if path.is_file() else None
-    return vault.place(_place(job, name)).read()
+    return vault.place(result_place(job, name)).read()
 
 
 def trained_files(store: JobStore, job: Job) -> list[str]:
@@ -137,11 +137,23 @@ def last_sealed(home: SiteDirectory) -> int:
 
 def clear_outputs(home: SiteDirectory, job: Job) -> None:
     """Delete what the job wrote, of the vault."""
-    if output_names(job) and job.project in projects.names(home):
+    if (output_names(job) or job.lane == PREDICTION) and job.project in projects.names(home):
         with closing(projects.open_vault(home, job.project)) as vault:
-            for name in output_names(job):
-                vault.place(_place(job, name)).clear()
+            clear_results(vault, job)
 
 
-def _place(job: Job, name: str) -> str:
+def clear_results(vault: Vault, job: Job) -> None:
+    """Delete what the job wrote, of its project's vault."""
+    for name in result_names(vault, job):
+        vault.place(result_place(job, name)).clear()
+
+
+def result_names(vault: Vault, job: Job) -> list[str]:
+    """The names of the files of the job that the vault has."""
+    start = result_place(job, "")
+    return [name.removeprefix(start) for name in vault.places(start)]
+
+
+def result_place(job: Job, name: str) -> str:
+    """Of the vault, where a file of the job is."""
     return f"{JOB_OUTPUTS}{job.number}/{name}"

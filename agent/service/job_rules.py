@@ -24,6 +24,7 @@ from agent.service.jobs import (
     INTERRUPTED,
     LEAVING,
     MAKING,
+    PREDICTION,
     PRIORITIES,
     PROPOSED,
     QUEUED,
@@ -42,7 +43,7 @@ SERVICE_GIB: Final = 2  # of memory are left to the service
 class JobSettings:
     """Table ``jobs.toml`` of the home directory, all keys optional."""
 
-    hours: str = ""  # "22:00-06:00": local time in which makings and trainings start; ingest starts at any time
+    hours: str = ""  # "22:00-06:00": local time in which makings and trainings start; others start at any time
     memory_gib: float = 0.0  # most data of one job; 0: no bound, and no rule
     keep_days: int = 90  # of jobs that have ended
     disk_share: float = 0.1  # of the file system that ended jobs may fill
@@ -130,7 +131,7 @@ def _busy(jobs: Iterable[Job]) -> Iterable[Job]:
 
 def gives_way(job: Job) -> bool:
     """Whether a job gives way to a round, which has an end that other sites wait for: one of the same processors."""
-    return job.lane in (MAKING, TRAINING) and not job.cuda
+    return job.lane in (MAKING, TRAINING, PREDICTION) and not job.cuda
 
 
 def _against(job: Job, busy: Sequence[Job], settings: JobSettings, seen: Surroundings) -> str:
@@ -151,7 +152,7 @@ def _against(job: Job, busy: Sequence[Job], settings: JobSettings, seen: Surroun
         return "images wait to be read"
     if job.lane == MAKING and seen.making:
         return "another release, search or evaluation is at work"
-    if settings.hours and job.lane != INTAKE and not Hours.parse(settings.hours).hold(seen.now):
+    if settings.hours and job.lane not in (INTAKE, PREDICTION) and not Hours.parse(settings.hours).hold(seen.now):
         return f"starts within the hours {settings.hours}"
     return _of_machine(job, busy, settings, seen)
 

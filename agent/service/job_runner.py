@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -127,7 +128,7 @@ class JobRunner:
 
     def recover(self) -> None:
         """Give every job that an earlier service left at work its next state; what fails now, a later look does."""
-        self._store.after_restore()
+        self._store.after_restore(partial(clear_outputs, self._home))
         self._guarded(settle_parts, self._home, self._ledger)
         for job in self._at_work():
             self._guarded(self._settle, job, None)
@@ -315,18 +316,26 @@ class JobRunner:
         hindered = job.hindered + 1 if status == jobs.BUSY else 0
         waits = -1.0 if again is None and state == jobs.INTERRUPTED else time.time() + (again or 0.0)
 
+        state, reason = jobs.unwatched(job, state, reason, waits)
+
         def settled(known: Job) -> Job:
             wish = known.wanted if kept_wish or known.wanted != job.wanted else ""  # one that came meanwhile stays
             after = known.now(state, reason, job.wanted_by, not_before=waits, wanted=wish)
             return replace(after, lost=lost if status is None or status < 0 else 0, hindered=hindered)
 
-        if job.lane != jobs.TRAINING:  # what a kill left there in clear; what it wrote in full is sealed
-            shutil.rmtree(folder / "out", ignore_errors=True)
+        self._clear(job, state)
         self._store.change(job.number, settled)
         self._log.info("job", job=job.number, state=state)
         self._ended.pop(job.number, None)
         self._told_to_end.pop(job.number, None)
         self._mine.discard(job.number)
+
+    def _clear(self, job: Job, state: str) -> None:
+        """Delete what a kill left in clear; what was written in full is sealed, of a prediction all or none."""
+        if job.lane != jobs.TRAINING:
+            shutil.rmtree(self._store.folder(job.number) / "out", ignore_errors=True)
+        if job.lane == jobs.PREDICTION and state != jobs.DONE:
+            clear_outputs(self._home, job)
 
     def _change(self, job: Job, state: str, reason: str = "", by: str = "", **changed: Any) -> None:
         ended = jobs.ENDED  # meanwhile, by somebody else
@@ -358,9 +367,8 @@ class JobRunner:
                 for ended in self._supervisor.ended(_TICK_S):
                     number = int(ended.name)
                     waiting.discard(number)
-                    self._settle(
-                        self._store.read(number), ended.status if ended.status >= 0 else None
-                    )  # not its fault
+                    status = ended.status if ended.status >= 0 else None  # not its fault
+                    self._guarded(self._settle, self._store.read(number), status)
         self._lose_supervisor()
 
     # -- what is kept
@@ -368,16 +376,20 @@ class JobRunner:
     def _sweep(self) -> None:
         """Delete the oldest ended jobs beyond their age and their share of the disk."""
         self._store.sweep()
-        ended = [job for job in self._store.all()[:-1] if job.state in jobs.ENDED]
+        found = self._store.all()
+        ended = [job for job in found if job.state in jobs.ENDED]
         disk = os.statvfs(self._home.root)
         allowed = self._settings.disk_share * disk.f_blocks * disk.f_frsize
         sizes = {job.number: _size(self._store.folder(job.number)) for job in ended}
         for job in ended:
             old = job.history[-1].at < time.time() - 86_400 * self._settings.keep_days
-            if old or sum(sizes.values()) > allowed:
-                sizes.pop(job.number)
-                with contextlib.suppress(LazaretError):  # a project that has ended took its sealed files along
-                    clear_outputs(self._home, job)
+            newest = job.number == found[-1].number  # its number is not given again, so its folder stays
+            if not old and (newest or not sum(sizes.values()) > allowed):
+                continue
+            sizes.pop(job.number)
+            with contextlib.suppress(LazaretError):  # a project that has ended took its sealed files along
+                clear_outputs(self._home, job)
+            if not newest:
                 self._store.forget(job.number)
                 self._log.info("job_forgotten", job=job.number)
 

@@ -34,11 +34,15 @@ STATES: Final = (PROPOSED, QUEUED, RUNNING, MADE, LEAVING, DONE, INTERRUPTED, RE
 ENDED: Final = frozenset({DONE, REFUSED, FAILED, CANCELLED})
 MAKING, TRAINING, INTAKE = "making", "training", "intake"  # lanes: one job of each at a time
 ROUND: Final = "round"  # lane of parts in federated runs, whose rounds begin when the coordinator asks
+PREDICTION: Final = "prediction"  # lane of what names patients: see agent.service.prediction_jobs
 PART: Final = "part"  # first word of such a job; the second one is the run. Nobody types it
 Priority = Literal["high", "normal", "low"]  # which job of a lane goes first
 PRIORITIES: Final[tuple[Priority, ...]] = get_args(Priority)
 BUSY: Final = 75  # exit status of a job's process (EX_TEMPFAIL, sysexits.h): again later
-_LANES: Final = {"release": MAKING, "tune": MAKING, "evaluate": MAKING, "train": TRAINING, PART: ROUND}
+_LANES: Final = {
+    "release": MAKING, "tune": MAKING, "evaluate": MAKING, "train": TRAINING, PART: ROUND,
+    "predict": PREDICTION,
+}  # fmt: skip
 _COUNTED: Final = re.compile(r"(?:(.*): )?([0-9]{1,15}) of ([0-9]{1,15})")  # as agent.release.pipeline tells a stage
 _MOST_STEPS: Final = 1 << 53
 _LAST_TIME: Final = 1e11  # seconds
@@ -246,6 +250,8 @@ class JobStore:
         with self._changing():
             before = self.read(number)
             after = change(before)
+            if after.state in ENDED and after.lane == PREDICTION:  # first: a kill leaves an end that is not written
+                _forget_patients(self.folder(number))
             if after != before:
                 self._write(self.folder(number), after)
             return after
@@ -263,15 +269,24 @@ class JobStore:
             os.rename(self.folder(number), gone)
         shutil.rmtree(gone, ignore_errors=True)
 
-    def after_restore(self) -> None:
+    def after_restore(self, clear: Callable[[Job], None]) -> None:
         """Once after a backup was restored: what would go on by itself waits for a person.
 
         Since the backup it may have ended and released; a start asks the ledger and the coordinator for its price.
+        Of predictions nothing comes back: they may have been cancelled since, or their results fetched.
+
+        Args:
+            clear: deletes what a job wrote, of the vault.
         """
         if not (self.root / "restored").exists():
             return
         for job in self.all():
-            if job.state in (QUEUED, RUNNING, LEAVING, INTERRUPTED) and job.lane != ROUND:
+            if job.lane == PREDICTION:
+                clear(job)
+                if job.state not in ENDED:
+                    why = "the site was restored from a backup: type `predict ... --detach` again"
+                    self.change(job.number, partial(Job.now, state=FAILED, reason=why))
+            elif job.state in (QUEUED, RUNNING, LEAVING, INTERRUPTED) and job.lane != ROUND:
                 why = f"the site was restored from a backup: `jobs retry {job.number}` goes on with it"
                 self.change(job.number, partial(Job.now, state=INTERRUPTED, reason=why, not_before=-1.0))
         (self.root / "restored").unlink()
@@ -314,6 +329,19 @@ class JobStore:
             yield
         finally:
             os.close(handle)
+
+
+def _forget_patients(folder: Path) -> None:
+    """Of a prediction that ends, what it was asked for goes, and of what libraries said all but our own sentences.
+
+    Raises:
+        OSError: something stays; the job has not ended then.
+    """
+    for name in ("in", "out"):
+        if (folder / name).exists():
+            shutil.rmtree(folder / name)
+    sentences = _sentences(_last_lines(folder / "stderr"))
+    replace_file(folder / "stderr", "".join(f"{line}\n" for line in sentences).encode(), 0o600)
 
 
 # -- what becomes of a job
@@ -384,7 +412,8 @@ def when_again(job: Job, state: str, fate: Fate) -> float | None:
     """When an interrupted job starts again by itself, seconds from now; None: only when a person says so.
 
     What was ended from outside starts again at once, three times in a row. What waits for the coordinator, the disk
-    or another command is tried again later and later, up to an hour. Otherwise a person decides.
+    or another command is tried again later and later, up to an hour; of a prediction, whose patient is kept so
+    long, for some hours. Otherwise a person decides.
     """
     if state != INTERRUPTED or job.wanted:
         return None
@@ -392,7 +421,15 @@ def when_again(job: Job, state: str, fate: Fate) -> float | None:
         return 0.0
     if fate.status < 0:
         return 0.0 if job.lost < _LOSSES else None
-    return back_off(job.hindered) if fate.status == BUSY else None
+    goes_on = fate.status == BUSY and (job.lane != PREDICTION or job.hindered < _HINDRANCES)
+    return back_off(job.hindered) if goes_on else None
+
+
+def unwatched(job: Job, state: str, reason: str, waits: float) -> tuple[str, str]:
+    """State and reason: a prediction that only a person would go on with (``waits`` < 0) ends, and keeps nobody."""
+    if job.lane != PREDICTION or state != INTERRUPTED or waits >= 0:
+        return state, reason
+    return FAILED, f"{reason}; type `predict ... --detach` again"
 
 
 def back_off(times: int) -> float:
@@ -401,6 +438,7 @@ def back_off(times: int) -> float:
 
 
 _LOSSES: Final = 3
+_HINDRANCES: Final = 8
 
 
 # -- what it says
@@ -462,10 +500,15 @@ def last_words(folder: Path) -> str:
     for name in ("stderr", "stdout"):
         lines = [line.strip() for line in _last_lines(folder / name) if line.strip()]
         if name == "stderr":  # of a library's words nobody knows what they quote (P14)
-            lines = [line for line in lines if line.startswith(("refused: ", "stopped: "))]
+            lines = _sentences(lines)
         if lines:
             return lines[-1].partition(": ")[2] if name == "stderr" else _refusal(lines)
     return ""
+
+
+def _sentences(lines: Sequence[str]) -> list[str]:
+    """Those that this program says of its own end."""
+    return [line for line in lines if line.startswith(("refused: ", "stopped: "))]
 
 
 def _refusal(lines: Sequence[str]) -> str:

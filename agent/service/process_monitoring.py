@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from agent.operations.connection import connection_fault
 from protos.operations.checks import CheckResult, failed, note, passed
 from protos.operations.event_counters import PROCESS, EventCounters
 from protos.operations.kept_process import ends_of
@@ -43,6 +44,7 @@ class ServiceStatus:
 
     processes: tuple[ProcessStatus, ...] = ()
     received: Mapping[str, int] | None = None  # events of the C-STORE receiver, since it started; None: nobody serves
+    unjoined: str = ""  # what parts this site from the coordinator, and since when; "": nothing, or it takes no part
 
     def running(self, name: str) -> bool:
         """Whether a process runs."""
@@ -67,14 +69,15 @@ def tell_status(
         for name, runs in running().items():
             ends = ends_of(name, tally)
             found.append(asdict(ProcessStatus(name, runs, ends.count, ends.last, ends.how)))
-        return {"processes": found, "received": dict(received())}
+        return {"processes": found, "received": dict(received()), "unjoined": connection_fault(tally) or ""}
 
     return told
 
 
 def read_status(told: Mapping[str, Any]) -> ServiceStatus:
     """What a service said."""
-    return ServiceStatus(tuple(ProcessStatus(**one) for one in told["processes"]), told["received"])
+    processes = tuple(ProcessStatus(**one) for one in told["processes"])
+    return ServiceStatus(processes, told["received"], told.get("unjoined", ""))
 
 
 def ask_status(home: Path) -> ServiceStatus:

@@ -61,7 +61,7 @@ def settle_parts(home: SiteDirectory, ledger: SiteLedger) -> None:
 
 def _put_down(job: Job) -> Job:
     if job.state == jobs.RUNNING:
-        job = job.now(jobs.INTERRUPTED, f"the service ended; {job.reason} counts as made")
+        job = job.now(jobs.INTERRUPTED, f"the service ended in {job.reason}")
     return job.turned(jobs.QUEUED, AWAY) if job.reason != AWAY else job
 
 
@@ -139,7 +139,7 @@ def leave(site: Site, job: Job, by: str, spend: bool) -> dict[str, Any]:
 
 
 def _end_training(folder: Path) -> None:
-    """Kill the process that trains the round, if there is one; the round comes to nothing, and counts as made."""
+    """Kill the process that trains the round, if there is one: no other goes on with it where the site leaves."""
     with contextlib.suppress(OSError, ValueError):
         pid = int((folder / "pid").read_text())
         if b"agent.release.maker_main" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
@@ -186,13 +186,15 @@ class PartJobs(PartWatch):
     def came_to_nothing(self, part: PartView, number: int, why: str) -> None:
         """A round without an update stays in the history, with its reason."""
         with self._guarded():
-            job, told = self._job(), f"round {number} came to nothing: {why}"
+            what = "came to nothing" if part.unfinished is None else "was interrupted"
+            job, told = self._job(), f"round {number} {what}: {why}"
             if job is None or job.grant != part.grant or number != part.begun:  # no other was begun here
                 return
             if told not in [event.reason for event in job.history[-2:]]:
                 self._store.change(job.number, lambda known: known.now(jobs.INTERRUPTED, told))
                 self._print(told)
-            self._failed, self._shown = f"; round {number} came to nothing", ("", "", "")
+            self._failed = f"; round {number} came to nothing" if part.unfinished is None else ""
+            self._shown = ("", "", "")
 
     def wants_to_leave(self, part: PartView) -> bool:
         """A person said so: where part of the price is spent, that has been said, too."""
@@ -251,7 +253,7 @@ class PartJobs(PartWatch):
         before = state.accounts[reserved.account].left + reserved.amount
         price = {"claim": claim_json(part.mechanism.claim()), "amount": reserved.amount, "left": before}
         price["mechanism"] = part.mechanism.name
-        asked = f"asked for by the coordinator: {part.mechanism.turns} rounds"
+        asked = f"asked for by the coordinator: {part.mechanism.turns} rounds; {part.compute.why}"
         event = Event(round(time.time(), 3), jobs.QUEUED, asked)
         words, key = (PART, part.run), f"{PART}-{part.grant}"
         made = Job(0, words, self._project, (event,), grant=part.grant, price=price, key=key, attempts=1)
@@ -301,6 +303,8 @@ def _standing(part: PartView) -> tuple[str, str]:
         return jobs.QUEUED, f"round {part.begun} of {of}: waits for the others of the sum"
     if not part.granted and not part.rounds_trained:
         return jobs.QUEUED, "waits for the coordinator's grant"
+    if part.unfinished is not None:
+        return jobs.QUEUED, f"waits until round {part.begun} of {of} is asked for again: it goes on where it was"
     if part.turns_made >= of:
         return jobs.QUEUED, f"{_MADE.format(of=of)}: waits for the last verdict"
     return jobs.QUEUED, f"waits for round {part.begun + 1} of {of}"

@@ -23,6 +23,7 @@ from policies.statements import claim_from
 from protos.common.text import MINUTE, utc
 from protos.federation.round_times import answer_times, told_bits
 
+LOOK: Final = "look at what the run's network would see; the sheet stays here and costs nothing:"
 _NANO: Final = 10**9
 
 
@@ -41,6 +42,11 @@ class PlanView:
     def open(self) -> bool:
         """Whether persons may still decide about it."""
         return self.standing == "waiting" and not self.late
+
+    @property
+    def preview(self) -> str:
+        """The command that shows the task's inputs to this site's reviewer."""
+        return f"{PROGRAM} task preview --run {self.plan.run} --out {self.plan.run}.html"
 
     def lines(self, state: State, site: str) -> list[str]:
         """Everything that a person approves, a line for each."""

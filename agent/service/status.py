@@ -187,7 +187,10 @@ def _jobs(home: SiteDirectory) -> Iterator[Step]:
 
 
 def _processes(home: SiteDirectory) -> Iterator[Step]:
-    for one in ask_status(home.root).processes:
+    service = ask_status(home.root)
+    if service.unjoined:
+        yield Step(SERVES, "coordinator", service.unjoined, "lazaret-agent doctor")
+    for one in service.processes:
         if one.running:
             yield Step(SERVES, f"process {one.name}", said=one.words)
         else:

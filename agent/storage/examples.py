@@ -6,6 +6,7 @@ is left out is counted by reason, for the site's own console and nowhere else (P
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -15,7 +16,7 @@ import numpy as np
 from agent.deidentify.record import NO_SERIES
 from agent.domain import Example, ExampleRule, TaskCohort, TaskKind, TaskPatient
 from agent.errors import SiteStorageError
-from agent.storage.instance_index import FoundExample, InstanceRecord, Target
+from agent.storage.instance_index import ExampleStore, FoundExample, InstanceRecord, Target
 from agent.storage.label_tables import (
     LabelColumn,
     LabelTable,
@@ -75,6 +76,15 @@ class TaskSurvey:
     examples: int
     version: str  # of the label table; "" without one
     outputs: tuple[OutputCount, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExampleSample:
+    """What may become a task's examples, by what is known of it without its pixels. For the site alone."""
+
+    patients: int
+    order: tuple[FoundExample, ...]  # all of them, in the order of the sample
     left_out: tuple[LeftOut, ...]
 
 
@@ -165,6 +175,29 @@ def _said(rule: ExampleRule, target: Target) -> list[str]:
     if rule.kind == "multi-label":
         return [name for name, value in zip(names, target, strict=True) if value == 1]
     return [name for name, value in zip(names, target, strict=True) if not np.isnan(value)]
+
+
+def sample(vault: Vault, rule: ExampleRule, rng: np.random.Generator) -> ExampleSample:
+    """What :func:`task_cohort` would open, in a random order in which few patients are seen twice. No pixel is read.
+
+    Every patient's first example comes before anybody's second one; among those, labels take turns, so that a rare
+    one is among the first.
+
+    Raises:
+        LabelTableError: see :func:`task_cohort`.
+    """
+    tally = _Tally()
+    found = _found(vault, rule, _table(vault, rule), tally, vault.opted_out())
+    order = [found[at] for at in rng.permutation(len(found))]
+    own, same = Counter[str](), Counter[tuple[int, bytes]]()
+    turns = []
+    for one in order:
+        turn, label = own[one.person], b"" if one.target is None else one.target.tobytes()
+        turns.append((turn, same[turn, label]))
+        own[one.person] += 1
+        same[turn, label] += 1
+    ranked = sorted(range(len(order)), key=turns.__getitem__)
+    return ExampleSample(len(own), tuple(order[at] for at in ranked), tally.told())
 
 
 # -- labels
@@ -263,32 +296,33 @@ def _number(rule: ExampleRule, at: int, column: LabelColumn, value: Value) -> fl
 def _examples(
     vault: Vault, rule: ExampleRule, table: LabelTable | None, tally: _Tally, without: Iterable[str]
 ) -> Iterator[tuple[str, Example]]:
-    """The examples, patient after patient, one at a time.
+    """The examples, patient after patient, one at a time."""
+    for found in _found(vault, rule, table, tally, vault.opted_out() | set(without)):
+        for one in read_found(vault, rule, found):
+            if isinstance(one, str):
+                tally.add(one, found.heads)
+            else:
+                yield found.person, one
 
-    A failure that one patient's file brings about leaves out that file alone; faults of the machine end the making.
+
+def read_found(vault: ExampleStore, rule: ExampleRule, found: FoundExample) -> list[Example | str]:
+    """What a network sees of it, one example for each of its volumes; or why it is left out, a key of REASONS.
+
+    A failure that one patient's file brings about leaves out that file alone; faults of the machine are raised.
     """
     from agent.storage.example_pixels import as_seen  # noqa: PLC0415 - the readers of volumes: half a second
 
-    for found in _found(vault, rule, table, tally, vault.opted_out() | set(without)):
-        try:
-            seen = as_seen(vault, rule, found)
-        except KeyError:
-            tally.add("gone", found.heads)
-            continue
-        except (MemoryError, SiteStorageError):
+    try:
+        seen = as_seen(vault, rule, found)
+    except KeyError:
+        return ["gone"]
+    except (MemoryError, SiteStorageError):
+        raise
+    except Exception as fault:  # whatever a reader raises
+        if isinstance(fault, OSError) and fault.errno is not None:  # of a disk: readers of bytes name no number
             raise
-        except Exception as fault:  # whatever a reader raises
-            if isinstance(fault, OSError) and fault.errno is not None:  # of a disk: readers of bytes name no number
-                raise
-            tally.add("unreadable", found.heads)
-            continue
-        for one in seen:
-            if isinstance(one, str):
-                tally.add(one, found.heads)
-            elif not bool(np.ptp(one[0]) > 0):
-                tally.add("blank", found.heads)
-            else:
-                yield found.person, Example(*one)
+        return ["unreadable"]
+    return [one if isinstance(one, str) else "blank" if not np.ptp(one[0]) > 0 else Example(*one) for one in seen]
 
 
 def _found(
@@ -297,16 +331,8 @@ def _found(
     """What counts by what is known of it without its pixels, sorted by patient and name."""
     index = _Index(vault, rule, excluded)
     found = []
-    for (person, _), members in sorted(index.groups.items()):
-        kept = []
-        for head in sorted(members, key=lambda one: one.name):
-            if why := index.unfit(head):
-                tally.add(why, [head])
-            else:
-                kept.append(head)
-        if len(rule.size) == 3 and len(kept) < len(members):
-            tally.add("face" if any(head.face for head in members) else "held", kept)  # a volume is whole, or is none
-        elif rule.kind != "segmentation":
+    for person, kept in _fitting(index, rule, tally):
+        if rule.kind != "segmentation":
             target = _common(rule, table, kept, tally)
             if target is not None:
                 found.append(FoundExample(person, tuple(kept), target))
@@ -317,10 +343,44 @@ def _found(
     return found
 
 
+def _fitting(index: _Index, rule: ExampleRule, tally: _Tally) -> Iterator[tuple[str, list[InstanceRecord]]]:
+    """The instances that may be one example, with their patient, by what their heads say."""
+    for (person, _), members in sorted(index.groups.items()):
+        kept = []
+        for head in sorted(members, key=lambda one: one.name):
+            if why := index.unfit(head):
+                tally.add(why, [head])
+            else:
+                kept.append(head)
+        if len(rule.size) == 3 and len(kept) < len(members):
+            tally.add("face" if any(head.face for head in members) else "held", kept)  # a volume is whole, or is none
+        else:
+            yield person, kept
+
+
+def without_labels(
+    store: ExampleStore, rule: ExampleRule, excluded: set[str] | frozenset[str] = frozenset()
+) -> tuple[list[FoundExample], tuple[LeftOut, ...]]:
+    """What a task's network can be shown, whatever is known of it: by the same rule as its examples, but for labels.
+
+    Args:
+        store: the vault, or a study in memory.
+        rule: of the task; its labels are not asked for.
+        excluded: pseudonyms that may not take part.
+    Returns:
+        What counts, sorted by patient and name; what is left out by its heads, and why.
+    """
+    tally = _Tally()
+    index = _Index(store, rule, excluded)
+    return [
+        FoundExample(person, tuple(kept), None) for person, kept in _fitting(index, rule, tally) if kept
+    ], tally.told()
+
+
 class _Index:
     """What the vault has, without pixels: the instances of each possible example, and the masks of each series."""
 
-    def __init__(self, vault: Vault, rule: ExampleRule, excluded: set[str] | frozenset[str]) -> None:
+    def __init__(self, vault: ExampleStore, rule: ExampleRule, excluded: set[str] | frozenset[str]) -> None:
         self._rule, self._barred = rule, vault.barred() | vault.held()
         self._sizes: dict[str, int] = {}
         self.groups: dict[tuple[str, str], list[InstanceRecord]] = {}
@@ -341,11 +401,12 @@ class _Index:
         """Why one instance can be no part of an example, as far as its head says; else ""."""
         if head.held(self._barred):
             return "held"
-        waits = head.series != NO_SERIES and self._sizes[head.series] < self._rule.min_instances
+        in_series = head.kind == "image" and head.series != NO_SERIES  # a volume file is whole by itself
+        waits = in_series and self._sizes[head.series] < self._rule.min_instances
         return _unfit(self._rule, head) or ("waiting" if waits else "")
 
 
-def _in_part(vault: Vault, rule: ExampleRule, person: str, parts: dict[str, bool]) -> bool:
+def _in_part(vault: ExampleStore, rule: ExampleRule, person: str, parts: dict[str, bool]) -> bool:
     if rule.split is None:
         return True
     if person not in parts:

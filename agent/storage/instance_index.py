@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +84,28 @@ def head_of(record: Record, trace: str, picture: str) -> InstanceRecord:
         picture=picture,
         masks=record.masks,
     )
+
+
+class ExampleStore(Protocol):
+    """Where examples are read from: the vault, or a study that is in memory for one prediction."""
+
+    def heads(self) -> Iterable[InstanceRecord]:
+        """Every instance, without its pixels."""
+
+    def payload(self, name: str) -> bytes:
+        """The de-identified file of an instance. Raises: KeyError, there is none."""
+
+    def pixels(self, name: str) -> NDArray[np.float32]:
+        """(h, w) or (h, w, 3) in [0, 1] of an image. Raises: KeyError, there is none."""
+
+    def barred(self) -> Set[str]:
+        """Series that are held back."""
+
+    def held(self) -> Set[str]:
+        """Studies that are held back."""
+
+    def part_of(self, split: Split, person: str) -> str:
+        """The part of a split that a patient is in."""
 
 
 @dataclass(frozen=True, slots=True)

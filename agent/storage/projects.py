@@ -34,7 +34,7 @@ from agent.storage.vault import Vault
 from protos.common.durable_files import flush_directory
 from protos.identity.key_files import read_private, write_private
 
-_NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,30}")
+NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,30}")
 _KEY_BYTES: Final = 32
 _BATCH: Final = 256
 _UNKNOWN: Final = "0" * 32
@@ -54,7 +54,7 @@ class ProjectKeys:
 
 
 def _folder(home: SiteDirectory, name: str) -> Path:
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise ProjectError("a project has a short name of a-z, 0-9 and -, which begins with a letter")
     return home.project_keys / name
 
@@ -79,7 +79,7 @@ def names(home: SiteDirectory) -> tuple[str, ...]:
         found = sorted(os.listdir(home.project_keys))
     except FileNotFoundError:
         return ()
-    named = (name for name in found if _NAME.fullmatch(name) and not _ended(home, name))
+    named = (name for name in found if NAME.fullmatch(name) and not _ended(home, name))
     return tuple(name for name in named if (_folder(home, name) / "key").exists())
 
 
@@ -300,6 +300,7 @@ def _purge(home: SiteDirectory, notes: SiteDatabase) -> int:
         try:
             _retire(vault, persons)
             _give_up(vault, persons)
+            vault.clear_round_steps()
             vault.clear_job_outputs()
             forget_patients(vault, persons)
             gone += vault.purge(persons)
@@ -355,7 +356,7 @@ def end(home: SiteDirectory, name: str) -> None:
 def finish(home: SiteDirectory) -> None:
     """Destroy what is left of every project whose end an earlier process had begun."""
     for name in os.listdir(home.project_keys) if home.project_keys.exists() else ():
-        if _NAME.fullmatch(name) and _ended(home, name):
+        if NAME.fullmatch(name) and _ended(home, name):
             _destroy(home, name)
 
 

@@ -40,7 +40,17 @@ _KEYS = {
     "secondary_capture_modalities": list,
     "public_components": list,
 }
-_OPTIONAL = {"proxy": str, "partners": list, "least_partners": int, "confinement": str, "most_round_seconds": int}
+_OPTIONAL = {
+    "proxy": str,
+    "partners": list,
+    "least_partners": int,
+    "confinement": str,
+    "most_round_seconds": int,
+    "device": str,
+    "engine": str,
+}
+_DEVICES = ("auto", "cpu", "cuda")
+_ENGINES = ("own", "opacus")
 _GOES_ON = "; to go on with it: lazaret-agent setup"
 MAIN = "main"  # the project that every site has from the beginning
 _NOT_ENROLLED = "the site is not enrolled: run `lazaret-agent enrol` with the coordinator's invitation"
@@ -62,6 +72,8 @@ class SiteSettings:
     least_partners: int = 1  # how many of them must be in a secret sum beside this site
     confinement: str = AVAILABLE  # of the readers of foreign bytes: the kernel's layers, or "required": all
     most_round_seconds: int = round_times.MOST_S  # the longest round in which this site takes part
+    device: str = "auto"  # of rounds: "cpu", "cuda", or "auto", an accelerator where there is one that may be used
+    engine: str = "own"  # of rounds: "own", or "opacus", where its hooks are exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +210,8 @@ def parse_settings(root: Path, text: str) -> SiteSettings:
         table.get("least_partners", 1),
         table.get("confinement", AVAILABLE),
         table.get("most_round_seconds", round_times.MOST_S),
+        table.get("device", "auto"),
+        table.get("engine", "own"),
     )
 
 
@@ -210,6 +224,10 @@ def _senseless(table: dict[str, object]) -> Iterator[str]:
         yield "least_partners: at least 1"
     if table.get("confinement", AVAILABLE) not in DEMANDS:
         yield f"confinement: one of {', '.join(DEMANDS)}"
+    if table.get("device", "auto") not in _DEVICES:
+        yield f"device: one of {', '.join(_DEVICES)}"
+    if table.get("engine", "own") not in _ENGINES:
+        yield f"engine: one of {', '.join(_ENGINES)}"
     most = table.get("most_round_seconds", round_times.MOST_S)
     if type(most) is int and not round_times.LEAST_S <= most <= round_times.MOST_S:
         yield f"most_round_seconds: {round_times.LEAST_S} to {round_times.MOST_S}"

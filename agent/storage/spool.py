@@ -57,6 +57,14 @@ class AlreadyClaimed(Signal):
 
 
 @dataclass(frozen=True, slots=True)
+class MaskedVolume:
+    """What a NIfTI mask is of."""
+
+    body: bytes = field(repr=False)  # the volume's file, as it lies
+    segment: str = ""  # the one segment that the mask is of, where its name says it
+
+
+@dataclass(frozen=True, slots=True)
 class ReceivedFile:
     """One file as a road brought it. Everything in it may identify a patient."""
 
@@ -67,11 +75,15 @@ class ReceivedFile:
     issuer: str = field(default="", repr=False)
     label: str = ""  # the hospital's own label; "" when it has none
     instance: str = field(default="", repr=False)  # SOP Instance UID as the sender announced it; "" when not told
+    mask_of: MaskedVolume | None = field(default=None, repr=False)  # of a mask in a folder, which is never sealed
 
     def __post_init__(self) -> None:
         """A known road."""
         if self.road not in ROADS:
             raise ValueError("unknown road")
+
+
+_SAID: Final = tuple(f.name for f in fields(ReceivedFile) if f.name not in ("body", "mask_of"))  # in a head
 
 
 def room_key(vault_key: bytes, purpose: str = "rooms") -> bytes:
@@ -131,7 +143,7 @@ class Sealer:
 
     def seal(self, name: str, arrival: ReceivedFile, digest: str = "") -> tuple[bytes, bytearray]:
         """Head and body as they are written, one after the other."""
-        told = {f.name: getattr(arrival, f.name) for f in fields(arrival) if f.name != "body"}
+        told = {name: getattr(arrival, name) for name in _SAID}
         told |= {"received": time.time_ns(), "digest": digest}
         head = self._box(name + "/head", json.dumps(told).encode())
         front = _HEAD.pack(_DEPOSITED if self._sealed else _MAGIC, len(head))
@@ -207,7 +219,7 @@ class Sealer:
 
 def _may_say(told: dict[str, Any]) -> bool:
     """Is this the head of a receiver's file? One that was taken over may write anything, and knows no label or id."""
-    named = {f.name for f in fields(ReceivedFile) if f.name != "body"} | {"digest"}
+    named = {*_SAID, "digest"}
     if told.keys() != named | {"received"}:
         return False
     texts = {key: told[key] for key in named}

@@ -50,6 +50,7 @@ CREATE INDEX IF NOT EXISTS sent_of ON sent(id);
 """
 _MAX_LABEL: Final = 64
 JOB_OUTPUTS: Final = "job/"  # begins the names of places with pages that jobs made
+ROUND_STEPS: Final = "round/steps"  # the place of agent.mechanisms.federated.round_training
 
 
 class Vault(Withheld):
@@ -108,6 +109,11 @@ class Vault(Withheld):
     def jobs_with_outputs(self) -> list[int]:
         """The numbers of the jobs that have pages here."""
         return [int(name.removeprefix(JOB_OUTPUTS).partition("/")[0]) for name in self.places(JOB_OUTPUTS)]
+
+    def clear_round_steps(self) -> None:
+        """Delete the steps of a federated round that is not sealed yet, whoever is in them: it begins anew."""
+        if self.places(ROUND_STEPS):
+            self.place(ROUND_STEPS).clear()
 
     def clear_job_outputs(self) -> None:
         """Delete the pages that jobs made of patients of the project."""

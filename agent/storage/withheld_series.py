@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import pydicom
 
 from agent.storage.instance_index import FaceInstance
+from agent.volumes.dicom_series import all_parsed
 from agent.volumes.errors import NotDefacedError
 from agent.volumes.grid import spacing
 from agent.volumes.series import split
-from agent.volumes.volume_io import VolumeSource, read_bytes
+from agent.volumes.volume_io import VolumeSource, dicom_source, read_bytes
 
 
 def volumes_of(faces: Sequence[FaceInstance]) -> tuple[list[VolumeSource], list[list[FaceInstance]]]:
@@ -21,29 +20,45 @@ def volumes_of(faces: Sequence[FaceInstance]) -> tuple[list[VolumeSource], list[
     Raises:
         NotDefacedError: there is none.
     """
-    groups: list[list[FaceInstance]] = [[face] for face in faces if face.kind == "volume"]
-    slices: dict[str, list[FaceInstance]] = {}
+    sources, whose, slices = list[VolumeSource](), list[list[FaceInstance]](), dict[str, list[FaceInstance]]()
+    refused = ""
     for face in faces:
         if face.kind == "image":
             slices.setdefault(face.series, []).append(face)
-    refused = ""
+        elif face.kind == "volume":
+            try:
+                sources.append(read_bytes([face.payload]))
+                whose.append([face])
+            except NotDefacedError as error:
+                refused = refused or error.code
     for members in slices.values():
-        headers = [pydicom.dcmread(io.BytesIO(face.payload), stop_before_pixels=True) for face in members]
-        for indices, why in split(headers):
-            if why:
-                refused = refused or why
+        for found in _volumes(members):
+            if isinstance(found, str):
+                refused = refused or found
             else:
-                groups.append([members[n] for n in indices])
-    sources, whose = [], []
-    for group in groups:
-        try:
-            sources.append(read_bytes([face.payload for face in group]))
-            whose.append(group)
-        except NotDefacedError as error:
-            refused = refused or error.code
+                sources.append(found[0])
+                whose.append(found[1])
     if not sources:
         raise NotDefacedError(refused or "not_a_volume")
     return sources, whose
+
+
+def _volumes(members: list[FaceInstance]) -> Iterator[tuple[VolumeSource, list[FaceInstance]] | str]:
+    """Those of one series, whose files are each parsed once; or codes why some of it is none."""
+    try:
+        read = all_parsed([face.payload for face in members])
+    except NotDefacedError as error:
+        yield error.code
+        return
+    for indices, why in split([dataset for dataset, _ in read]):
+        if why:
+            yield why
+            continue
+        mine = [members[n] for n in indices]
+        try:
+            yield dicom_source([face.payload for face in mine], [read[n] for n in indices]), mine
+        except NotDefacedError as error:
+            yield error.code
 
 
 def finest(faces: Sequence[FaceInstance]) -> tuple[VolumeSource, list[FaceInstance]] | None:

@@ -181,23 +181,25 @@ class QidoClient:
             DicomWebError: the archive cannot be asked, answers no DICOMweb, or more studies match than may.
         """
         for study in self._studies(query):
-            fields = ["BodyPartExamined"] if query.body_part else None
-            search = partial(self._client.search_for_series, study, fields=fields)
-            matches, lost = self._listed(search, "0020000E")
-            if lost:
-                yield QidoSeries(study, "", (), lost, lost)
-            for uid, entry in matches.items():
-                with _dicom_json(self._web):
-                    modality, part, counted = (_value(entry, tag) for tag in ("00080060", "00180015", "00201209"))
-                if query.modalities and modality not in query.modalities:
-                    continue
-                if query.body_part and part != query.body_part:
-                    continue
-                announced = int(counted) if counted.isdecimal() and len(counted) < 10 else 0
-                listed, lost = self._listed(
-                    partial(self._client.search_for_instances, study, uid), "00080018", announced
-                )
-                yield QidoSeries(study, uid, tuple(listed), max(announced, len(listed) + lost), lost)
+            yield from self.of_study(study, query)
+
+    def of_study(self, study: str, query: ArchiveQuery) -> Iterator[QidoSeries]:
+        """The series of one study that have the query's modality and part of the body. Raises as ``series`` does."""
+        fields = ["BodyPartExamined"] if query.body_part else None
+        search = partial(self._client.search_for_series, study, fields=fields)
+        matches, lost = self._listed(search, "0020000E")
+        if lost:
+            yield QidoSeries(study, "", (), lost, lost)
+        for uid, entry in matches.items():
+            with _dicom_json(self._web):
+                modality, part, counted = (_value(entry, tag) for tag in ("00080060", "00180015", "00201209"))
+            if query.modalities and modality not in query.modalities:
+                continue
+            if query.body_part and part != query.body_part:
+                continue
+            announced = int(counted) if counted.isdecimal() and len(counted) < 10 else 0
+            listed, lost = self._listed(partial(self._client.search_for_instances, study, uid), "00080018", announced)
+            yield QidoSeries(study, uid, tuple(listed), max(announced, len(listed) + lost), lost)
 
     def _studies(self, query: ArchiveQuery) -> list[str]:
         found: dict[str, None] = {}

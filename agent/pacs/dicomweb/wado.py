@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import requests
 
@@ -48,9 +48,22 @@ class _Paused(Signal):
     """The archive's hours are over, or somebody asked to stop."""
 
 
+class WadoSink(Protocol):
+    """Where instances go. Several threads keep at a time."""
+
+    def has(self, instance: str, source: str) -> bool:
+        """Is it here already?"""
+
+    def full(self, least_free: int) -> bool:
+        """Is no more to be asked for? ``least_free``: bytes, on the disk that it writes to."""
+
+    def keep(self, instance: str, source: str, body: bytes) -> None:
+        """Keep an instance. Raises: OSError, it cannot be written; DicomWebError, nothing more is taken."""
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceSink:
-    """Where instances go, and what is there already."""
+    """The spool, and what is there already."""
 
     room: Spool
     already: Callable[[str], bool]  # by SOP Instance UID: in the vault, or in quarantine; by one thread at a time
@@ -58,6 +71,14 @@ class InstanceSink:
     def has(self, instance: str, source: str) -> bool:
         """Does it wait, as this archive sent it, or is it known?"""
         return self.room.holds(instance, [("wado", source)]) or self.already(instance)
+
+    def full(self, least_free: int) -> bool:
+        """Is the spool's disk nearly full?"""
+        return not shutil.disk_usage(self.room.folder).free > least_free
+
+    def keep(self, instance: str, source: str, body: bytes) -> None:
+        """Seal it into the spool."""
+        self.room.put(ReceivedFile("wado", source, body, instance=instance))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +117,7 @@ class WadoRetriever:
     def __init__(
         self,
         web: DicomWebArchive,
-        sink: InstanceSink,
+        sink: WadoSink,
         *,
         stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda _brought, _known: None,
@@ -124,9 +145,9 @@ class WadoRetriever:
         self._next = 0.0  # when the next instance may be kept, for the rate
         self._writers = ThreadPoolExecutor(_WRITERS, "room")
 
-    def run(self, query: ArchiveQuery) -> Pulled:
-        """Everything that matches and is not here yet. Raises as ``bring`` does."""
-        return self.bring(self._find(query))
+    def run(self, query: ArchiveQuery, study: str = "") -> Pulled:
+        """Everything that matches and is not here yet; ``study``: of this one alone. Raises as ``bring`` does."""
+        return self.bring(self._find(query, study))
 
     def bring(self, found: Iterable[QidoSeries]) -> Pulled:
         """What of these series is not here yet.
@@ -163,9 +184,10 @@ class WadoRetriever:
             self._over.set()
             raise
 
-    def _find(self, query: ArchiveQuery) -> Iterator[QidoSeries]:
+    def _find(self, query: ArchiveQuery, study: str) -> Iterator[QidoSeries]:
         self._may_go_on()
-        yield from QidoClient(self._web, self._session(), self._rest).series(query)
+        asked = QidoClient(self._web, self._session(), self._rest)
+        yield from asked.of_study(study, query) if study else asked.series(query)
 
     def _count(self, series: QidoSeries) -> None:
         with self._mutex:
@@ -185,7 +207,7 @@ class WadoRetriever:
     def _may_go_on(self) -> None:
         if self._over.is_set() or self._stop() or not self._web.may_ask(self._clocks.now()):
             raise _Paused
-        if not shutil.disk_usage(self._sink.room.folder).free > self._web.least_free_bytes:
+        if self._sink.full(self._web.least_free_bytes):
             raise DicomWebError(
                 f"{self._web.name}: the disk is nearly full (least_free_bytes): retrieval has stopped"
             )
@@ -355,7 +377,7 @@ class WadoRetriever:
 
     def _keep(self, uid: str, body: bytes) -> None:
         try:
-            self._sink.room.put(ReceivedFile("wado", self._web.name, body, instance=uid))
+            self._sink.keep(uid, self._web.name, body)
         except OSError:
             raise DicomWebError("the spool cannot be written: check the disk") from None
         with self._mutex:

@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, Self
+from typing import ClassVar, Final, Protocol, Self
 
 from pydicom.dataset import Dataset
 from pynetdicom.dsutils import encode
@@ -113,6 +113,8 @@ def _outcome(status: int, fields: Mapping[int, bytes]) -> Outcome:
 class QueryRetrieveScu:
     """One association, opened by us. Every wait and every length of it is bounded."""
 
+    stores: ClassVar[bool] = False  # objects go from here to there
+
     def __init__(self, remote: ArchiveConfig, contexts: Sequence[tuple[str, str]]) -> None:
         """Open it.
 
@@ -177,7 +179,7 @@ class QueryRetrieveScu:
         self._wire.close()
 
     def _associate(self) -> None:
-        self._wire.send(request(self._remote, self._proposed))
+        self._wire.send(request(self._remote, self._proposed, stores=self.stores))
         kind, unit = self._wire.read(MAX_REQUEST, self._remote.connect_seconds, self._remote.connect_seconds)
         if kind == RJ and len(unit) == 10:
             self._abort(None)

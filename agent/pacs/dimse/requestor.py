@@ -85,13 +85,14 @@ def connected(remote: ArchiveConfig) -> PduStream:
         raise ArchiveUnreachableError(f"{remote.name}: {text}") from None
 
 
-def request(remote: ArchiveConfig, contexts: Mapping[int, tuple[str, str]]) -> bytes:
+def request(remote: ArchiveConfig, contexts: Mapping[int, tuple[str, str]], *, stores: bool = False) -> bytes:
     """The A-ASSOCIATE-RQ (PS3.8 section 9.3.2).
 
     Args:
         remote: whom we call, and as whom.
         contexts: SOP class and transfer syntax by odd number. For storage we propose to be the provider (PS3.7
             annex D.3.3.4), as C-GET needs it.
+        stores: we send objects there: then we propose nothing of it, and are the user.
     """
     length, implementation = MaximumLengthNotification(), ImplementationClassUIDNotification()
     version = ImplementationVersionNameNotification()
@@ -103,7 +104,7 @@ def request(remote: ArchiveConfig, contexts: Mapping[int, tuple[str, str]]) -> b
     asked.calling_ae_title, asked.called_ae_title = remote.calling, remote.aet
     asked.presentation_context_definition_list = [_context(n, *pair) for n, pair in contexts.items()]
     asked.user_information = [length, implementation, version]
-    for name in sorted({name for name, _ in contexts.values()} & STORAGE):
+    for name in () if stores else sorted({name for name, _ in contexts.values()} & STORAGE):
         role = SCP_SCU_RoleSelectionNegotiation()
         role.sop_class_uid, role.scu_role, role.scp_role = UID(name), False, True
         asked.user_information.append(role)
