@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
@@ -290,13 +290,16 @@ class AdmissionService:
         found = ArtifactFindings(facts, early)
         return self._once(peer, key, lambda k: self.register.admit(k, release, envelope, found))
 
-    def reserve_run(self, run: str, sealed: Mapping[str, bytes], least: int) -> dict[str, Verdict]:
+    def reserve_run(
+        self, run: str, sealed: Mapping[str, bytes], least: int, required: Collection[str] = ()
+    ) -> dict[str, Verdict]:
         """The budgets of a run's sites, in one append: of those that can be granted, if ``least`` are; or of none.
 
         Args:
             run: its name.
             sealed: each site's own reservation, as it came with its answer to the price.
             least: how many must be granted.
+            required: sites without which none is.
         Returns:
             A verdict for each site; what could not be read is refused, and written down by itself.
         """
@@ -312,7 +315,7 @@ class AdmissionService:
             except RequestRejectedError as refusal:
                 verdicts[site] = Verdict((refusal.finding,))
         if asked:
-            given = self.register.reserve_all(_key(COORDINATOR, f"run-{run}"), asked, least)
+            given = self.register.reserve_all(_key(COORDINATOR, f"run-{run}"), asked, least, required)
             verdicts |= {r.site: verdict for (r, _), verdict in zip(asked, given, strict=True)}
         return verdicts
 

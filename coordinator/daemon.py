@@ -12,14 +12,16 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from coordinator.admission import AdmissionService
 from coordinator.enrolment.authority import Authority
 from coordinator.event_log import open_log
+from coordinator.federation.events import SignOfLife
 from coordinator.federation.fleet_proxy import Fleet
 from coordinator.federation.run_manager import RunManager
 from coordinator.federation.superlink import FlowerHost
@@ -29,6 +31,7 @@ from coordinator.gateway.notifications import NotificationStreams
 from coordinator.gateway.run_service import Operations
 from coordinator.gateway.server import ServerTimeInterceptor, start
 from coordinator.gateway.service import Service
+from coordinator.pools.architectures import approve_models
 from coordinator.storage.directory import CoordinatorDirectory, open_ledger, own_certificate
 from coordinator.storage.release_store import ReleaseStore
 from coordinator.storage.site_heads import SiteHeads
@@ -68,6 +71,7 @@ class CoordinatorRuntime:
     runs: RunManager
     shelf: ReleaseStore
     sessions: NotificationStreams
+    signs: Callable[[], Mapping[str, SignOfLife]]  # of life, by site
     authority: Authority
     close_calls: Callable[[str], object]  # end a site's open calls
     log: Any
@@ -100,7 +104,10 @@ def serve(home: CoordinatorDirectory, say: Callable[[str], None], beside: ExtraS
         uploads = Uploads(shelf.staging, time.time)
         sessions = NotificationStreams(log)
         runs = RunManager(home.root / "runs", superlink, intake, shelf, log, sessions.notify)
+        runs.approve = partial(approve_models, home)
         authority = Authority(home, intake, lambda: dt.datetime.now(dt.UTC))
+        fleet = Fleet(superlink, intake.node_keys, lambda site, what: service.guard.report(site, what))  # noqa: PLW0108 - made below
+        runs.signs = fleet.signs
         counter = GatewayContext(
             intake=intake,
             uploads=uploads,
@@ -108,8 +115,8 @@ def serve(home: CoordinatorDirectory, say: Callable[[str], None], beside: ExtraS
             witnesses=Witnesses(home.witnesses),
             site_heads=SiteHeads(home.site_heads),
             authority=authority,
-            fleet=Fleet(superlink, intake.node_keys, lambda site, what: service.guard.report(site, what)),  # noqa: PLW0108 - made below
-            conducting=Operations(runs),
+            fleet=fleet,
+            conducting=Operations(runs, fleet.signs),
             enrolled=runs.register_node,
             architectures=home.root / "architectures",
             policy=home.policy_text(),
@@ -117,7 +124,7 @@ def serve(home: CoordinatorDirectory, say: Callable[[str], None], beside: ExtraS
         )
         service = Service(counter, sessions)
         end_calls = service.guard.close_calls
-        parts = CoordinatorRuntime(home, store, intake, runs, shelf, sessions, authority, end_calls, log)
+        parts = CoordinatorRuntime(home, store, intake, runs, shelf, sessions, fleet.signs, authority, end_calls, log)
         server, bound = start(home, service, (ServerTimeInterceptor(),))
         try:
             runs.resume_all()

@@ -70,6 +70,7 @@ RULES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "claim_not_granted": ("The release makes another claim than the one that was granted.", _AGENT),
         "round_repeated": ("This training round was released before.", _NOTHING),
         "run_spent": ("The hospital has had a grant in this run before: there is one for each.", _AGAIN),
+        "behind": ("The hospital has made this round, or a later one, for a ledger that was lost.", _AGAIN),
         "round": ("The training round is not covered by a grant, or named where none belongs.", _AGAIN),
         "waiting": ("Persons at the site have not approved the run's plan yet.", "Wait for them, or ask the site."),
         "plan": ("A person at the site has refused the run's plan.", "Ask the site; another plan is another run."),
@@ -336,6 +337,10 @@ QUARANTINE: Final[Mapping[str, str]] = MappingProxyType(
     {
         "not_dicom": "neither DICOM nor NIfTI",
         "segment_not_listed": "a mask with a segment that the hospital does not list",
+        "mask_of_probabilities": "a mask of probabilities instead of segments",
+        "mask_without_volume": "a NIfTI mask for which no one volume is found",
+        "mask_of_other_shape": "a NIfTI mask that has another number of voxels than its volume",
+        "mask_of_other_place": "a NIfTI mask that lies elsewhere than its volume",
         "mask_without_series": "a mask that does not say of which one series it is",
         "not_a_file": "a link or device instead of a file",
         "unreadable": "could not be opened",

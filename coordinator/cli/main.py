@@ -22,6 +22,8 @@ def carry_out(arguments: argparse.Namespace) -> int:  # noqa: C901 - a case a fi
             from coordinator.cli.setup import run
         case ["round", "simulate"]:
             from coordinator.cli.simulate import run
+        case ["round", "report"]:
+            from coordinator.cli.report import run_report as run
         case ["invite" | "enrolments" | "approve" | "revoke"] | ["round", _]:
             from coordinator.cli.operator_client import run
         case ["pool", _]:

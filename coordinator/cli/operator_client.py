@@ -25,25 +25,28 @@ from coordinator.cli.output import ERR, OUT, say
 from coordinator.enrolment.authority import Authority, Invitation
 from coordinator.federation.job import APPROVAL_DAYS
 from coordinator.operations.pending import request_named, waiting
+from coordinator.round_codes import explain_code
 from coordinator.storage import directory as homes
 from policies.accounting.rounding import epsilon_text
 from policies.governance.decisions import said_by
 from policies.tasks.bounds import TaskError
-from policies.tasks.task import task_from_toml
+from policies.tasks.task import read_task
 from protos.common import durable_files
 from protos.common.text import MINUTE, utc
 from protos.federation import round_times
+from protos.federation.site_check import PLANS, WRONG
 from protos.operations.next_steps import SetupReport
 from protos.protocol_version import USER_AGENT
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 
 CALL_S = 30.0
+CHECK_S = 300.0  # beyond the check itself: its sites may be asked something else
 PLAN_S = 180.0  # the figure by privacy loss distributions may take a minute
 _KINDS = {"mechanism": str, "config": dict, "parameters": int, "sites": list, "rounds": int, "min_sites": int}
 # may be left out of a job file
 _MORE = {"strategy": dict, "all_or_none": bool, "secure": bool, "evaluate": list}
-_MORE |= {"round_seconds": int, "approval_days": int}
+_MORE |= {"round_seconds": int, "approval_days": int, "required_sites": list, "wait_seconds": int}
 _UNSAID = {"strategy": {"name": "fedavg"}, "round_seconds": round_times.DEFAULT_S, "approval_days": APPROVAL_DAYS}
 
 
@@ -196,11 +199,7 @@ def _task(job: Path, named: str) -> dict[str, Any]:
     """
     path = job.parent / named
     try:
-        return task_from_toml(path.read_text(), path.name).to_table()
-    except OSError as error:
-        raise coordinator_errors.CoordinatorConfigError(f"{path.name}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise coordinator_errors.CoordinatorConfigError(f"{path.name}: not text") from None
+        return read_task(path).to_table()
     except TaskError as error:
         raise coordinator_errors.CoordinatorConfigError(str(error)) from None
 
@@ -236,6 +235,78 @@ def _plan(arguments: argparse.Namespace) -> int:
     OUT.print(table)
     OUT.print(f"cannot start: {reply.refused}" if reply.refused else "can go", markup=False)
     return 1 if reply.refused else 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Whether each site could take part now; exit 1 when one could not. Nothing is priced, and no patient is read."""
+    request, job = _request(arguments)
+    request.canary = canary = arguments.canary
+    longest = round_times.check_timeout(request.parameters)
+    if canary and not arguments.json:
+        OUT.print(f"a round on made patients, at all sites at once: at most {longest / 60:.0f} minutes")
+    with _stub(homes.CoordinatorDirectory(arguments.home)) as stub:
+        reply = stub.Check(request, timeout=longest + CHECK_S)
+    could = bool(reply.sites) and all(one.could and (one.aggregated or not canary) for one in reply.sites)
+    if arguments.json:
+        told = [{field.name: getattr(one, field.name) for field in one.DESCRIPTOR.fields} for one in reply.sites]
+        told = [{**one, "wrong": list(one["wrong"])} for one in told]
+        sys.stdout.write(json.dumps({"go": could, "reason": reply.refused, "sites": told}) + "\n")
+        return 0 if could else 1
+    if reply.refused:
+        OUT.print(f"nobody was asked: {reply.refused}", markup=False)
+        return 1
+    if canary:
+        _show_canary(reply, could, request.secure)
+        return 0 if could else 1
+    table = Table("site", "agent", "its people", "computes by", "line, down and up", "a round", "")
+    for one in reply.sites:
+        if one.code:
+            table.add_row(one.site, *[""] * 5, explain_code(one.code)[0])
+            continue
+        line = " and ".join(f"{8 * rate / 1e6:.1f} Mbit/s" if rate else "?" for rate in (one.down, one.up))
+        took = f"about {one.round_seconds:.0f} s of {job['round_seconds']}" if one.seconds else "?"
+        said = "; ".join(WRONG[code] for code in one.wrong) or "could take part"
+        table.add_row(one.site, one.version, PLANS[one.plan], one.device, line, took, said)
+    OUT.print(table)
+    OUT.print("all of them could take part" if could else "not all of them could take part", markup=False)
+    return 0 if could else 1
+
+
+def _show_canary(reply: Any, could: bool, secure: bool) -> None:
+    """Each site's round on made patients: figures in a table, and a line for each site on what became of it."""
+    table = Table(Column("site", overflow="fold"), box=None, pad_edge=False)
+    for name in ("down MiB", "s", "MiB/s", "round s", "up MiB", "s", "MiB/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in reply.sites:
+        if not one.code:
+            ways = (_way(one.down_bytes, one.down_seconds), _way(one.up_bytes, one.up_seconds))
+            table.add_row(one.site, *ways[0], f"{one.seconds:.0f}" if one.seconds else "?", *ways[1])
+    if table.row_count:
+        OUT.print(table)
+    for one in reply.sites:
+        OUT.print(f"{one.site}: {_told_of(one)}", markup=False)
+    if secure:
+        OUT.print("a canary of a masked job exchanges no keys: whether the sites know each other shows in its rounds")
+    through = all(one.aggregated for one in reply.sites)
+    OUT.print("the round went through at every site" if through else "the round did not go through at every site")
+    if through and not could:
+        OUT.print("not all of them could take part", markup=False)
+
+
+def _told_of(one: Any) -> str:
+    """What became of a site's numbers, and what is wrong."""
+    if one.code:
+        return f"not aggregated. {' '.join(explain_code(one.code))}"
+    wrong = [WRONG[code] for code in one.wrong]
+    if one.could and not one.aggregated:
+        wrong.append(explain_code("no_aggregate")[0])
+    return "; ".join(["aggregated" if one.aggregated else "not aggregated", PLANS[one.plan], *wrong])
+
+
+def _way(carried: int, seconds: float) -> tuple[str, str, str]:
+    """MiB, seconds and rate of one way."""
+    mib = carried / 2**20
+    return (f"{mib:.2f}", f"{seconds:.1f}", f"{mib / seconds:.2f}") if seconds else (f"{mib:.2f}", "?", "?")
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -326,6 +397,7 @@ _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = MappingPro
         "approve": _approve,
         "revoke": _revoke,
         "round plan": _plan,
+        "round check": _check,
         "round launch": _launch,
         "round watch": _watch,
         "round resume": _resume,

@@ -92,11 +92,14 @@ def _add_members(commands: Any) -> None:
 def _add_rounds(commands: Any) -> None:
     rounds = commands.add_parser("round", help="federated runs").add_subparsers(required=True, metavar="WHAT")
     plan = add(rounds, "plan", "show what a run would cost each site; reserves nothing")
+    check = add(rounds, "check", "ask all its sites at once whether they could take part; no price, no patient")
     launch = add(rounds, "launch", "start a run, or follow it if it exists")
-    for one in (plan, launch):
+    for one in (plan, check, launch):
         one.add_argument("job", type=Path, help="JSON: mechanism, parameters, sites, rounds, min_sites, config ...")
         _json(one, _LINES)
     launch.add_argument("--run", required=True, help="the run's name")
+    check.add_argument("--canary", action="store_true", help="one round on made patients over the whole way, too")
+    check.add_argument("--run", default="", help="of a run that was launched and waits for approval")
     for name, text in (
         ("watch", "follow a run"),
         ("resume", "resume a stopped run"),
@@ -105,17 +108,32 @@ def _add_rounds(commands: Any) -> None:
         one = add(rounds, name, text)
         one.add_argument("run")
         _json(one, _LINES)
-    tried = add(rounds, "simulate", "try a job with many virtual sites on this machine; needs Ray")
-    tried.add_argument("job", type=Path, help="as for `round launch`; its sites are replaced by virtual ones")
-    tried.add_argument("--sites", type=int, default=200, help="how many")
-    tried.add_argument("--rounds", type=int, default=0, help="fewer rounds than the job has")
-    tried.add_argument("--seed", type=int, default=0, help="seed of the synthetic patients and the noise")
+    text = "write what became of a run, for those who did not watch it: report.html and report.json"
+    report = add(rounds, "report", text)
+    report.add_argument("run")
+    report.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder; made if it is not there")
+    _add_simulate(add(rounds, "simulate", "show what a run would come to, on public data and on this machine"))
+
+
+def _add_simulate(tried: Any) -> None:
+    tried.add_argument("job", type=Path, help="as for `round launch`")
+    text = "public images with labels.csv and SOURCE.txt (deploy/docs/rounds.md)"
+    tried.add_argument("--data", type=Path, required=True, metavar="FOLDER", help=text)
+    tried.add_argument("--out", type=Path, default=Path("simulation"), help="results; goes on with what is there")
+    tried.add_argument("--patients", default="", metavar="N[,N]", help="of each site (default: public_patients)")
+    text = "prices to compare, such as 1,3,8 (default: the job's own)"
+    tried.add_argument("--epsilons", default="", metavar="E[,E]", help=text)
+    tried.add_argument("--seeds", type=int, default=3, help="how often, with other patients and noise (default: 3)")
+    tried.add_argument("--alone", type=int, default=3, metavar="N", help="sites that train alone, too (default: 3)")
+    tried.add_argument("--sites", type=int, default=0, help="so many virtual sites in the place of the job's")
+    tried.add_argument("--rounds", type=int, default=0, help="fewer rounds than the job has, with the same noise")
     tried.add_argument(
         "--poisoned", type=int, default=0, help="number of sites that send minus ten times their update"
     )
-    tried.add_argument("--poor", type=int, default=0, help="number of sites without enough budget")
     tried.add_argument("--away", type=int, default=0, help="number of sites that do not answer")
-    tried.add_argument("--cpus", type=int, default=2, help="processors for the sites")
+    text = "a file of public weights that the task names by its SHA-256; may be repeated"
+    tried.add_argument("--weights", type=Path, action="append", default=[], metavar="FILE", help=text)
+    tried.add_argument("--cpus", type=int, default=2, help="processes that train (default: 2)")
     _json(tried, f"{_LINES}, the last one the whole")
 
 
@@ -131,8 +149,14 @@ def _add_pool(commands: Any) -> None:
         one.add_argument("out", type=Path, help="a directory that does not exist yet")
     for one in (listing, export, average, shape):
         _json(one)
-    shape.add_argument("file", type=Path, help="a model (.safetensors), or an architecture that a site sent (.json)")
+    shape.add_argument(
+        "file", type=Path, nargs="?", help="a model (.safetensors), or an architecture that a site sent (.json)"
+    )
+    shape.add_argument("--task", type=Path, help="instead of a file: a task file, whose models a site may release")
+    shape.add_argument("--parameters", type=int, help="with --task: as `lazaret-agent task check` prints them")
+    shape.add_argument("--bins", type=int, default=0, help="with --task: of a look at the model (default: no look)")
     shape.add_argument("--approve", default="", metavar="NAME", help="admit models of exactly this architecture")
+    export.add_argument("--model", default="", help="instead of images: this run's or release's model, with its card")
     for name in ("site", "mechanism", "modality", "without"):
         export.add_argument(f"--{name}", action="append", default=[], help="may be repeated")
     export.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime as dt
 import json
 import math
 import sys
@@ -18,12 +19,16 @@ from rich.table import Table
 
 from coordinator.cli.output import ERR, OUT
 from coordinator.explanations import count, epsilon_text
-from coordinator.pools.architectures import approve_architecture, architecture_of
+from coordinator.pools.architectures import approve_architecture, architecture_of, keep_task, task_architecture
 from coordinator.pools.datasheet import Card
 from coordinator.pools.export import ExportOptions, as_json, export_pool, list_releases, read_books
-from coordinator.pools.model_averaging import average_runs
+from coordinator.pools.model_averaging import average_runs, export_model
 from coordinator.pools.selection import PoolRefusedError, SelectionCriteria
 from coordinator.storage.directory import CoordinatorDirectory
+from policies.tasks.bounds import TaskError
+from policies.tasks.evaluation import MOST_BINS, EvaluationError
+from policies.tasks.task import MOST_PARAMETERS, Task, read_task
+from protos.artifacts.strict_safetensors import Architecture
 
 
 @contextlib.contextmanager
@@ -56,6 +61,8 @@ def _export(arguments: argparse.Namespace) -> int:
     """Write a pool for training: WebDataset shards, a Croissant description, a datasheet."""
     a = arguments
     home = CoordinatorDirectory(a.home)
+    if a.model:
+        return _export_model(home, a)
     wanted = SelectionCriteria(
         sites=frozenset(a.site),
         mechanisms=frozenset(a.mechanism),
@@ -70,6 +77,15 @@ def _export(arguments: argparse.Namespace) -> int:
     with _bar(a.json) as progress:
         report = export_pool(home, read_books(home), a.out, wanted, ExportOptions(seed=a.seed, card=card), progress)
     _tell(as_json(report), a.json, a.out)
+    return 0
+
+
+def _export_model(home: CoordinatorDirectory, a: argparse.Namespace) -> int:
+    """Write one model with its certificate and its card."""
+    from coordinator.reports.catalog import model_files  # noqa: PLC0415 - what writes PDF; no other command needs it
+
+    told = model_files(home, a.model, dt.datetime.now(dt.UTC))
+    _tell({"files": export_model(home, read_books(home), a.out, a.model, told)}, a.json, a.out)
     return 0
 
 
@@ -90,7 +106,8 @@ def _average(arguments: argparse.Namespace) -> int:
 def _architecture(arguments: argparse.Namespace) -> int:
     """Show the architecture of a model file, or of an architecture's own; and approve it, if that was asked."""
     a = arguments
-    shown = architecture_of(a.file)
+    task = _task(a)
+    shown = architecture_of(a.file) if task is None else _of_task(task, a)
     if a.json:
         sys.stdout.write(shown.encode().decode() + "\n")
     else:
@@ -103,9 +120,44 @@ def _architecture(arguments: argparse.Namespace) -> int:
     if not a.approve:
         ERR.print("nothing was approved; --approve NAME admits models of exactly this architecture")
         return 0
-    written = approve_architecture(CoordinatorDirectory(a.home), a.approve, shown)
+    home = CoordinatorDirectory(a.home)
+    written = approve_architecture(home, a.approve, shown)
+    if task is not None:
+        keep_task(home, task)
     ERR.print(f"approved: {written.name}; to undo it, remove that file", markup=False)
     return 0
+
+
+def _task(a: argparse.Namespace) -> Task | None:
+    """The task file in the place of a model's; None: a model's file is shown.
+
+    Raises:
+        PoolRefusedError: both or neither, or it is no task.
+    """
+    if (a.file is None) is (a.task is None):
+        raise PoolRefusedError("name a model's file, or a task file by --task, and not both")
+    if a.task is None:
+        return None
+    try:
+        return read_task(a.task)
+    except TaskError as error:
+        raise PoolRefusedError(str(error)) from None
+
+
+def _of_task(task: Task, a: argparse.Namespace) -> Architecture:
+    """The architecture of its models.
+
+    Raises:
+        PoolRefusedError: the number of parameters, or of bins, is none.
+    """
+    if not (a.parameters and 1 <= a.parameters <= MOST_PARAMETERS):
+        raise PoolRefusedError("--parameters: as `lazaret-agent task check` prints them, 1 to 100 million")
+    if not (0 <= a.bins <= MOST_BINS and a.bins % 2 == 0):
+        raise PoolRefusedError(f"--bins: an even number up to {MOST_BINS}, as [evaluate] of the site says")
+    try:
+        return task_architecture(task, a.parameters, a.bins)
+    except EvaluationError as error:
+        raise PoolRefusedError(str(error)) from None
 
 
 def _tell(report: dict[str, Any], as_lines: bool, out: Path) -> None:

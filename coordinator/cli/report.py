@@ -3,6 +3,9 @@
 report OUT.html                          the overview of the whole ledger, with --measured beside it
 report NAME OUT [--release NAME]         one of the reports; its form is OUT's ending
 report list                              which reports there are
+
+And ``round report NAME --out DIR``: what became of a run, beside the commands with which it was launched and watched.
+It is about a run, released or not; the reports above are about what the ledger admitted.
 """
 
 from __future__ import annotations
@@ -51,6 +54,21 @@ def run(arguments: argparse.Namespace) -> int:
     _write(arguments, out, lambda home, now: make(home, name, form, arguments.release, now, step=_step).body)
     if name == "certificate":
         OUT.print(f"check it with: lazaret-verify {out.name} --key FINGERPRINT --from ledger.export", markup=False)
+    return 0
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """Write ``report.html`` and ``report.json`` of a run; both are made before a file is written."""
+    from coordinator.reports.catalog import make_run_report  # noqa: PLC0415 - as above
+
+    out: Path = arguments.out
+    if out.exists() and not out.is_dir():
+        raise ReportError(f"{out.name} is a file: name a folder")
+    made = make_run_report(homes.CoordinatorDirectory(arguments.home), arguments.run, dt.datetime.now(dt.UTC))
+    out.mkdir(parents=True, exist_ok=True)
+    for form in ("json", "html"):
+        durable_files.replace_file(out / f"report.{form}", made.files[form].body)
+    OUT.print(f"{made.told}; wrote report.html and report.json in {out.name}", markup=False)
     return 0
 
 

@@ -162,12 +162,3 @@ def of_disk(total: int, free: int) -> Iterator[Alarm]:
             todo = "Free some space: if the disk is full, the ledger stops, and nothing is decided until a restart."
             yield Alarm(kind, f"The coordinator's disk is nearly full: {said} free.", todo)
             return
-
-
-def newest_certificates(state: State) -> dict[str, int | None]:
-    """By site that is enrolled: when its newest certificate that is not revoked ends; None without any."""
-    found: dict[str, int | None] = dict.fromkeys(state.sites)
-    for number, issued in state.issued.items():
-        if number not in state.revoked:
-            found[issued.site] = max(found.get(issued.site) or 0, issued.not_after)
-    return found

@@ -22,7 +22,7 @@ from protos.service.control_client import service_fault
 from protos.service.control_socket import control_socket
 from protos.web import settings as console_settings
 from protos.web.client_certificates import PinnedCertificates
-from protos.web.health import watched_over
+from protos.web.health import Health, watched_over
 from protos.web.login_cli import FOLDER
 from protos.web.router import Router
 from protos.web.server import ConsoleServer
@@ -57,15 +57,22 @@ def beside(parts: CoordinatorRuntime) -> Iterator[tuple[str, ...]]:
     """
     settings = console_settings.read(parts.home.root)
     watched = metrics.MonitoredCoordinator(
-        parts.home, parts.store, parts.sessions, parts.runs.root, parts.shelf.staging, lambda: dt.datetime.now(dt.UTC)
+        parts.home,
+        parts.store,
+        parts.sessions,
+        parts.signs,
+        parts.runs.root,
+        parts.shelf.staging,
+        lambda: dt.datetime.now(dt.UTC),
     )
     with ExitStack() as stack:
         app = coordinator_app(parts.store, parts.log)
-        app.state.wrong = metrics.live(watched)
+        app.state.wrong, app.state.absent = metrics.live(watched), metrics.joined(watched)
         stack.enter_context(control_socket(parts.home.root, app, parts.log))
         told = (stack.enter_context(_console(parts, settings)),) if settings is not None else ()
         live = partial(service_fault, parts.home.root)  # over the socket: one that answers nobody is a fault, too
-        port = stack.enter_context(watched_over(settings, metrics.metrics(watched), live, metrics.ready(watched)))
+        health = Health(live, metrics.ready(watched), metrics.joined(watched))
+        port = stack.enter_context(watched_over(settings, metrics.metrics(watched), health))
         yield (*told, *([f"metrics and health: port {port}"] if port else []))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Final
 
 from starlette.responses import Response
 
 from coordinator.console.context import INFORMED, READERS, CoordinatorConsoleContext
-from coordinator.reports.catalog import REPORTS, Report, make
+from coordinator.reports.catalog import REPORTS, Report, ReportFile, make, make_run_report
 from coordinator.reports.document import ReportError
 from policies.ledger.state import State
 from policies.ledger.store import LedgerUnsoundError
@@ -48,19 +49,30 @@ def add(pages: Router, context: CoordinatorConsoleContext) -> None:
             raise PageError(404, "That is not the name of a release or run.")
         if not _may(asked, name):
             raise PageError(403, "What was refused is in it, and that is not shown to researchers.")
-        if not turn.acquire(timeout=30.0):
-            raise PageError(503, "Another report is being made. Try again in a minute.")
-        try:
-            made = make(context.home, name, form, release, context.now())
-        except ReportError as error:
-            raise PageError(404, f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
-        except LedgerUnsoundError:
-            raise PageError(
-                503, "The ledger on disk is not the one that its key signed last: nothing was signed."
-            ) from None
-        finally:
-            turn.release()
-        return asked.download(made.name, made.body, made.media)
+        return _hand_out(asked, turn, lambda: make(context.home, name, form, release, context.now()))
+
+    @pages.get("/rounds/{run}/report.{form}", READERS)
+    def report(asked: RequestContext, run: str, form: str) -> Response:
+        if form not in ("html", "json"):
+            raise PageError(404, "A run's report is a page (html) or JSON.")
+        return _hand_out(asked, turn, lambda: make_run_report(context.home, run, context.now()).files[form])
+
+
+def _hand_out(asked: RequestContext, turn: threading.Lock, making: Callable[[], ReportFile]) -> Response:
+    """Make a report, one at a time, as a file to be kept."""
+    if not turn.acquire(timeout=30.0):
+        raise PageError(503, "Another report is being made. Try again in a minute.")
+    try:
+        made = making()
+    except ReportError as error:
+        raise PageError(404, f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
+    except LedgerUnsoundError:
+        raise PageError(
+            503, "The ledger on disk is not the one that its key signed last: nothing was signed."
+        ) from None
+    finally:
+        turn.release()
+    return asked.download(made.name, made.body, made.media)
 
 
 def _may(asked: RequestContext, name: str) -> bool:

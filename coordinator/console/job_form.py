@@ -22,6 +22,7 @@ from coordinator.federation.job import (
     KEYS,
     MASKED,
     PLAIN,
+    PRECISION,
     Job,
     JobError,
     LaunchDecision,
@@ -37,9 +38,10 @@ from protos.federation import round_times
 MOST_JOB: Final = 1 << 20  # bytes of a job file
 _NEEDED: Final = frozenset({"mechanism", "config", "parameters", "sites", "rounds", "min_sites"})
 _TIMES: Final[Mapping[str, int]] = MappingProxyType(
-    {"round_seconds": round_times.DEFAULT_S, "approval_days": APPROVAL_DAYS}
+    {"round_seconds": round_times.DEFAULT_S, "approval_days": APPROVAL_DAYS, "wait_seconds": 0}
 )
-_MORE: Final = frozenset({"strategy", "all_or_none", "secure", "evaluate", *_TIMES})  # may be left out of a job file
+# may be left out of a job file
+_MORE: Final = frozenset({"strategy", "all_or_none", "secure", "evaluate", "required_sites", *_TIMES})
 
 
 class JobFormError(ConfigError, ValueError):
@@ -71,6 +73,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "Noise multiplier",
             "instead of a price: the noise's standard deviation, in bounds on one patient's part",
         ),
+        "update_precision": ("Precision of updates", "bfloat16, or float32 for twice the bytes; nothing: bfloat16"),
         "sites": ("Sites that share the noise", "as many as take part"),
         "honest": ("Honest sites", "this number must keep their noise secret for the guarantee to hold"),
         "value_bound": ("Bound on a value", "of one element of an update, before it is masked"),
@@ -92,6 +95,7 @@ _NUMBERS: Final[Mapping[str, str]] = MappingProxyType(
         "min_sites": "Fewest hospitals",
         "round_seconds": "Seconds of a round",
         "approval_days": "Days to approve the run",
+        "wait_seconds": "Seconds to wait for a silent hospital",
     }
 )
 NAMES: Final[Mapping[str, str]] = MappingProxyType(
@@ -122,7 +126,7 @@ def _fields(mechanism: str) -> list[str]:
 def inputs(values: Mapping[str, str]) -> list[FormField]:
     """The fields of the mechanism's public configuration, filled."""
     named = [(key, *_HELP[key]) for key in _fields(values["mechanism"])]
-    instead = (EPSILON, "noise_multiplier")  # one of the two
+    instead = (EPSILON, "noise_multiplier", PRECISION)  # one of the first two; the third may be left out
     own = [
         FormField(f"config.{key}", label, text, values.get(f"config.{key}", ""), key not in instead)
         for key, label, text in named
@@ -146,6 +150,7 @@ def from_job(job: Job) -> dict[str, str]:
         **({"evaluate": _typed(list(job.evaluate))} if job.evaluate else {}),
         **filled,
         **{f"site.{site}": "on" for site in job.sites},
+        **{f"required.{site}": "on" for site in job.required_sites},
     }
 
 
@@ -165,9 +170,11 @@ def from_file(raw: bytes, run: str = "") -> dict[str, str]:
     wrong += [f"the job file has the unknown keys {', '.join(key[:40] for key in unknown)}"] if unknown else []
     if wrong:
         raise JobFormError(wrong)
-    mechanism, config, sites = values["mechanism"], values["config"], values["sites"]
-    if mechanism not in KEYS or not isinstance(config, dict) or not isinstance(sites, list):
-        raise JobFormError([f"the job file: mechanism is one of {', '.join(KEYS)}, config an object, sites a list"])
+    mechanism, config = values["mechanism"], values["config"]
+    sites, required = (values.get(name, []) for name in ("sites", "required_sites"))
+    lists = isinstance(sites, list) and isinstance(required, list)
+    if mechanism not in KEYS or not isinstance(config, dict) or not lists:
+        raise JobFormError([f"the job file: mechanism is one of {', '.join(KEYS)}, config an object, sites lists"])
     out = {name: _typed(values[name]) for name in ("parameters", "rounds", "min_sites")}
     out |= {"run": run, "mechanism": mechanism, "strategy": json.dumps(values.get("strategy", json.loads(FEDAVG)))}
     out |= {"all_or_none": "on"} if values.get("all_or_none") is True else {}
@@ -179,6 +186,7 @@ def from_file(raw: bytes, run: str = "") -> dict[str, str]:
     out |= {"evaluate": _typed(values["evaluate"])} if values.get("evaluate") else {}
     known = {*_fields(mechanism), "evaluate"}
     out |= {f"config.{key}": _typed(value) for key, value in config.items() if key in known}
+    out |= {f"required.{site}": "on" for site in required if isinstance(site, str)}
     return out | {f"site.{site}": "on" for site in sites if isinstance(site, str)}
 
 
@@ -202,9 +210,10 @@ def job_of(form: Mapping[str, str]) -> Job:
         return None
 
     kinds = {**KEYS[mechanism], EPSILON: float}
-    price = EPSILON if form.get(f"config.{EPSILON}", "").strip() else "noise_multiplier"
-    asked = [key for key in _fields(mechanism) if key in (price, *kinds.keys() - {EPSILON, "noise_multiplier"})]
-    if price == EPSILON and form.get("config.noise_multiplier", "").strip():
+    price = EPSILON if _given(form, EPSILON) else "noise_multiplier"
+    unsaid = {EPSILON, "noise_multiplier"} - {price} | {key for key in (PRECISION,) if not _given(form, key)}
+    asked = [key for key in _fields(mechanism) if key not in unsaid]
+    if price == EPSILON and _given(form, "noise_multiplier"):
         wrong.append("Price of the run: leave the noise multiplier empty, it is found")
     config = {key: read(f"config.{key}", _HELP[key][0], _READ[kinds[key]]) for key in asked}
     numbers = {name: read(name, label, _whole) for name, label in _NUMBERS.items()}
@@ -225,7 +234,8 @@ def job_of(form: Mapping[str, str]) -> Job:
             run=form.get("run", "").strip(),
             mechanism=mechanism,
             config=json.dumps(config, sort_keys=True, allow_nan=False),
-            sites=tuple(sorted(key.removeprefix("site.") for key in form if key.startswith("site."))),
+            sites=_ticked(form, "site."),
+            required_sites=_ticked(form, "required."),
             strategy=strategy,
             all_or_none="all_or_none" in form,
             secure=mechanism == MASKED,
@@ -234,6 +244,15 @@ def job_of(form: Mapping[str, str]) -> Job:
         )
     except JobError as fault:
         raise JobFormError(str(fault).removeprefix("the job needs ").split("; ")) from None
+
+
+def _ticked(form: Mapping[str, str], before: str) -> tuple[str, ...]:
+    return tuple(sorted(key.removeprefix(before) for key in form if key.startswith(before)))
+
+
+def _given(form: Mapping[str, str], key: str) -> bool:
+    """Whether something stands in the field of a key of the configuration."""
+    return bool(form.get(f"config.{key}", "").strip())
 
 
 def _whole(text: str) -> int:
@@ -275,7 +294,9 @@ def _object(text: str) -> dict[str, Any]:
         raise ValueError("a JSON object") from None
 
 
-_READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType({int: _whole, float: _real, dict: _task})
+_READ: Final[Mapping[type, Callable[[str], Any]]] = MappingProxyType(
+    {int: _whole, float: _real, str: str, dict: _task}
+)
 
 
 def _typed(value: object) -> str:

@@ -14,6 +14,7 @@ from coordinator.console.context import INFORMED, READERS, CoordinatorConsoleCon
 from coordinator.console.keys import keys_of
 from coordinator.console.ledger import follow, rules_of, searching
 from coordinator.console.proposals import proposals_of
+from coordinator.operations.attendance import absent_sites, newest_certificates
 from coordinator.storage.witness_store import Witnesses
 from policies.index.search import EntryQuery
 from policies.ledger.merkle import cosigners
@@ -36,6 +37,7 @@ class SiteSummary:
     until: int | None  # when its newest certificate ends
     seen: int  # size of the newest head that it cosigned
     level: bool  # whether that is the whole ledger
+    why: str  # it is not here; "": it is
 
 
 def add(pages: Router, context: CoordinatorConsoleContext) -> None:
@@ -69,7 +71,7 @@ def facts(context: CoordinatorConsoleContext, me: str, told: bool) -> dict[str, 
         found = [
             *alerts.of_ledger(state, context.store.stopped),
             *alerts.of_certificates(
-                keys_of(context.home, context.store), alerts.newest_certificates(state), state.revoked_sites, now
+                keys_of(context.home, context.store), newest_certificates(state), state.revoked_sites, now
             ),
         ]
         barred, size = set(state.revoked_sites), state.size
@@ -120,14 +122,19 @@ def _money(
 
 def _sites(context: CoordinatorConsoleContext, state: State) -> tuple[list[SiteSummary], list[CosignedHead]]:
     presence = context.sessions.presence()
-    ends, rows, heads = alerts.newest_certificates(state), [], []
+    ends, rows, heads = newest_certificates(state), list[SiteSummary](), list[CosignedHead]()
+    absent = {one.site: one for one in absent_sites(state, presence, context.signs(), context.now())}
     seen = _cosigned(context, state)
     for site in sorted(state.sites):
         there = presence.get(site)
         word = "online" if there is not None and there.online else "offline"
         word = "revoked" if site in state.revoked_sites else word
+        since, why = there.since if there else None, ""
+        if site in absent:
+            since, why = absent[site].since, absent[site].why
+        word = "no link" if why and word == "online" else word
         size = min(seen.get(site, 0), state.size)
-        rows.append(SiteSummary(site, word, there.since if there else None, ends.get(site), size, size == state.size))
+        rows.append(SiteSummary(site, word, since, ends.get(site), size, size == state.size, why))
         first = max(size, _joined(context, site))  # what was written before it was enrolled is no news to it
         heads.append(CosignedHead(site, size, context.index.time_of(first) if size < state.size else None))
     return rows, heads

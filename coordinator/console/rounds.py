@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from starlette.responses import Response
 
 from coordinator.console import job_form
 from coordinator.console.context import OPERATOR, READERS, RESEARCHER, CoordinatorConsoleContext
 from coordinator.console.job_form import JobFormError
-from coordinator.console.run_status import RunStatus, board_of, books_of
+from coordinator.console.run_status import RunEntries, RunFolder, RunStatus, board_of, books_of
 from coordinator.federation.aggregation import STRATEGIES
+from coordinator.federation.events import RunEvent
 from coordinator.federation.job import KEYS, PLAIN, Job, JobError, LaunchDecision, SiteCost, job_from
-from policies.statements import ID
-from protos.common.durable_files import replace_file
+from coordinator.federation.participation import members
+from coordinator.federation.run_journal import JournalError, KeptEvent, LinkCount, answers_of, bytes_of, read_events
 from protos.web.charts import Bar, BarPart, bars
 from protos.web.router import PageError, RequestContext, Router
 
@@ -48,19 +49,52 @@ def _look(pages: Router, context: CoordinatorConsoleContext) -> None:
     @pages.get("/rounds/{run}", READERS)
     def run(asked: RequestContext, run: str) -> Response:
         job, state = _known(context, run)
-        (board,) = _boards(context, [(job, state)])
+        entries, seen = _books(context, [job])[run], context.runs.so_far(run)
+        journal = _journal(context, run)  # after what this process has seen: each event is kept first
+        board = _board(context, job, state, entries, seen, journal or ())
         said = f"{board.closed} of {job.turns} are closed"
         drawn = Bar("Rounds", (BarPart("spent", board.closed),), job.turns, said)
         return asked.page(
             "run.html",
             board=board,
+            signs=context.signs() if board.live else {},
+            answered=answers_of(journal or ()),
+            carried=bytes_of([*(journal or ()), *_carried_since(context, board)]),
+            unreadable=journal is None,
+            stages=_STAGES,
             chart=bars([drawn], "Progress"),
             config=_indented(job.config),
             strategy=_indented(job.strategy),
-            launched=_launched(context, run),
+            launched=context.runs.launched_by(run),
             drivers=DRIVERS,
             sole=job_form.priced_as(),
         )
+
+
+def _journal(context: CoordinatorConsoleContext, run: str) -> list[KeptEvent] | None:
+    """What happened in a run, also before this process; None: the file is damaged."""
+    try:
+        return read_events(context.runs.root / run)
+    except (JournalError, OSError):
+        return None
+
+
+def _carried_since(context: CoordinatorConsoleContext, board: RunStatus) -> list[KeptEvent]:
+    """The counters of the sites' links as they are now, while the run is at work."""
+    if board.state not in ("running", "stopping"):
+        return []
+    links = {s: LinkCount(one.received, one.sent, one.answered) for s, one in context.signs().items()}
+    mine = {site: links[site] for site in board.job.sites if site in links}
+    return [KeptEvent(context.now().timestamp(), board.closed, "sent", (), "", {}, mine)]
+
+
+_STAGES: Final = {  # of a site's link, in words
+    "idle": "waits to be asked",
+    "receiving": "receives the model",
+    "working": "works",  # or waits until its answer may leave: the two cannot be told apart here
+    "sending": "sends its answer",
+    "": "is there",
+}
 
 
 def _conduct(pages: Router, context: CoordinatorConsoleContext) -> None:
@@ -129,11 +163,10 @@ def _launch(pages: Router, context: CoordinatorConsoleContext) -> None:
             costs, decision = context.runs.plan(job)
             if job_form.forecast_digest(costs, decision) != asked.form["seen"]:
                 return _forecast(asked, job, costs, decision, "The forecast has changed since. Nothing was launched.")
-            context.runs.launch(job)
+            note = {"person": asked.person.name, "role": asked.person.role, "at": int(context.now().timestamp())}
+            context.runs.launch(job, note)
         except JobError as fault:
             raise PageError(409, f"It was not launched: {fault}.") from None
-        note = {"person": asked.person.name, "role": asked.person.role, "at": int(context.now().timestamp())}
-        replace_file(context.runs.root / job.run / "launched.json", json.dumps(note).encode())
         context.log.info("run_launch", run=job.run, sites=len(decision.sites))
         return asked.go(f"/rounds/{job.run}", "The run is launched.")
 
@@ -174,24 +207,31 @@ def _sites(context: CoordinatorConsoleContext) -> list[str]:
         return sorted(site for site in state.sites if site not in state.revoked_sites)
 
 
+def _books(context: CoordinatorConsoleContext, jobs: Sequence[Job]) -> dict[str, RunEntries]:
+    """What the ledger says of runs."""
+    with context.store.exclusive() as ledger:
+        return books_of(ledger, jobs)
+
+
 def _boards(context: CoordinatorConsoleContext, known: Sequence[tuple[Job, str]]) -> list[RunStatus]:
     """Runs as the ledger, and this process, know them."""
-    with context.store.exclusive() as ledger:
-        said = books_of(ledger, [job for job, _ in known])
-    out = []
-    for job, state in known:
-        events, over = context.runs.so_far(job.run)  # `watch` waits for more, and a page must not
-        out.append(board_of(job, state, said[job.run], events, stopping=not over))
-    return out
+    said = _books(context, [job for job, _ in known])
+    so_far = context.runs.so_far  # `watch` waits for more, and a page must not
+    return [_board(context, job, state, said[job.run], so_far(job.run)) for job, state in known]
 
 
-def _launched(context: CoordinatorConsoleContext, run: str) -> Mapping[str, Any]:
-    """Who launched it from this console, and when; empty for a run from the command line."""
-    path = context.runs.root / run / "launched.json"
-    if not ID.fullmatch(run) or not path.exists():
-        return {}
-    found = json.loads(path.read_bytes())
-    return found if isinstance(found, dict) and found.keys() == {"person", "role", "at"} else {}
+def _board(
+    context: CoordinatorConsoleContext,
+    job: Job,
+    state: str,
+    entries: RunEntries,
+    seen: tuple[Sequence[RunEvent], bool],
+    journal: Sequence[KeptEvent] = (),
+) -> RunStatus:
+    """One of them; with its journal, also what an earlier process knew."""
+    events, over = seen
+    folder = RunFolder(members(context.runs.root / job.run, entries.closed), journal)
+    return board_of(job, state, entries, events, stopping=not over, folder=folder)
 
 
 def _form(

@@ -1,7 +1,7 @@
 """A federated run as a board: what became of each site in each round, and why those that are out are out. Pure.
 
-Closed rounds and grants come from the ledger and survive a restart. Events in between (who was asked, who declined,
-who did not answer) come from the run's own feed, which starts empty with each process; the page says so.
+Closed rounds and grants come from the ledger. Events in between (who was asked, who declined, who did not answer)
+come from the run's journal, which outlives a process; whether the run is at work now, from the feed of this process.
 """
 
 from __future__ import annotations
@@ -11,69 +11,15 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from coordinator.explanations import RULES, epsilon_text, explain, format_rounded_up
-from coordinator.federation.events import ENDS, NOT_APPROVED_YET, RunEvent
+from coordinator.explanations import epsilon_text, format_rounded_up
+from coordinator.federation.events import ENDS, FROZEN, NOT_APPROVED_YET, RunEvent
 from coordinator.federation.job import Job
+from coordinator.federation.participation import RoundMembers
+from coordinator.federation.run_journal import KeptEvent, placed
+from coordinator.round_codes import explain_code
 from policies.accounting.rdp import epsilon_of
 from policies.ledger.state import State
 
-_SAME: Final = "Bring both sides to the same version."
-_SITE: Final = "See the agent's log at the site."
-_BESIDE: Final = "See beside each hospital why."
-# codes of a round that are no rules of a review: why, and what to do
-_CODES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
-    {
-        "offline": ("The hospital's agent was not connected.", "Nothing, if it comes back. Otherwise call the site."),
-        "no_reply": (
-            "The hospital's agent was asked and did not answer in time.",
-            "See the agent's log at the site.",
-        ),
-        "internal": ("Something failed at the hospital, or here.", "See the log of that side."),
-        "bundle": ("The agent found another bundle than the one it knows.", _SAME),
-        "message_type": ("The agent received an unknown request.", "Bring both sides to the same version."),
-        "policy": ("The hospital's own policy forbids it.", "Change the job, or agree on another policy."),
-        "mechanism": (
-            "The agent does not know this method or its settings.",
-            "Bring both sides to the same version.",
-        ),
-        "unavailable": ("The hospital cannot take part. It gives no reason, by design.", "Ask the site's IT."),
-        "schema": ("The answer was not of the agreed form.", _SAME),
-        "not_finite": ("The update contained a value that is not a number.", "Train with a smaller learning rate."),
-        "size": ("The update had another length than the model.", _SAME),
-        "wrong_source": ("The answer came from another hospital than was asked.", "Treat it as an attack."),
-        "another_round": ("The update was made for another round.", "Nothing: the next round asks again."),
-        "not_selected": ("The strategy left the update out: too far from the others.", "Nothing, if once."),
-        "failed": ("The hospital's agent failed in an unknown way.", _SITE),
-        "too_few_sites_online": (
-            "Too few hospitals were connected.",
-            "The coordinator tries for two hours, then stops the run.",
-        ),
-        "too_few_updates": ("Too few updates could be used.", _BESIDE),
-        "too_few_grants": (
-            "Too few hospitals had the budget, or agreed to take part.",
-            "See beside each hospital why.",
-        ),
-        "no_aggregate": ("The updates could not be combined to a sound model.", "Choose another strategy."),
-        "not_unmasked": ("The masked sum could not be opened: too many hospitals left.", "Launch it again."),
-        "run_process_lost": ("The process of the run ended; another one continues.", "Nothing."),
-        "storage": ("The coordinator could not write to its disk.", "Free some space, then resume the run."),
-        "by an operator": ("It was stopped by a person.", "Resume it when you are ready."),
-        "waiting": (
-            "Persons at the hospital have not approved the run.",
-            "Ask them. They have the days that the job gives.",
-        ),
-        "not_approved_yet": (
-            "Persons at a hospital have not approved the run yet.",
-            "Wait, or ask them. After the job's days the run begins without that hospital.",
-        ),
-        "not_granted": (
-            "The coordinator's ledger holds no budget of this hospital for the run.",
-            "If it was refused, see the rule under Refusals.",
-        ),
-        "stopped": ("The coordinator was stopped.", "The run goes on when it is started again."),
-        "resume it with `round resume`": ("It was stopped.", "Resume it when you are ready."),
-    }
-)
 STATES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "finished": ("finished", "yes"),
@@ -85,14 +31,6 @@ STATES: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "running": ("running", ""),
     }
 )
-
-
-def explain_code(code: str) -> tuple[str, str]:
-    """A code of a round in words, and what to do; an unknown one is named as it is."""
-    known = _CODES.get(code)
-    if known is None and code not in RULES and not code:
-        return "", ""
-    return known or explain(code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +49,10 @@ class RoundRow:
 
     number: int
     closed: bool
-    asked: tuple[str, ...]  # empty when this process has not seen it
+    asked: tuple[str, ...]  # empty where that was not kept
     counted: tuple[str, ...]
     out: tuple[Dropout, ...]
+    seconds: float  # from when it was first sent to its close; 0: not closed, or not kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,32 +124,72 @@ def books_of(state: State, jobs: Sequence[Job]) -> dict[str, RunEntries]:
 
 @dataclass(slots=True)
 class _Heard:
-    """What the feed says, gathered by round."""
+    """What was said of the run, gathered by round."""
 
     asked: dict[int, tuple[str, ...]] = field(default_factory=dict)
     out: dict[int, dict[str, str]] = field(default_factory=dict)  # round -> site -> code
     granted: tuple[str, ...] = ()
-    last: RunEvent | None = None
+    priced: bool = False  # some site was asked for its price
+    last: RunEvent | KeptEvent | None = None  # of this process; of an earlier one where the run is over or stopped
 
 
-def _heard(events: Iterable[RunEvent]) -> _Heard:
+def _heard(events: Iterable[RunEvent | KeptEvent]) -> _Heard:
     heard = _Heard()
     for event in events:
         heard.last = event
+        out = heard.out.setdefault(event.round, {})
         if event.state == "granted":
             heard.granted = event.sites
         elif event.state == "sent":
             heard.asked[event.round] = event.sites
         elif event.state in ("declined", "refused"):
-            heard.out.setdefault(event.round, {}).update(dict.fromkeys(event.sites, event.reason))
-        elif event.state == "closed":  # whoever was out at first and is in the model was not out
+            out |= dict.fromkeys(event.sites, event.reason)
+        out |= event.missing if isinstance(event, KeptEvent) else {}
+        heard.priced = heard.priced or event.state in ("granted", "declined", "refused", "sent")
+        if event.state in ("granted", "sent", "closed"):  # out at first, and asked again or in the model
             for site in event.sites:
-                heard.out.get(event.round, {}).pop(site, None)
+                out.pop(site, None)
+    heard.out = {number: out for number, out in heard.out.items() if out}
+    return heard
+
+
+def _seconds(journal: Sequence[KeptEvent]) -> dict[int, float]:
+    """Round -> from when it was first sent to its close."""
+    sent = {event.round: event.at for event in reversed(journal) if event.state == "sent"}
+    closed = {event.round: event.at for event in journal if event.state == "closed"}
+    return {number: at - sent[number] for number, at in closed.items() if number in sent}
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """What was written down of a run, also by an earlier process."""
+
+    members: Sequence[RoundMembers] = ()  # who is in each closed round, and who is not
+    journal: Sequence[KeptEvent] = ()  # it was read after this process's events, and holds them
+
+
+_EMPTY: Final = RunFolder()
+
+
+def _known_so_far(known: str, events: Sequence[RunEvent], journal: Sequence[KeptEvent]) -> _Heard:
+    """Of the journal, but for one that the disk had no place for: then of this process alone."""
+    newest = events[-1] if events else None
+    told = [(e.round, e.state, e.sites, e.reason) for e in journal]
+    if newest is not None and (newest.round, newest.state, newest.sites, newest.reason) not in told:
+        return _heard(events)
+    heard = _heard(placed(journal))
+    ends = [event for event in journal if event.state in ENDS]
+    heard.last = newest if newest is not None or known == "open" or not ends else ends[-1]
     return heard
 
 
 def board_of(
-    job: Job, known: str, entries: RunEntries, events: Sequence[RunEvent], stopping: bool = False
+    job: Job,
+    known: str,
+    entries: RunEntries,
+    events: Sequence[RunEvent],
+    stopping: bool = False,
+    folder: RunFolder = _EMPTY,
 ) -> RunStatus:
     """The board.
 
@@ -221,8 +200,11 @@ def board_of(
         entries: the ledger's word.
         events: of this process, from the first.
         stopping: a stop was asked for, and the round in progress goes on.
+        folder: what was written down.
     """
-    heard = _heard(events)
+    heard, seconds = _known_so_far(known, events, folder.journal), _seconds(folder.journal)
+    for one in folder.members:
+        heard.out[one.number] = dict(one.missing)
     state = _state(known, heard, stopping)
     word, kind = STATES[state]
     numbers = sorted(entries.counted.keys() | heard.asked.keys() | {n for n in heard.out if n}, reverse=True)
@@ -233,6 +215,7 @@ def board_of(
             heard.asked.get(n, ()),
             entries.counted.get(n, ()),
             tuple(Dropout(site, code, *explain_code(code)) for site, code in sorted(heard.out.get(n, {}).items())),
+            seconds.get(n, 0.0),
         )
         for n in numbers
     )
@@ -261,9 +244,11 @@ def _seat(site: str, job: Job, entries: RunEntries, heard: _Heard, state: str) -
     lasting = newest >= entries.closed or grant is None  # else it came back, and later rounds count it
     out = Dropout(site, code, *explain_code(code)) if code and lasting else None
     if grant is None:
-        asked = bool(heard.out.get(0)) or bool(heard.granted) or state in ("finished", "failed")
+        asked = heard.priced or state in ("finished", "failed")
         words = ("not in the run", "no") if asked else ("not asked yet", "")
-        if state == "waiting" and heard.last is not None and heard.last.reason == NOT_APPROVED_YET:
+        if state == "waiting" and heard.last is not None and heard.last.reason == FROZEN:
+            words = ("its receipts are awaited", "warn") if site in heard.last.sites else words
+        elif state == "waiting" and heard.last is not None and heard.last.reason == NOT_APPROVED_YET:
             words = (
                 ("its persons decide", "warn") if site in heard.last.sites else ("not asked for its price yet", "")
             )

@@ -169,22 +169,58 @@ class FedProx(Aggregator):
 
 
 @dataclass(frozen=True, slots=True)
-class _Adaptive(Aggregator):
-    """Reddi et al. 2021 (arXiv 2003.00295), Algorithm 2, with the mean change as the server's gradient."""
+class _OfTheMean(Aggregator):
+    """A server optimiser: the mean change of the sites is its gradient, and all that it needs."""
 
     server_lr: float  # eta
-    beta1: float
-    beta2: float
-    tau: float  # degree of adaptivity; v starts at tau^2, the least that the algorithm admits
 
     def step(self, start: Vector, updates: Sequence[Named], state: Moments) -> Step:
-        """Lines 9 and 10: the uniform mean of the sites' changes; then :meth:`advance`."""
+        """The uniform mean of the sites' changes; then :meth:`advance`."""
         named = checked(start, updates)
         total = np.zeros(start.size)
         for _, vector in named:
             total += vector
         vector, moments = self.advance(start, total / len(named) - start, state)
         return vector, moments, sites(named)
+
+    def advance(self, start: Vector, delta: Doubles, state: Moments) -> tuple[Vector, Moments]:
+        """From the uniform mean ``delta`` (p,) of the sites' changes, all that a secure sum tells.
+
+        Raises:
+            NoAggregateError: the state is of another run, or the result is not finite.
+        """
+        raise NotImplementedError  # abstract
+
+
+@dataclass(frozen=True, slots=True)
+class FedAvgM(_OfTheMean):
+    """Hsu, Qi & Brown 2019 (arXiv 1909.06335), section 4.3: momentum of the server, v = beta v + delta, w += eta v.
+
+    A mean change that stays goes 1 / (1 - beta) times as far as with :class:`FedAvg`: a ``server_lr`` of 1 - beta
+    keeps the length of the way.
+    """
+
+    beta1: float
+
+    name: ClassVar[str] = "fedavgm"
+
+    def advance(self, start: Vector, delta: Doubles, state: Moments) -> tuple[Vector, Moments]:
+        """One step of momentum."""
+        delta = change(start, delta)
+        first = state.t == 0 and not state.m.size
+        if state.v.size or not (first or state.m.shape == start.shape):
+            raise NoAggregateError("the moments are of another model or strategy")
+        pace = delta if first else self.beta1 * state.m + delta
+        return rounded(start.astype(np.float64) + self.server_lr * pace), Moments(state.t + 1, pace)
+
+
+@dataclass(frozen=True, slots=True)
+class _Adaptive(_OfTheMean):
+    """Reddi et al. 2021 (arXiv 2003.00295), Algorithm 2; lines 9 and 10 are the mean change."""
+
+    beta1: float
+    beta2: float
+    tau: float  # degree of adaptivity; v starts at tau^2, the least that the algorithm admits
 
     def advance(self, start: Vector, delta: Doubles, state: Moments) -> tuple[Vector, Moments]:
         """Lines 11 to 15: from the uniform mean ``delta`` (p,) of the sites' changes, all that a secure sum tells.
@@ -194,7 +230,7 @@ class _Adaptive(Aggregator):
         """
         delta = change(start, delta)
         first = state.t == 0 and not state.m.size
-        if not first and state.m.shape != start.shape:
+        if not first and not state.m.shape == state.v.shape == start.shape:
             raise NoAggregateError("the moments are of another model or strategy")
         m = np.zeros(start.size) if first else state.m
         v = np.full(start.size, self.tau**2) if first else state.v  # line 1
@@ -298,10 +334,10 @@ class Krum(Aggregator):
         return aggregate([vector for _, vector in chosen]), Moments(state.t + 1), sites(chosen)
 
 
-Strategy = FedAvg | FedProx | FedAdam | FedYogi | TrimmedMean | Krum
-Advancing = FedAvg | FedAdam | FedYogi  # those that need the mean change alone: ``advance``
+Strategy = FedAvg | FedProx | FedAvgM | FedAdam | FedYogi | TrimmedMean | Krum
+Advancing = FedAvg | FedAvgM | FedAdam | FedYogi  # those that need the mean change alone: ``advance``
 STRATEGIES: Final[Mapping[str, type[Strategy]]] = MappingProxyType(
-    {kind.name: kind for kind in (FedAvg, FedProx, FedAdam, FedYogi, TrimmedMean, Krum)}
+    {kind.name: kind for kind in (FedAvg, FedProx, FedAvgM, FedAdam, FedYogi, TrimmedMean, Krum)}
 )
 
 

@@ -15,9 +15,11 @@ Everything here is post-processing: it reads no patient, and costs nothing.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any, Final
@@ -25,6 +27,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.federation.job import Job
 from policies.tasks.evaluation import SumBlock, SumLayout, edges
 
 Vector = NDArray[np.float64]
@@ -102,6 +105,17 @@ def best(looks: Sequence[LookSums]) -> tuple[int, Estimate]:
     ranks = [(-math.inf if one.value is None else sign * one.value, index) for index, one in enumerate(found)]
     at = max(ranks)[1]
     return at, found[at]
+
+
+def kept_look(folder: Path, job: Job, number: int) -> LookSums:
+    """The sums of a look, turn ``number``, as the run keeps them in its folder.
+
+    Raises:
+        FileNotFoundError: it was not made.
+        ValueError, KeyError, TypeError: the file is damaged.
+    """
+    told = json.loads((folder / f"round-{number}.look").read_bytes())
+    return LookSums(job.layout(), np.array(told["sums"], np.float64), job.look_noise(len(told["sites"])))
 
 
 # --- one figure

@@ -1,4 +1,4 @@
-"""Watchers of a run, and the order of runs."""
+"""Watchers of a run, the order of runs, and signs of life."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Final
 
 ENDS: Final = frozenset({"finished", "failed", "stopped"})
 NOT_APPROVED_YET: Final = "not_approved_yet"  # why a run waits: persons at its sites decide
+FROZEN: Final = "frozen"  # the same: after a restore nothing is granted before the sites have shown their receipts
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,20 @@ class RunEvent:
     state: str  # granted | declined | sent | refused | waiting | closed | evaluated | stopped | finished | failed
     sites: tuple[str, ...] = ()
     reason: str = ""  # of an evaluation, its first figure
+
+
+@dataclass(frozen=True, slots=True)
+class SignOfLife:
+    """A site's last call of its training link."""
+
+    at: float  # seconds since 1970
+    received: int  # bytes that its link has sent since this process started, and been sent
+    sent: int
+    rate: float  # bytes a second of the newest large call from it; 0: there was none
+    stage: str  # what it is at, one of `protos.federation.messages.STAGES`; "": an agent of an earlier version
+    answered: float = 0.0  # when the newest piece of an answer came from it, seconds since 1970; 0: none has
+    down: float = 0.0  # seconds from the first piece of the newest message to it until it had all; 0: there was none
+    up: float = 0.0  # the same of its newest answer
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ import base64
 import binascii
 import contextlib
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -53,13 +54,23 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from google.protobuf.message import DecodeError
 
+from coordinator.federation.events import SignOfLife
 from protos.common.errors import PeerError
-from protos.federation.messages import FLEET_BODY, FLEET_CALLS, FLEET_HEADERS, FLEET_PART, MAX_OBJECTS
+from protos.federation.messages import (
+    FLEET_BODY,
+    FLEET_CALLS,
+    FLEET_HEADERS,
+    FLEET_PART,
+    MAX_OBJECTS,
+    STAGE,
+    STAGES,
+)
 from protos.v1 import gateway_pb2
 
 _CALL_S: Final = 25.0  # below an agent's 30 s
 _AT_ONCE: Final = 4  # calls of one site: its work, its heartbeat, and one each that it has given up
 _MAIL: Final = 8  # messages of a site that are remembered; it handles one at a time
+_LARGE: Final = 1 << 19  # bytes: of less, the way there and back is most of the time
 _VALUE: Final = 1024  # characters of a header
 _KIND: Final = "application/protobuf"
 NOT_ARRIVED: Final = 4  # Flower's own, "reply unavailable": the strategy calls it "no_reply"
@@ -76,6 +87,7 @@ _REQUESTS: Final[Mapping[str, type[Any]]] = {
     "/v1/fleet/confirm-message-received": ConfirmMessageReceivedRequest,
 }
 assert _REQUESTS.keys() == FLEET_CALLS
+_ANSWERS: Final = frozenset({"/v1/fleet/push-messages", "/v1/fleet/push-object"})  # by which one comes, in pieces
 
 
 class SuperLink(Protocol):
@@ -106,6 +118,10 @@ class _Mail:
     listed: Any = None  # the message itself, without content
     session: str = ""  # of the reply
     reply: frozenset[str] = field(default_factory=frozenset)  # its objects that are missing
+    began: float = 0.0  # seconds, when its first piece was found, and when the reply was announced
+    answered: float = 0.0
+    down: float = 0.0  # seconds until the site had all of it, and until all of the reply was here
+    up: float = 0.0
 
 
 class Fleet:
@@ -130,6 +146,9 @@ class Fleet:
         self._host, self._node_keys, self._report, self._seconds = host, node_keys, report, seconds
         self._mutex = threading.Lock()
         self._mail: dict[str, deque[_Mail]] = {}
+        self._signs: dict[str, SignOfLife] = {}
+        self._rates: dict[str, float] = {}
+        self._received, self._sent = Counter[str](), Counter[str]()  # bytes, by site
         self._busy: Counter[str] = Counter()
 
     def handle(self, site: str, parts: Iterator[Any]) -> Iterator[Any]:
@@ -142,6 +161,11 @@ class Fleet:
         yield gateway_pb2.FleetPart(status=status, headers={"content-type": _KIND})
         for at in range(0, len(body), FLEET_PART):
             yield gateway_pb2.FleetPart(data=body[at : at + FLEET_PART])
+
+    def signs(self) -> Mapping[str, SignOfLife]:
+        """The last sign of life of each site since this process started."""
+        with self._mutex:
+            return dict(self._signs)
 
     @contextlib.contextmanager
     def _place(self, site: str) -> Iterator[bool]:
@@ -159,11 +183,13 @@ class Fleet:
         first = next(parts, None)
         if first is None or first.path not in FLEET_CALLS:
             return 404, b""
-        body = bytearray()
+        body, began = bytearray(), time.monotonic()
         for part in parts:
             if not len(part.data) <= FLEET_PART or not len(body) + len(part.data) <= FLEET_BODY:
                 return 413, b""
             body += part.data
+        if len(body) > _LARGE:
+            self._rates[site] = len(body) / max(time.monotonic() - began, 1e-3)
         return self.call(site, first.path, dict(first.headers), bytes(body))
 
     def call(self, site: str, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
@@ -187,6 +213,16 @@ class Fleet:
         if status != 200:
             return status, b""
         self._note(site, path, mail, answer)
+        stage, now = headers.get(STAGE, ""), time.time()
+        with self._mutex:
+            self._received[site] += len(body)
+            self._sent[site] += len(answer)
+            told = (self._received[site], self._sent[site], self._rates.get(site, 0.0))
+            before = self._signs[site].answered if site in self._signs else 0.0
+            answered = now if path in _ANSWERS else before
+            newest = self._mail[site][-1] if self._mail.get(site) else _Mail("", 0, frozenset())
+            said = stage if stage in STAGES else ""
+            self._signs[site] = SignOfLife(now, *told, said, answered, newest.down, newest.up)
         if path == "/v1/fleet/activate-node":
             self._answer_lost(site, passed)
         return status, answer
@@ -261,7 +297,8 @@ class Fleet:
         raise _TurnedError(403, what) if others else _TurnedError(404)
 
     def _note(self, site: str, path: str, mail: _Mail | None, answer: bytes) -> None:
-        """Remember what was listed to the site, and what it was asked to push."""
+        """Remember what was listed to the site, what it was asked to push, and when either was on its way."""
+        now = time.monotonic()
         if path == "/v1/fleet/pull-messages":
             listed = PullMessagesResponse.FromString(answer)
             with self._mutex:
@@ -278,6 +315,13 @@ class Fleet:
         elif path == "/v1/fleet/push-messages" and mail is not None:
             pushed = PushMessagesResponse.FromString(answer)
             mail.session, mail.reply = pushed.session_id, frozenset(pushed.objects_to_push)
+            mail.answered = now
+        elif path == "/v1/fleet/pull-object" and mail is not None:
+            mail.began = mail.began or now
+        elif path == "/v1/fleet/confirm-message-received" and mail is not None:
+            mail.down = now - mail.began
+        elif path == "/v1/fleet/push-object" and mail is not None:
+            mail.up = now - mail.answered
 
     def _answer_lost(self, site: str, headers: Mapping[str, str]) -> None:
         """Answer what was listed to this site before it signed on anew, and is not answered.

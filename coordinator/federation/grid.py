@@ -217,6 +217,7 @@ class BoundedGrid(HttpGrid):
             initial_backoff=0.1,
             backoff_cap=1.0,
             max_time=max(0.0, until - time.monotonic()),
+            max_tries_per_object=None,  # a slow line takes its time, a cut one comes back
         )
         self._runtime_client.ConfirmMessageReceived(
             ConfirmMessageReceivedRequest(node=self.node, run_id=run_id, message_object_id=name)

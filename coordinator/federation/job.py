@@ -13,9 +13,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from coordinator.federation.aggregation import Advancing, FedAvg, FedProx, Strategy, StrategyError, strategy_from
+from coordinator.federation.aggregation import (
+    Advancing,
+    FedAvg,
+    FedProx,
+    Krum,
+    Strategy,
+    StrategyError,
+    strategy_from,
+)
 from policies.accounting.claims import (
-    MOST_NOISE,
     Claim,
     DistributedGaussian,
     Evaluated,
@@ -23,14 +30,14 @@ from policies.accounting.claims import (
     SubsampledGaussian,
     UnsupportedClaimError,
 )
-from policies.accounting.rdp import NANO, cost, epsilon_nano
-from policies.accounting.rounding import epsilon_text
+from policies.accounting.rdp import NANO, cost, epsilon_nano, least_noise
 from policies.review.policy import Policy
 from policies.review.rules import TERMS, AccountContext, remaining, review_reservation
 from policies.statements import ID, Reservation
 from policies.tasks.bounds import TaskError
-from policies.tasks.evaluation import EvaluationError, EvaluationPlan, SumLattice, SumLayout, plan_from
-from policies.tasks.task import WRITE_A_TASK, Task, Training, task_from_table
+from policies.tasks.evaluation import USUAL_BINS, EvaluationError, EvaluationPlan, SumLattice, SumLayout, plan_from
+from policies.tasks.task import MOST_PARAMETERS, WRITE_A_TASK, Task, Training, task_from_table
+from protos.artifacts.bfloat16 import BFLOAT16, FLOAT32, PRECISIONS
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 from protos.federation import round_times
@@ -40,11 +47,12 @@ PLAIN: Final = "federated"
 MASKED: Final = "federated-masked"
 APPROVAL_DAYS: Final = 14  # where a job names none
 MOST_APPROVAL_DAYS: Final = 180
+PRECISION: Final = "update_precision"  # of the numbers of an update in clear; an earlier job has none
 _SHARED: Final[Mapping[str, type]] = {"task": dict, "parameters": int, "noise_multiplier": float}
 # The keys of each mechanism's public configuration, and their types in JSON.
 KEYS: Final[Mapping[str, Mapping[str, type]]] = MappingProxyType(
     {
-        PLAIN: _SHARED,
+        PLAIN: {**_SHARED, PRECISION: str},
         MASKED: {**_SHARED, "sites": int, "honest": int, "value_bound": float, "scale": int, "ring_bits": int},
     }
 )
@@ -56,7 +64,6 @@ _KIND: Final[Mapping[type, str]] = {  # JSON tells 4 from 4.0, and so do the byt
 _OTHER: Final = "of the wrong type"
 EPSILON: Final = "epsilon"  # in the place of noise_multiplier: the price of the run, for which the noise is found
 MOST_EPSILON: Final = 100.0
-SIGMA_GRID: Final = 1000  # noise multipliers that are found are whole thousandths
 
 
 class JobError(ConfigError, ValueError):
@@ -78,10 +85,13 @@ def _configuration(mechanism: str, text: str) -> dict[str, Any]:
     if "task" not in values and {"classes", "shape", "centre"} & values.keys():
         raise JobError(f"config: {WRITE_A_TASK}")
     plan = {"evaluate": values.pop("evaluate")} if "evaluate" in values else {}
-    kinds = KEYS[mechanism]
+    kinds = {key: kind for key, kind in KEYS[mechanism].items() if key != PRECISION or PRECISION in values}
     if EPSILON in values:
         kinds = {EPSILON: float, **{key: kind for key, kind in kinds.items() if key != "noise_multiplier"}}
-    if wrong := _at_fault(values, kinds):
+    wrong = _at_fault(values, kinds)
+    if type(values.get(PRECISION)) is str and values[PRECISION] not in PRECISIONS and mechanism == PLAIN:
+        wrong.append(f"{PRECISION}: {' or '.join(PRECISIONS)}")
+    if wrong:
         raise JobError("config: " + "; ".join(wrong))
     try:
         looks = plan_from(plan["evaluate"]) if plan else None
@@ -145,6 +155,8 @@ class Job:
     evaluate: tuple[int, ...] = ()  # the rounds after which the model is looked at; rising, the last round among them
     round_seconds: int = round_times.DEFAULT_S  # how long a site may work on a round
     approval_days: int = APPROVAL_DAYS  # how long persons at the sites may take to approve the run
+    required_sites: tuple[str, ...] = ()  # no round counts without all of them
+    wait_seconds: int = 0  # how long a site that falls silent in a round is waited for; 0: see round_times.silence
 
     def __post_init__(self) -> None:
         """All problems at once."""
@@ -171,6 +183,20 @@ class Job:
         return EPSILON not in json_object(self.config)
 
     @property
+    def update_precision(self) -> str:
+        """Of the numbers of an update in clear."""
+        return str(json_object(self.config).get(PRECISION, FLOAT32))
+
+    @property
+    def config_for_sites(self) -> str:
+        """The configuration as sites get it: agents of before there was a choice know float32, and no word for it."""
+        values = json_object(self.config)
+        if values.get(PRECISION) != FLOAT32:
+            return self.config
+        del values[PRECISION]
+        return canonical(values).decode()
+
+    @property
     def turns(self) -> int:
         """Rounds and looks together: each is a round of the ledger, in the order in which they are made."""
         return self.rounds + len(self.evaluate)
@@ -192,6 +218,12 @@ class Job:
         if plan is None:
             raise JobError("config: it prices no look")
         return SumLayout(values["task"].kind, values["task"].outputs, plan.bins)
+
+    @property
+    def look_bins(self) -> int:
+        """Of the scores in a look; where none is priced, as many as are usual."""
+        plan: EvaluationPlan | None = _configuration(self.mechanism, self.config)["evaluate"]
+        return plan.bins if plan is not None else USUAL_BINS
 
     def look_noise(self, sites: int) -> float:
         """Standard deviation of the noise on the sum of so many sites' looks, each of which has its share."""
@@ -223,7 +255,7 @@ class Job:
             "run: a short lower-case name that does not begin with release": bool(ID.fullmatch(self.run))
             and not self.run.startswith("release"),
             f"mechanism: one of {', '.join(KEYS)}": self.mechanism in KEYS,
-            "parameters: 1 to 100 million": 0 < self.parameters <= 100_000_000,
+            "parameters: 1 to 100 million": 0 < self.parameters <= MOST_PARAMETERS,
             "sites: at least one, each once, each a site's name": 0 < len(self.sites) == len(set(self.sites))
             and all(ID.fullmatch(site) for site in self.sites),
             "rounds: 1 to 10,000": 0 < self.rounds <= 10_000,
@@ -233,6 +265,10 @@ class Job:
             <= self.round_seconds
             <= round_times.MOST_S,
             f"approval_days: 1 to {MOST_APPROVAL_DAYS}": 1 <= self.approval_days <= MOST_APPROVAL_DAYS,
+            "required_sites: sites of the job, each once": len(set(self.required_sites)) == len(self.required_sites)
+            and set(self.required_sites) <= set(self.sites),
+            "wait_seconds: 0, or 60 to the seconds of a round": self.wait_seconds == 0
+            or round_times.LEAST_S <= self.wait_seconds <= self.round_seconds,
         }
         return (name for name, right in rules.items() if not right)
 
@@ -295,12 +331,14 @@ class Job:
             return
         if not self.min_sites >= strategy.min_updates():
             yield f"min_sites: at least {strategy.min_updates()}, for the strategy {strategy.name}"
+        if self.required_sites and isinstance(strategy, Krum):
+            yield "required_sites: none with the strategy krum, which leaves updates out"
         weights = strategy.weights if isinstance(strategy, FedAvg) else None
         if weights is not None and weights.keys() != set(self.sites):
             yield "strategy: a weight for every site of the job, and no other"
         sums = isinstance(strategy, Advancing) and weights is None
         if self.mechanism == MASKED and not sums:
-            yield "strategy: fedavg without weights, fedadam or fedyogi; the others need single updates"
+            yield "strategy: fedavg without weights, fedavgm, fedadam or fedyogi; the others need single updates"
         if isinstance(strategy, FedProx) and self.mechanism == PLAIN and self._proximal() != strategy.mu:
             yield "strategy: the mu of fedprox must be the task's training.proximal"
 
@@ -317,6 +355,7 @@ def quorum(sites: int, honest: int) -> int:
 
 
 _OF_EARLIER: Final = {"round_seconds": round_times.EARLIER_S, "approval_days": APPROVAL_DAYS}
+_NONE_EARLIER: Final = {"evaluate": [], "required_sites": [], "wait_seconds": 0}  # keys that earlier jobs do not have
 _TYPES: Final[Mapping[str, type]] = MappingProxyType(
     {"str": str, "int": int, "bool": bool, "tuple[str, ...]": list, "tuple[int, ...]": list}  # as JSON has them
 )
@@ -331,21 +370,22 @@ def job_from(text: str) -> Job:
         JobError: anything else, or a job that makes no sense.
     """
     try:
-        values = {"evaluate": [], **json_object(text)}  # a job of before there were looks has none
+        values = {**_NONE_EARLIER, **json_object(text)}
         if not values.keys() & _OF_EARLIER.keys():
             values = {**_OF_EARLIER, **values}
     except ValueError:
         raise JobError("the job is not a JSON object of distinct keys and finite numbers") from None
     wrong = _at_fault(values, {f.name: _TYPES[str(f.type)] for f in fields(Job)})
-    names = values.get("sites")
-    if type(names) is list and not all(type(site) is str for site in names):
-        wrong.append("sites: must be names")
+    for key in ("sites", "required_sites"):
+        names = values.get(key)
+        if type(names) is list and not all(type(site) is str for site in names):
+            wrong.append(f"{key}: must be names")
     looks = values["evaluate"]
     if type(looks) is list and not all(type(number) is int for number in looks):
         wrong.append("evaluate: must be numbers of rounds")
     if wrong:
         raise JobError("the job has keys at fault: " + "; ".join(wrong))
-    return Job(**{**values, "sites": tuple(values["sites"]), "evaluate": tuple(values["evaluate"])})
+    return Job(**{**values, **{key: tuple(values[key]) for key in ("sites", "evaluate", "required_sites")}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,47 +402,44 @@ class SiteCost:
     reason: str  # why it does not fit; "" when it does
 
 
+def with_precision(job: Job) -> Job:
+    """The job with the precision of its updates in clear: bfloat16 where it names none."""
+    values = json_object(job.config)
+    if job.mechanism != PLAIN or PRECISION in values:
+        return job
+    return replace(job, config=canonical({**values, PRECISION: BFLOAT16}).decode())
+
+
 def with_noise(job: Job, standings: Mapping[str, AccountContext]) -> Job:
     """The job with the least noise for which no site's account is charged more than the epsilon that it names.
 
-    What the account is charged: the divergence at its fixed order, and its delta. Accounts of other orders or deltas
-    want other noise; the job has the most of them. A job whose noise is settled stays as it is.
+    It also names the precision of its updates, see :func:`with_precision`. What the account is charged: the
+    divergence at its fixed order, and its delta. Accounts of other orders or deltas want other noise; the job has the
+    most of them. Noise and precision that the job names stay as they are.
 
     Args:
         standings: site -> what the ledger says of it; its account is the one of the mechanism's kind.
     Raises:
         JobError: no site has an account, or no noise is enough.
     """
+    job = with_precision(job)
     if job.priced:
         return job
     values = json_object(job.config)
-    most = math.floor(values.pop(EPSILON) * NANO)
+    epsilon = values.pop(EPSILON)
     opened = {s.account.opened for s in standings.values() if s.account is not None}
     accounts = {(float(one.delta), one.order) for one in opened}
     if not accounts:
         raise JobError("no site of the job has an account that could pay for it")
 
-    def noisy(thousandths: int) -> str:
-        return canonical({**values, "noise_multiplier": thousandths / SIGMA_GRID}).decode()
+    def noisy(multiplier: float) -> str:
+        return canonical({**values, "noise_multiplier": multiplier}).decode()
 
-    def fits(thousandths: int) -> bool:
-        claim = claim_of(job.mechanism, noisy(thousandths))
-        try:
-            return all(epsilon_nano(claim, delta, order) <= most for delta, order in accounts)
-        except (ValueError, ArithmeticError):  # next to no noise: no price can be told
-            return False
-
-    low, high = 1, int(MOST_NOISE) * SIGMA_GRID  # `low` does not fit, `high` does: a price falls as the noise grows
-    if not fits(high):
-        least = max(epsilon_nano(claim_of(job.mechanism, noisy(high)), *account) for account in accounts)
-        raise JobError(
-            f"no noise keeps the run under epsilon {epsilon_text(_decimal(most))}: the accounts' order and delta "
-            f"alone are worth {epsilon_text(_decimal(least))}, since they were opened for a larger budget"
-        )
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return replace(job, config=noisy(high))
+    try:
+        found = least_noise(lambda multiplier: claim_of(job.mechanism, noisy(multiplier)), epsilon, accounts)
+    except UnsupportedClaimError as fault:
+        raise JobError(str(fault)) from None
+    return replace(job, config=noisy(found))
 
 
 def forecast(
@@ -493,6 +530,8 @@ def decide(job: Job, costs: Sequence[SiteCost]) -> LaunchDecision:
     reason = ""
     if job.all_or_none and dropped:
         reason = f"all sites must fit, and these do not: {', '.join(dropped)}"
+    elif lacking := [site for site in job.required_sites if site in dropped]:
+        reason = f"the job requires {', '.join(lacking)}"
     elif not len(fitting) >= job.min_sites:
         reason = f"{job.min_sites} sites are needed, and {len(fitting)} fit"
     return LaunchDecision(not reason, () if reason else fitting, MappingProxyType(dropped), reason)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -22,12 +23,15 @@ from numpy.typing import NDArray
 
 from coordinator.admission import AdmissionService, RequestRejectedError
 from coordinator.federation.aggregation import Moments, strategy_from
-from coordinator.federation.evaluation import Estimate, LookSums, best, estimates, to_table
-from coordinator.federation.events import NOT_APPROVED_YET, EventStream, RunEvent, RunQueue
+from coordinator.federation.evaluation import Estimate, LookSums, best, estimates, kept_look, to_table
+from coordinator.federation.events import FROZEN, NOT_APPROVED_YET, EventStream, RunEvent, RunQueue, SignOfLife
 from coordinator.federation.job import Job
+from coordinator.federation.participation import RoundMembers, members, sentence
+from coordinator.federation.run_journal import keep_event
 from coordinator.federation.run_process import RunLostError
 from coordinator.federation.strategy import (
     AWAY,
+    MISSING,
     RoundFailedError,
     RoundModel,
     RoundPlan,
@@ -38,7 +42,8 @@ from coordinator.storage.release_store import WORDING, ReleaseStore, certificate
 from policies.ledger.entries import Admitted
 from policies.review.mechanism_terms import EVALUATIONS
 from policies.review.rules import Finding
-from protos.artifacts.arrays import ArtifactFormatError, pack_vector, unpack_vector
+from protos.artifacts.arrays import ArtifactFormatError, pack_vector, unpack_update, unpack_vector
+from protos.artifacts.bfloat16 import FLOAT32
 from protos.artifacts.strict_safetensors import unpack_ring
 from protos.common.durable_files import replace_file
 from protos.common.errors import Signal
@@ -50,8 +55,8 @@ PATIENCE_S: Final = 7200.0  # for sites that sleep, before a run is stopped
 _PAUSES_S: Final = (5.0, 60.0)  # before the first further try, and at most
 APPROVE_BY: Final = "approve-by"  # of a run's folder: until when persons may approve it, seconds since 1970
 _LOST: Final = 3  # processes of a run, without a round closed in between, before it has failed
-_ABSENT: Final = frozenset({"too_few_sites_online", "too_few_updates", "too_few_grants"})
-_ABSENT_SECRET: Final = frozenset({"too_few_sites_online", "too_few_grants"})  # a round begun is not begun again
+_ABSENT: Final = frozenset({"too_few_sites_online", "too_few_updates", "too_few_grants", MISSING})
+_ABSENT_SECRET: Final = _ABSENT - {"too_few_updates"}  # a round begun is not begun again
 
 
 class RunStopped(Signal):
@@ -69,6 +74,8 @@ class RunContext:
     log: Any
     tell: Callable[[str, str, tuple[str, ...]], None]  # (kind, run, sites), to the sites' sessions
     turn: RunQueue = field(default_factory=RunQueue)  # a site takes part in one run at a time; other runs of it wait
+    signs: Callable[[], Mapping[str, SignOfLife]] = dict  # of life, by site
+    now: Callable[[], float] = time.time  # of the journal
 
 
 @dataclass(slots=True)
@@ -112,18 +119,28 @@ class RunController:
         self.register = context.intake.register
         self._sums: dict[int, NDArray[np.float64]] = {}  # look -> the sum of what the admitted sites said
 
+    def _tell(self, event: RunEvent, missing: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Keep an event for the run's report, then tell those who follow. ``missing``: site to code, of a failure."""
+        signs = {site: one for site, one in self.context.signs().items() if site in self.job.sites}
+        try:
+            keep_event(self.folder, event, self.context.now(), signs, missing)
+        except OSError:  # the run itself stops where a model cannot be written; its news alone is no reason to
+            self.context.log.error("run_event_not_kept", run=self.job.run, round=event.round)
+        self.feed.put(event)
+
     def run(self) -> None:
         """Round after round to an end; sites that are away are waited for; an end is durable before it is told."""
         job, host = self.job, self.context.host
         patience = _Patience()
         while True:
+            missing: Mapping[str, str] = {}
             try:
                 with self.context.turn.take(self.feed.waiting, job.sites):
                     began = time.monotonic()
                     end = self._attempt()
                 break
             except RoundFailedError as failure:
-                end = self._end_of(failure)
+                end, missing = self._end_of(failure), failure.refused
                 told = patience.goes_on(end, self._closed(), time.monotonic() - began)
                 if end.state != "waiting" or host.stopping.is_set():
                     break
@@ -131,7 +148,7 @@ class RunController:
                     end = RunEvent(job.run, end.round, "stopped", end.sites, end.reason)
                     break
                 if told:
-                    self.feed.put(end)
+                    self._tell(end, missing)
                 if self._sleep(patience.next_pause()):
                     end = RunEvent(job.run, end.round, "stopped", (), "by an operator")
                     break
@@ -147,7 +164,7 @@ class RunController:
                 self.context.log.error("run_failed", run=job.run, fault=type(fault).__name__)
                 end = RunEvent(job.run, 0, "failed", reason="internal")
                 break
-        self._finish(end)
+        self._finish(end, missing)
 
     def _attempt(self) -> RunEvent:
         """Conduct the rest of the run; a process of it that is lost is replaced, so many times for one round."""
@@ -161,14 +178,14 @@ class RunController:
                 self.context.log.error("run_process_lost", run=self.job.run, round=done + 1)
                 if not lost[done] < _LOST:
                     return RunEvent(self.job.run, done + 1, "failed", (), "internal")
-                self.feed.put(RunEvent(self.job.run, done + 1, "waiting", (), "run_process_lost"))
+                self._tell(RunEvent(self.job.run, done + 1, "waiting", (), "run_process_lost"))
 
     def _closed(self) -> int:
         """Rounds that the ledger says are closed."""
         with self.register.store.exclusive() as state:
             return state.rounds.get(self.job.run, 0)
 
-    def _finish(self, end: RunEvent) -> None:
+    def _finish(self, end: RunEvent, missing: Mapping[str, str]) -> None:
         job = self.job
         try:
             if end.state == "stopped":
@@ -179,7 +196,12 @@ class RunController:
         except Exception as fault:  # noqa: BLE001 - not closed, so the next start resumes it; whoever watches must hear
             self.context.log.error("run_not_closed", run=job.run, fault=type(fault).__name__)
             end = RunEvent(job.run, end.round, "failed", end.sites, "internal")
-        self.feed.put(end)
+        if end.state == "failed" and end.round:  # why each site was out: nothing else says it to those who follow
+            whys = (RunEvent(job.run, end.round, "refused", (site,), code) for site, code in sorted(missing.items()))
+            for why in whys:
+                if why not in self.feed.events:
+                    self._tell(why)
+        self._tell(end, missing)
 
     def _end_of(self, failure: RoundFailedError) -> RunEvent:
         """A round had too few sites: is that for good, or are they away?"""
@@ -187,9 +209,9 @@ class RunController:
         gone = {site for site in failure.refused if site not in away}
         enough = len(self.job.sites) - len(gone) >= (
             len(self.job.sites) if self.job.all_or_none else self.job.min_sites
-        )
+        ) and not gone & set(self.job.required_sites)
         absent = _ABSENT_SECRET if self.job.secure else _ABSENT
-        waits = failure.reason == NOT_APPROVED_YET or (failure.reason in absent and away and enough)
+        waits = failure.reason in (NOT_APPROVED_YET, FROZEN) or (failure.reason in absent and away and enough)
         state = "waiting" if waits else "failed"
         refused = tuple(sorted(failure.refused))
         return RunEvent(self.job.run, failure.round_index + 1, state, refused, failure.reason)
@@ -207,6 +229,7 @@ class RunController:
         if done < job.turns:
             if (self.folder / "stop").exists():
                 raise RunStopped
+            self._may_be_granted()
             self.context.tell("run", job.run, job.sites)
             plan = RoundPlan(
                 run=job.run,
@@ -214,23 +237,46 @@ class RunController:
                 rounds=job.turns,
                 first_round=done,
                 model=self._model(done),
-                config=job.config.encode(),
+                config=job.config_for_sites.encode(),
                 min_sites=job.min_sites,
                 least_grants=len(job.sites) if job.all_or_none and not done else job.min_sites,
                 round_timeout_s=round_times.round_timeout(job.round_seconds, job.parameters),
                 longest_step_s=round_times.step_timeout(job.parameters),
+                silence_s=round_times.silence(job.round_seconds, job.wait_seconds),
+                required=job.required_sites,
                 terms=RoundTerms(job.round_seconds, self._approve_by()),
                 node_wait_s=NODE_WAIT_S,
                 aggregator=strategy_from(job.strategy),
                 roster=self._roster() if job.secure else None,
                 looks=frozenset(turn - 1 for turn in job.looks),
                 sums=job.layout().size if job.evaluate else 0,
+                update_precision=job.update_precision,
                 lattice=None if (on := job.look_lattice()) is None else (on.bound, on.scale),
             )
             conduct(self.context.host, plan, self)
+        rounds = self._members()
+        sites = sorted({site for there in rounds.values() for site in there})
+        return RunEvent(job.run, job.turns, "finished", tuple(sites), sentence(job.sites, [*rounds.values()]))
+
+    def _may_be_granted(self) -> None:
+        """Ask no site for its price while the ledger would grant it nothing: that refusal would be the run's end.
+
+        Raises:
+            RoundFailedError: the ledger was restored, and not every site has shown its receipts. It is waited for.
+        """
         with self.register.store.exclusive() as state:
-            sites = sorted({site for run, _, site in state.aggregated if run == job.run})
-        return RunEvent(job.run, job.turns, "finished", tuple(sites))
+            missing = sorted(state.sites_awaited)
+        if missing and not self.context.intake.reserved_run(self.job.run):
+            raise RoundFailedError(-1, FROZEN, dict.fromkeys(missing, FROZEN))
+
+    def _members(self) -> dict[int, set[str]]:
+        """Round to the sites that are in it, by the ledger."""
+        rounds: dict[int, set[str]] = {number: set() for number in range(1, self.job.turns + 1)}
+        with self.register.store.exclusive() as state:
+            for run, number, site in state.aggregated:
+                if run == self.job.run:
+                    rounds[number].add(site)
+        return rounds
 
     def _sites(self, done: int) -> tuple[str, ...]:
         """Whom to ask: all at first; after a restart those that were granted."""
@@ -271,7 +317,7 @@ class RunController:
         if self.context.intake.reserved_run(self.job.run):
             known = {site: hashlib.sha256(envelope).digest() for site, envelope in sealed.items()}
             return {site: "not_granted" for site, digest in known.items() if held.get(site) != digest}
-        verdicts = self.context.intake.reserve_run(self.job.run, sealed, least)
+        verdicts = self.context.intake.reserve_run(self.job.run, sealed, least, self.job.required_sites)
         return {site: v.findings[0].rule for site, v in verdicts.items() if not v.admitted}
 
     def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
@@ -286,7 +332,8 @@ class RunController:
             if looked is not (release.artifact_type in EVALUATIONS):
                 return "artifact_type"
             size = self.job.layout().size if looked else self.job.parameters
-            signed = UpdateArtifact(artifact, size, self.job.secure)
+            precision = "" if self.job.secure else FLOAT32 if looked else self.job.update_precision
+            signed = UpdateArtifact(artifact, size, precision)
             verdict = intake.admit(site, key, envelope, release, signed)
         except RequestRejectedError as refusal:
             return refusal.finding.rule
@@ -300,17 +347,20 @@ class RunController:
         self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
     ) -> None:
         """The new parameters are durable before the ledger says that the round is closed."""
-        del refused  # each has its verdict in the ledger
-        number, body = round_index + 1, pack_vector(model.vector)
+        number, body = round_index + 1, model.packed or pack_vector(model.vector)
         figure = self._looked(number, used) if number in self.job.looks else ""
         if figure and number == self.job.turns:  # the run ends with the model that looked best
             body = (self.folder / f"round-{self._best()[0]}.safetensors").read_bytes()
         replace_file(self.folder / f"round-{number}.safetensors", body)
         replace_file(self.folder / f"round-{number}.moments", model.moments.to_bytes())
+        granted = self._held()
+        missing = {site: "not_granted" for site in self.job.sites if site not in granted} | dict(refused)
+        out = {site: code for site, code in missing.items() if site not in used}  # whoever is in it is not out
+        RoundMembers(number, number in self.job.looks, used, out).keep(self.folder)
         self.register.close_round(self.job.run, number, used, hashlib.sha256(body).digest())
-        self.feed.put(RunEvent(self.job.run, number, "closed", used))
+        self._tell(RunEvent(self.job.run, number, "closed", used))
         if figure:
-            self.feed.put(RunEvent(self.job.run, number, "evaluated", used, figure))
+            self._tell(RunEvent(self.job.run, number, "evaluated", used, figure))
         self.context.log.info("round_closed", run=self.job.run, round=number, sites=len(used))
         if number < self.job.turns and (self.folder / "stop").exists():
             raise RunStopped
@@ -323,9 +373,7 @@ class RunController:
 
     def _look(self, number: int) -> LookSums:
         """The sums of a look that was made."""
-        told = json.loads((self.folder / f"round-{number}.look").read_bytes())
-        noise = self.job.look_noise(len(told["sites"]))
-        return LookSums(self.job.layout(), np.array(told["sums"], np.float64), noise)
+        return kept_look(self.folder, self.job, number)
 
     def _best(self) -> tuple[int, Estimate]:
         """The turn that made the model which looked best, by the noisy sums alone; and its figure."""
@@ -345,16 +393,20 @@ class RunController:
         chosen = {"after_round": self.job.looks[turn + 1], **to_table([figure])}
         return {"evaluation": {"noise": "in every interval", "looks": looks, "chosen": chosen}}
 
+    def checked(self, *_: object) -> None:
+        """The gate of a check, which a run is not."""
+        raise RunLostError("a run answered as a check")
+
     def progress(self, event: RoundProgress) -> None:
         """The gate: the news of a round, for whoever follows the run."""
         job, index = self.job, event.round_index + 1
         for site, code in event.refused.items():
             stage = "declined" if event.stage == "priced" else "refused"
-            self.feed.put(RunEvent(job.run, 0 if event.stage == "priced" else index, stage, (site,), code))
+            self._tell(RunEvent(job.run, 0 if event.stage == "priced" else index, stage, (site,), code))
         if event.stage == "priced":
-            self.feed.put(RunEvent(job.run, 0, "granted", event.sites))
+            self._tell(RunEvent(job.run, 0, "granted", event.sites))
         elif event.stage == "sent":
-            self.feed.put(RunEvent(job.run, index, "sent", event.sites))
+            self._tell(RunEvent(job.run, index, "sent", event.sites))
 
     def _close(self, end: RunEvent) -> None:
         """Every grant of the run is spent; a finished run's model goes on the shelf."""
@@ -387,6 +439,12 @@ class RunController:
             "artifact_sha256": hashlib.sha256(body).hexdigest(),
             "strategy": json.loads(self.job.strategy),
             "updates": [a.release for a in mine],
+            "participation": {
+                "told": end.reason,
+                "required_sites": list(self.job.required_sites),
+                "min_sites": self.job.min_sites,
+                "rounds": [one.to_table() for one in members(self.folder, self.job.turns)],
+            },
             **self._evaluation(),
         }
 
@@ -397,7 +455,7 @@ class UpdateArtifact:
 
     artifact: bytes
     parameters: int
-    masked: bool
+    precision: str  # "": masked
 
     @property
     def sha256(self) -> str:
@@ -410,11 +468,13 @@ class UpdateArtifact:
         return len(self.artifact)
 
     def look(self) -> list[Finding]:
-        """A vector of the run's length, or, masked, as many elements of the ring."""
+        """Numbers of the run's length and precision, or, masked, as many elements of the ring."""
         try:
-            if self.masked and unpack_ring(self.artifact).size != self.parameters:
-                return [Finding("artifact_malformed", "the update has another length than the run's model")]
-            if not self.masked and unpack_vector(self.artifact).size != self.parameters:
+            if self.precision:
+                size = unpack_update(self.artifact, self.precision).size
+            else:
+                size = unpack_ring(self.artifact).size
+            if size != self.parameters:
                 return [Finding("artifact_malformed", "the update has another length than the run's model")]
         except ArtifactFormatError as error:
             return [Finding("artifact_malformed", str(error))]

@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 import httpx
@@ -35,8 +36,9 @@ from coordinator.federation.secure_strategy import SecureStrategy
 from coordinator.federation.strategy import GatedStrategy, RoundFailedError, RoundModel, RoundProgress
 from protos.artifacts.arrays import pack_vector
 from protos.common.errors import WorkerError
-from protos.federation import flower_environment, round_times
+from protos.federation import flower_environment
 from protos.federation.messages import FLEET_BODY
+from protos.federation.site_check import SiteCheck
 from protos.operations.confinement import CONVERSING, Allowed, ConfinementError, confine, interpreter
 from protos.operations.http_relay import RelayedTransport
 
@@ -99,6 +101,11 @@ class RemoteGate:
         text = {"round": round_index, "used": used, "refused": dict(refused)}
         self._ask("done", text, pack_vector(model.vector), model.moments.to_bytes())
 
+    def checked(self, told: Mapping[str, SiteCheck], lost: Mapping[str, str], aggregated: tuple[str, ...]) -> None:
+        """See `coordinator.federation.strategy.RunGate`."""
+        reports = {site: asdict(one) for site, one in told.items()}
+        self._ask("checked", {"told": reports, "lost": dict(lost), "aggregated": aggregated})
+
     def progress(self, event: RoundProgress) -> None:
         """See `coordinator.federation.strategy.RunGate`."""
         text = {"stage": event.stage, "round": event.round_index, "sites": event.sites}
@@ -115,11 +122,14 @@ def conduct(order: RunSpec, gate: RemoteGate, transport: httpx.BaseTransport) ->
     plan = order.plan
     kind = GatedStrategy if plan.roster is None else SecureStrategy
     strategy = kind(plan, gate, gate.stopping)
-    silence = round_times.silence(plan.terms.seconds)
-    grid = BoundedGrid(LoopbackEndpoint("coordinator", "", transport), order.token, gate.stopping, silence)
+    grid = BoundedGrid(LoopbackEndpoint("coordinator", "", transport), order.token, gate.stopping, plan.silence_s)
     outcome = "failed"
     try:
         grid.begin()
+        if plan.checks:
+            strategy.check(grid)
+            outcome = "completed"
+            return
         strategy.price(grid)
         strategy.start(
             grid=grid,

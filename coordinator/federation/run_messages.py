@@ -5,8 +5,8 @@ length beyond the word's limit is refused before a byte of it is read. The run's
 the coordinator checks every field of its frames again: see coordinator/federation/run_process.py.
 
 From the coordinator: ``start`` (once), ``answer`` or ``broken`` to each question, ``stop``. From the run: questions
-(``reserve``, ``admit``, ``looked``, ``done``, ``progress``), each answered before the next; then ``over``,
-``failed``, ``fault``.
+(``reserve``, ``admit``, ``looked``, ``done``, ``checked``, ``progress``), each answered before the next; then
+``over``, ``failed``, ``fault``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def from_run(plan: RoundPlan) -> Bounds:
         "admit": (messages.MAX_ENVELOPE, said),
         "looked": (8 * plan.sums, 0),
         "done": (vector, moments),
-        **dict.fromkeys(("progress", "over", "failed", "fault"), (0, 0)),
+        **dict.fromkeys(("progress", "checked", "over", "failed", "fault"), (0, 0)),
     }
 
 
@@ -168,12 +168,15 @@ class RunSpec:
             "rounds": [plan.first_round, plan.rounds],
             "config": base64.b64encode(plan.config).decode(),
             "least": [plan.min_sites, plan.least_grants],
-            "seconds": [plan.round_timeout_s, plan.node_wait_s, plan.longest_step_s],
+            "seconds": [plan.round_timeout_s, plan.node_wait_s, plan.longest_step_s, plan.silence_s],
+            "required": plan.required,
+            "checks": plan.checks,
             "terms": [plan.terms.seconds, plan.terms.approve_by],
             "strategy": plan.aggregator.to_json(),
             "roster": roster,
             "looks": [plan.sums, *sorted(plan.looks)],
             "lattice": plan.lattice,
+            "precision": plan.update_precision,
         }
         pipe.send("start", text, pack_vector(plan.model.vector), plan.model.moments.to_bytes())
 
@@ -185,10 +188,10 @@ class RunSpec:
             RunFrameError: it is not an order.
         """
         keys = ("token", "run", "sites", "rounds", "config", "least", "seconds", "terms", "strategy", "roster")
-        more = ("looks", "lattice")
-        token, run, sites, rounds, config, least, seconds, terms, strategy, roster, looks, lattice = frame.values(
-            *keys, *more
+        token, run, sites, rounds, config, least, seconds, terms, strategy, roster, *more = frame.values(
+            *keys, "looks", "lattice", "precision", "required", "checks"
         )
+        looks, lattice, precision, required, checks = more
         try:
             plan = RoundPlan(
                 run=run,
@@ -202,11 +205,15 @@ class RunSpec:
                 round_timeout_s=seconds[0],
                 node_wait_s=seconds[1],
                 longest_step_s=seconds[2],
+                silence_s=seconds[3],
+                required=tuple(required),
+                checks=checks,
                 terms=RoundTerms(*terms),
                 aggregator=strategy_from(strategy),
                 roster=None if roster is None else {site: bytes.fromhex(key) for site, key in roster.items()},
                 looks=frozenset(looks[1:]),
                 sums=looks[0],
+                update_precision=precision,
                 lattice=None if lattice is None else (float(lattice[0]), int(lattice[1])),
             )
             return cls(plan, str(token))

@@ -33,11 +33,12 @@ from coordinator.federation.run_messages import (
 )
 from coordinator.federation.strategy import SLUG, RoundFailedError, RoundModel, RoundPlan, RoundProgress, RunGate
 from coordinator.federation.superlink_listeners import KEY_HEADER
-from protos.artifacts.arrays import ArtifactFormatError, unpack_vector
+from protos.artifacts.arrays import ArtifactFormatError, unpack_update, unpack_vector
 from protos.artifacts.strict_safetensors import unpack_ring
 from protos.common.errors import WorkerError
 from protos.federation import flower_environment
 from protos.federation.messages import FLEET_BODY
+from protos.federation.site_check import SiteCheck
 from protos.operations import child_process
 from protos.operations.http_relay import Relay
 from protos.secagg.messages import SumStep
@@ -105,6 +106,7 @@ class RunProcess:
                 if self.pipe.ready(_POLL_S):
                     frame = self.pipe.receive()
                     answer = handler.take(frame)
+                    del frame  # a model lies in it, perhaps, and the next one may be a round away
                     if answer is None:
                         return
                     self.pipe.send(*answer)
@@ -133,7 +135,6 @@ class RunRequestHandler:
         others = 0 if plan.roster is None else len(SumStep) - 1  # in which nobody trains
         self.patience = plan.node_wait_s + plan.round_timeout_s + others * plan.step_timeout_s + _SLACK_S
         self.index = plan.first_round  # of the round that is open
-        self._model = plan.model
         self._granted: dict[str, bytes] | None = None  # None: nothing was reserved yet
         self._asked: set[str] = set()  # the gate was asked to admit them in this round
         self._admitted: set[str] = set()
@@ -147,19 +148,21 @@ class RunRequestHandler:
             RoundFailedError: it says that a round has failed.
             Exception: whatever the gate raises where a round is done, or at news: the run is to end.
         """
+        questions = {
+            "reserve": self._reserve,
+            "admit": self._admit,
+            "looked": self._looked,
+            "done": self._done,
+            "checked": self._checked,
+            "progress": self._tell,
+        }
+        if self.plan.checks and frame.word in questions and frame.word != "checked":
+            raise RunFrameError("a check, which holds, admits and closes nothing")
+        if frame.word in questions:
+            return questions[frame.word](frame)
         match frame.word:
-            case "reserve":
-                return self._reserve(frame)
-            case "admit":
-                return self._admit(frame)
-            case "looked":
-                return self._looked(frame)
-            case "done":
-                return self._done(frame)
-            case "progress":
-                return self._tell(frame)
             case "over":
-                if self.index != self.plan.rounds:
+                if self.index != self.plan.rounds and not self.plan.checks:
                     raise RunFrameError("over before its last round")
                 return None
             case "failed":
@@ -199,8 +202,10 @@ class RunRequestHandler:
             raise RunFrameError("admit: not granted, or asked before")
         self._open(index)
         try:
-            read = unpack_vector if self.plan.roster is None else unpack_ring
-            size = read(frame.more).size
+            if self.plan.roster is None:
+                size = unpack_update(frame.more, self.plan.precision_of(self.index)).size
+            else:
+                size = unpack_ring(frame.more).size
         except ArtifactFormatError:
             raise RunFrameError("admit: not a vector") from None
         if size != self.plan.size_of(self.index):
@@ -239,7 +244,7 @@ class RunRequestHandler:
         codes = codes_of(refused, self.plan.sites)
         model = self._model_of(frame)
         self._gate.round_done(index, model, sites, codes)
-        self._model, self.index = model, index + 1
+        self.index = index + 1
         self._asked, self._admitted, self._summed = set(), set(), False
         return "answer", {}
 
@@ -249,13 +254,24 @@ class RunRequestHandler:
 
     def _model_of(self, frame: RunMessage) -> RoundModel:
         try:
-            model = RoundModel(unpack_vector(frame.body), Moments.from_bytes(frame.more))
+            model = RoundModel(unpack_vector(frame.body), Moments.from_bytes(frame.more), frame.body)
         except (ArtifactFormatError, MomentsError):
             raise RunFrameError("done: not a model") from None
-        size = self._model.vector.size
+        size = self.plan.model.vector.size
         if model.vector.size != size or model.moments.m.size not in (0, size):
             raise RunFrameError("done: a model of another length")
         return model
+
+    def _checked(self, frame: RunMessage) -> Answer:
+        told, lost, aggregated = frame.values("told", "lost", "aggregated")
+        if not self.plan.checks or not isinstance(told, dict):
+            raise RunFrameError("checked: not asked, or no reports")
+        try:
+            reports = {site: SiteCheck.of_table(told[site]) for site in sites_of(list(told), self.plan.sites)}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise RunFrameError("checked: not a report") from None
+        self._gate.checked(reports, codes_of(lost, self.plan.sites), sites_of(aggregated, reports))
+        return "answer", {}
 
     def _tell(self, frame: RunMessage) -> Answer:
         stage, index, sites, refused = frame.values("stage", "round", "sites", "refused")

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from coordinator.federation.aggregation import Advancing, NoAggregateError
+from coordinator.federation.replies import pack_payload
 from coordinator.federation.strategy import GatedStrategy, RoundModel, RoundProgress
 from protos.artifacts.arrays import pack_vector
 from protos.artifacts.strict_safetensors import pack_ring
@@ -54,6 +55,8 @@ class SecureStrategy(GatedStrategy):
         except SecAggError:
             self._fail(index, "not_unmasked", self._without(hub))
         used = tuple(site for site in self.plan.sites if site in total.survivors)
+        if not set(self.plan.required) <= set(used):
+            self._fail(index, "required_site_lost", self._without(hub))  # for good: no site is in one sum twice
         self._expected = set(total.survivors)
         if index in self.plan.looks:
             self.gate.looked(index, session.params.ring.decode(total.lattice))
@@ -80,6 +83,7 @@ class SecureStrategy(GatedStrategy):
         asked = tuple(site for site in granted if site in nodes)
         if not len(asked) >= self.plan.min_sites:
             self._fail(index, "too_few_sites_online", self._lost)
+        self._require(index, asked)
         return asked
 
     def _session(self, asked: tuple[str, ...], index: int) -> SumSession:
@@ -150,7 +154,7 @@ class SecureStrategy(GatedStrategy):
         )
         self._sent = {
             site: Message(
-                RecordDict({messages.ORDER: order, messages.PAYLOAD: _bytes(payload)}),
+                RecordDict({messages.ORDER: order, messages.PAYLOAD: pack_payload(payload)}),
                 nodes[site],
                 messages.SECURE,
                 ttl=seconds,
@@ -170,10 +174,6 @@ class SecureStrategy(GatedStrategy):
                 found[site] = payload
         self._lost = lost | self._lost
         return found
-
-
-def _bytes(payload: bytes) -> ArrayRecord:
-    return ArrayRecord({messages.DATA: Array(np.frombuffer(payload, np.uint8).copy())})
 
 
 def _payload(content: RecordDict) -> bytes | None:

@@ -1,376 +1,383 @@
-"""Simulate a job with many sites before any is asked: the run's own strategy over Flower's simulation engine.
+"""Simulate a run before anybody spends: its own task, noise, rounds and strategy, at sites that lie on this machine.
 
-Real parts: the strategy (`coordinator.federation.strategy`), the job's aggregator, the gate that reviews and records
-(`coordinator.federation.run_controller`) over a separate ledger in a temporary folder, and the enrolments,
-reservations and signed releases of every site. Synthetic parts: the sites (`coordinator.federation.virtual_sites`),
-which Ray runs on this machine's processors. Ray comes with the extra "simulation", and is imported only here and only
-when a simulation starts.
-
-Imported after :func:`protos.federation.flower_environment.configure_environment`, since Flower reads its environment
-while it is imported.
+Three trainings stand side by side. *Together*: what the run would do, by the agents' own code, with the noise that a
+ledger would charge as the job's epsilon. *Alone*: single sites at the same epsilon. *Without privacy*: the same steps
+without clipping and noise, whose learning rate is the best of some on patients whom no other figure is about. All are
+compared by the exact figure of patients whom nobody trains on; which round counts is chosen as in the run, by its
+noisy looks. Nothing here is reviewed or accounted: the images are public (``agent.federation.public_folder``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-import os
-import resource
-import secrets
-import tempfile
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol
 
 import numpy as np
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import ConfigRecord, Context, Message, RecordDict
-from flwr.serverapp import Grid, ServerApp
-from flwr.simulation import run_simulation
+from numpy.typing import NDArray
 
-from coordinator.admission import AdmissionService
-from coordinator.event_log import open_log
-from coordinator.federation.events import EventStream
-from coordinator.federation.job import PLAIN, Job, JobError, forecast, with_noise
-from coordinator.federation.replies import pack
-from coordinator.federation.run_controller import RunController
-from coordinator.federation.strategy import GatedStrategy, RoundFailedError, RoundModel, RoundPlan, RoundProgress
-from coordinator.federation.virtual_sites import (
-    ROLL,
-    Scenario,
-    SyntheticCohort,
-    Training,
-    VirtualClientApp,
-    name_of,
-)
-from coordinator.storage.directory import ORIGIN
-from policies.ledger.backends.sqlite import open_sqlite
+from coordinator.federation.aggregation import Advancing, FedAvg, Moments, NoAggregateError
+from coordinator.federation.evaluation import LESS_IS_BETTER, LookSums, best, estimates, to_table
+from coordinator.federation.job import EPSILON, MASKED, PLAIN, PRECISION, Job, JobError, forecast, quorum, with_noise
+from coordinator.federation.simulated_sites_process import DivergedTrainingError, Question, SimulationError
+from policies.accounting.rounding import epsilon_text
 from policies.ledger.state import Account
-from policies.ledger.store import Store
 from policies.ledger_service import open_accounts
-from policies.review.policy import parse as parse_policy
-from policies.review.rules import AccountContext, account_name
-from protos.common.errors import ConfigError
-from protos.federation import flower_environment
-from protos.federation import messages as wire
+from policies.review.policy import Policy
+from policies.review.rules import AccountContext
+from policies.tasks.evaluation import MOST_BINS, SumLayout
+from protos.common.canonical_json import canonical
 
-_TIMEOUT_S: Final = 3600.0  # of a round: a thousand sites share a few processors
-_ROLL_S: Final = 600.0
-_NODES_S: Final = 60.0
-_HELD_OUT: Final = -1  # the "site" whose patients nobody trains on
-_POOR_EPSILON: Final = "epsilon = 1e-3"
+TOGETHER: Final = "together"
+ALONE: Final = "alone"
+OPEN: Final = "without privacy"
+CHOOSING: Final = "choosing"  # the parts of the patients whom no site has, as agent.federation.simulated_sites says
+TEST: Final = "test"
+_POISON: Final = -10.0  # times what honest training would have changed
+_RATES: Final = (-3, -2, -1)  # of OPEN, in half decades: the first ones that are tried
+_RATE_ENDS: Final = (-8, 4)  # how far the search goes while the best is at an edge
+_NOTHING: Final = 1e-6  # noise on exact sums
+_NARROW: Final = 0.01  # level of their intervals, which nobody shows
+
+Vector = NDArray[np.float32]
 
 
-class SimulationUnavailableError(ConfigError, RuntimeError):
-    """This installation has no simulation; the text says what to do."""
+class Sites(Protocol):
+    """What answers for the simulated sites."""
+
+    def ask(self, questions: Sequence[Question], vector: Vector) -> list[NDArray[Any]]:
+        """The numbers that answer each question."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class RoundSeen:
-    """One closed round."""
+class PricedJob:
+    """A job whose noise is settled, and what the ledger would charge each site for it."""
 
-    round: int  # from 1
-    seconds: float  # from sending to the durable end
-    used: int  # sites in the aggregate
-    refused: Mapping[str, str]  # site to code
-    accuracy: float  # of the new model on held-out made patients
-
-
-@dataclass(frozen=True, slots=True)
-class SimulationResult:
-    """What a simulation showed."""
-
-    sites: int
-    granted: int
-    declined: Mapping[str, str]  # site to code, at the price
-    rounds: tuple[RoundSeen, ...]
-    failed: str  # why it ended before the last round; "" when it did not
-    epsilon: str  # of the whole run for a site, at ``delta``; the forecast's words
+    job: Job
+    epsilon: str  # decimal text; also the name of the price
+    charged: float  # the same, as the ledger has it
     delta: str
-    spent: Mapping[str, int]  # nano-nats at the account's order that the ledger holds, to how many sites
-    updates: int  # admitted by the review, in the ledger
-    start_seconds: float  # enrolment, Ray and its workers
-    price_seconds: float
-    peak_mb: float  # of this process, without Ray's
+    noise: float  # multiplier of one step
+    refusal: str  # why a site under this policy would not hold it; "" when it would
+
+    @classmethod
+    def of(cls, job: Job, policy: Policy) -> PricedJob:
+        """By an account that is opened under a policy.
+
+        Raises:
+            JobError: no noise is enough.
+        """
+        standing = AccountContext(Account(open_accounts(job.sites[0], policy)[0]))
+        settled = with_noise(job, {job.sites[0]: standing})
+        cost = forecast(settled, {job.sites[0]: standing}, {job.sites[0]: policy}, settled.claim())[0]
+        if not cost.epsilon:
+            raise JobError(f"config: {cost.reason}")
+        noise = json.loads(settled.config)["noise_multiplier"]
+        return cls(settled, epsilon_text(cost.epsilon), float(cost.epsilon), cost.delta, noise, cost.reason)
+
+    def alone(self, site: str, policy: Policy) -> PricedJob:
+        """What one site would train by itself at this price: the same task, without a secret sum.
+
+        Raises:
+            JobError: it cannot be had.
+        """
+        job = _alone(self.job, site)
+        if not self.job.secure:  # the same noise at the same price
+            return dataclasses.replace(self, job=job)
+        found = PricedJob.of(with_epsilon(job, self.charged), policy)
+        return dataclasses.replace(found, epsilon=self.epsilon)
+
+
+def with_epsilon(job: Job, epsilon: float) -> Job:
+    """The same job at another price, whose noise is yet to be found."""
+    values = {key: value for key, value in json.loads(job.config).items() if key != "noise_multiplier"}
+    return dataclasses.replace(job, config=canonical({**values, EPSILON: epsilon}).decode())
+
+
+def with_sites(job: Job, sites: int) -> Job:
+    """The same job for so many sites of other names, with the same share of them needed.
+
+    Raises:
+        JobError: it cannot be had, such as one whose strategy has a weight for each site.
+    """
+    names = tuple(f"virtual-{index:04d}" for index in range(sites))
+    least = min(sites, math.ceil(sites * job.min_sites / len(job.sites)))
+    values = json.loads(job.config)
+    if job.mechanism == MASKED:
+        values["sites"], least = sites, max(least, quorum(sites, values["honest"]))
+    return dataclasses.replace(job, sites=names, min_sites=least, config=canonical(values).decode())
+
+
+def _alone(job: Job, site: str) -> Job:
+    """Of the strategies, those with a momentum of their own stay."""
+    strategy = job.aggregator()
+    kept = isinstance(strategy, Advancing) and not isinstance(strategy, FedAvg)
+    wanted = {"task", "parameters", "noise_multiplier", EPSILON, "evaluate", PRECISION}
+    values = {key: value for key, value in json.loads(job.config).items() if key in wanted}
+    return dataclasses.replace(
+        job,
+        mechanism=PLAIN,
+        secure=False,
+        sites=(site,),
+        min_sites=1,
+        strategy=job.strategy if kept else FedAvg().to_json(),
+        config=canonical(values).decode(),
+    )
+
+
+Key = tuple[str, str, int, str, float]  # arm, epsilon, seed, site, noise
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One training from its first round to its last."""
+
+    arm: str  # TOGETHER, ALONE, OPEN
+    epsilon: str  # "" without privacy
+    seed: int
+    site: str  # of ALONE
+    figure: str  # which one is compared: accuracy, auc, dice, error
+    rounds: tuple[float, ...]  # the figure on the test patients, before the first round and after each
+    chosen: int  # the round whose model the run would end with
+    look: Mapping[str, Any] = field(default_factory=dict)  # that round's own noisy figures, with intervals
+    failed: str = ""  # why it ended early; the rounds are those before
+    noise: float = 0.0  # multiplier of one step: one price may need another noise by another policy or version
+
+    @property
+    def key(self) -> Key:
+        """Which of the simulation's trainings it is."""
+        return self.arm, self.epsilon, self.seed, self.site, self.noise
+
+    @property
+    def value(self) -> float:
+        """The figure of the model that the run would end with; NaN where there is none."""
+        return math.nan if self.failed else self.rounds[self.chosen]
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Trained:
+        """Read what :meth:`to_json` wrote."""
+        return cls(**{**values, "rounds": tuple(values["rounds"])})
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         return dataclasses.asdict(self)
 
 
-@dataclass(slots=True, eq=False)
-class _Books:
-    """What a conductor needs of :class:`coordinator.federation.run_manager.RunManager`."""
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One closed round of one training."""
 
-    root: Path
-    intake: AdmissionService
-    log: Any
-
-
-class _Gate(RunController):
-    """The run's own gate; a closed round is looked at, and the news go to who simulates."""
-
-    def __init__(
-        self, ledger: _Books, job: Job, closed: Callable[[RoundModel], None], told: Callable[[RoundProgress], None]
-    ) -> None:
-        super().__init__(cast(Any, ledger), job, EventStream())
-        self.closed, self.told = closed, told
-        self.folder.mkdir(parents=True)
-
-    def round_done(
-        self, round_index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]
-    ) -> None:
-        """Durable and in the ledger, as ever; then the model is tried."""
-        super().round_done(round_index, model, used, refused)
-        self.closed(model)
-
-    def progress(self, event: RoundProgress) -> None:
-        """Nobody follows a simulated run."""
-        self.told(event)
+    arm: str
+    epsilon: str
+    seed: int
+    site: str
+    round: int
+    rounds: int
+    figure: str
+    value: float
 
 
-class NamedGrid(Grid):
-    """The simulation's grid, whose nodes have no names: here each node gets its site's name."""
+@dataclass(frozen=True, slots=True)
+class Oddities:
+    """How many sites are out of the ordinary, counted from the last one."""
 
-    def __init__(self, grid: Grid, names: Mapping[int, str]) -> None:
-        """``names`` by node id; a node without one is nobody."""
-        self._grid, self._names = grid, names
+    poisoned: int = 0  # send minus ten times their update
+    away: int = 0  # do not answer
 
-    def get_nodes(self) -> Iterable[Any]:
-        """The nodes, named."""
-        nodes = [deepcopy(node) for node in self._grid.get_nodes() if node.node_id in self._names]
-        for node in nodes:
-            node.name = self._names[node.node_id]
-        return nodes
+    def present(self, job: Job) -> tuple[str, ...]:
+        """The sites that answer.
 
-    def set_run(self, run: Any) -> None:
-        """As it is."""
-        self._grid.set_run(run)
+        Raises:
+            SimulationError: too few of them.
+        """
+        if min(self.poisoned, self.away) < 0 or self.poisoned + self.away > len(job.sites):
+            raise SimulationError("--poisoned, --away: not negative, and together at most the sites")
+        there = job.sites[: len(job.sites) - self.away]
+        if not len(there) >= job.min_sites:
+            raise SimulationError(f"--away: min_sites of the job is {job.min_sites}, and {len(there)} sites answer")
+        return there
 
-    @property
-    def run(self) -> Any:
-        """As it is."""
-        return self._grid.run
-
-    def create_message(self, *args: Any, **more: Any) -> Message:
-        """As it is."""
-        return self._grid.create_message(*args, **more)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """As they are."""
-        return self._grid.get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """As it is."""
-        return self._grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """As it is."""
-        return self._grid.pull_messages(message_ids)
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """As it is."""
-        return self._grid.send_and_receive(messages, timeout=timeout)
-
-
-def virtual_job(job: Job, sites: int, policy: str) -> Job:
-    """The same job for so many virtual sites, with the same share of them needed, and its noise found.
-
-    ``policy``: TOML, by which the sites' accounts are opened.
-
-    Raises:
-        JobError: it cannot be simulated.
-    """
-    if job.mechanism != PLAIN:
-        raise JobError(f"only jobs of the mechanism {PLAIN} can be simulated")
-    names = tuple(name_of(i) for i in range(sites))
-    least = min(sites, math.ceil(sites * job.min_sites / len(job.sites)))
-    made = dataclasses.replace(job, sites=names, min_sites=least)
-    opened = open_accounts(names[0], parse_policy(policy, "federation"))[0]
-    made = with_noise(made, {names[0]: AccountContext(Account(opened))})
-    training = Training.of(made)
-    if made.parameters != (right := training.classes * (training.features + 1)):
-        raise JobError(f"parameters: the task's network trains {right}")
-    return made
+    def sent(self, start: Vector, updates: Sequence[NDArray[Any]], secure: bool) -> list[NDArray[Any]]:
+        """What the sites that are there send, of what honest training gave them."""
+        honest = len(updates) - self.poisoned
+        if secure:  # a change, on its lattice
+            return [*updates[:honest], *(int(_POISON) * change for change in updates[honest:])]
+        turned = ((start + _POISON * (update - start)).astype(np.float32) for update in updates[honest:])
+        return [*updates[:honest], *turned]
 
 
 @dataclass(slots=True, eq=False)
 class Simulation:
-    """One simulation, in a process that does nothing else."""
+    """All trainings of one simulation. What was kept is not trained again."""
 
-    job: Job  # the virtual one
-    players: Scenario
-    policy: str  # TOML: the federation's, and every site's but the poor ones'
-    folder: Path  # thrown away afterwards
-    tell: Callable[[RoundProgress | RoundSeen], None]
-    began: float = field(default_factory=time.monotonic)
-    rounds: list[RoundSeen] = field(default_factory=list)
-    failed: str = ""
-    _marks: dict[str, float] = field(default_factory=dict)
+    sites: Sites
+    processes: int
+    oddities: Oddities
+    kept: dict[Key, Trained]
+    keep: Callable[[Trained], None]  # durable before the next one
+    tell: Callable[[Progress], None]
 
-    def run(self, cpus: int) -> SimulationResult:
-        """Enrol everybody, start Ray, conduct the run.
+    def together(self, priced: PricedJob, seed: int) -> Trained:
+        """The run itself."""
+        return self._once(_Arm(priced.job, TOGETHER, seed, priced.epsilon))
+
+    def alone(self, priced: PricedJob, site: str, seed: int) -> Trained:
+        """One site by itself at the same epsilon; ``priced`` is :meth:`PricedJob.alone`."""
+        return self._once(_Arm(priced.job, ALONE, seed, priced.epsilon, site))
+
+    def without_privacy(self, job: Job, rate: float, seed: int) -> Trained:
+        """The same steps without clipping and noise."""
+        return self._once(_Arm(job, OPEN, seed, rate=rate))
+
+    def rate(self, job: Job, keep: Callable[[float, float], None], kept: Mapping[float, float]) -> float:
+        """The learning rate without privacy that is best on the patients to choose on.
+
+        Neighbours half a decade apart are tried as long as the best one is at an edge.
+
+        Args:
+            job: of the run.
+            keep: told each rate and its score.
+            kept: scores that are known.
+        Raises:
+            SimulationError: every rate diverges.
+        """
+        sign = -1.0 if job.task().kind in LESS_IS_BETTER else 1.0
+        scores = dict(kept)
+
+        def score(power: int) -> float:
+            rate = 10.0 ** (power / 2)
+            if rate not in scores:
+                scores[rate] = self._scored(job, rate, sign)
+                keep(rate, scores[rate])
+            return scores[rate]
+
+        proximal = job.task().training.proximal
+        most = min(_RATE_ENDS[1], math.floor(-2 * math.log10(proximal)) if proximal else _RATE_ENDS[1])
+        tried = sorted({min(power, most) for power in _RATES})
+        while True:
+            equal = [power for power in tried if score(power) == max(map(score, tried))]
+            at = equal[len(equal) // 2]  # of equally good ones not the outermost, which on other patients may be none
+            if at == tried[0] and at > _RATE_ENDS[0]:
+                tried.insert(0, at - 1)
+            elif at == tried[-1] and at < most:
+                tried.append(at + 1)
+            elif not math.isfinite(score(at)):
+                raise SimulationError("without privacy every learning rate diverges: the task cannot be learned so")
+            else:
+                return float(10.0 ** (at / 2))
+
+    def _scored(self, job: Job, rate: float, sign: float) -> float:
+        arm = _Arm(job, OPEN, 0, rate=rate)
+        try:
+            for _, model in self._rounds(arm):
+                vector = model
+        except DivergedTrainingError:
+            return -math.inf
+        return sign * self._figure(job, vector, (CHOOSING, 0))[1]
+
+    def _once(self, arm: _Arm) -> Trained:
+        key = arm.name, arm.epsilon, arm.seed, arm.site, arm.noise
+        if key not in self.kept:
+            self.kept[key] = self._trained(arm)
+            self.keep(self.kept[key])
+        return self.kept[key]
+
+    def _trained(self, arm: _Arm) -> Trained:
+        job, figures, looks = arm.job, list[float](), dict[int, LookSums]()
+        figure, failed = "", ""
+        try:
+            for number, vector in self._rounds(arm):
+                figure, value = self._figure(job, vector, (TEST, arm.seed))
+                figures.append(value)
+                self.tell(Progress(arm.name, arm.epsilon, arm.seed, arm.site, number, job.rounds, figure, value))
+                if number in job.evaluate and arm.name != OPEN:
+                    looks[number] = self._look(arm, vector)
+        except DivergedTrainingError as fault:
+            failed = str(fault)
+        except NoAggregateError as fault:
+            failed = f"round {len(figures)}: {fault}"
+        chosen, look = len(figures) - 1, {}
+        if looks and not failed:
+            at, _ = best(list(looks.values()))
+            chosen = list(looks)[at]
+            look = to_table(estimates(looks[chosen]))
+        of = arm.name, arm.epsilon, arm.seed, arm.site
+        return Trained(*of, figure, tuple(figures), chosen, look, failed, arm.noise)
+
+    def _rounds(self, arm: _Arm) -> Iterator[tuple[int, Vector]]:
+        """The number of each round, 0 before the first, and the model after it.
 
         Raises:
-            SimulationUnavailableError: there is no Ray.
+            DivergedTrainingError, NoAggregateError: the training ends here.
         """
-        lines = (_POOR_EPSILON if s.startswith("epsilon ") else s for s in self.policy.splitlines())
-        poor, disk = "\n".join(lines), open_sqlite(self.folder / "ledger.db")  # the same with next to no budget
-        with Store(disk, ORIGIN, Ed25519PrivateKey.generate(), lambda: int(time.time())) as store:
-            answers = VirtualClientApp(self.job, self.players, (poor, self.policy))
-            intake = AdmissionService.over(store, parse_policy(self.policy, "federation"))
-            for index in range(self.players.sites):
-                intake.enrol(answers.site(index).enrolment())
-            price = self._price(intake)
-            ledger = _Books(self.folder / "runs", intake, open_log(self.folder / "simulation.log"))
-            held_out = SyntheticCohort.make(Training.of(self.job), self.players.seed, _HELD_OUT, even=True)
-            gate = _Gate(ledger, self.job, lambda model: self._closed(model, held_out), self._progress)
-            strategy = GatedStrategy(self._plan(), gate)
-            app = ServerApp()
-            app.main()(lambda grid, _context: self._conduct(grid, _context, strategy))
-            with _ray(cpus, self.folder) as backend:
-                run_simulation(app, answers.app(), self.players.sites, backend_config=backend)
-            return self._result(strategy, intake, price)
+        job, aggregator, moments = arm.job, arm.job.aggregator(), Moments()
+        there = self.oddities.present(job) if arm.name == TOGETHER else job.sites
+        secure = job.secure and arm.name != OPEN
+        scale = json.loads(job.config)["scale"] if secure else 0
+        vector: Vector = np.zeros(job.parameters, np.float32)
+        yield 0, vector
+        for number in range(1, job.rounds + 1):
+            made = self.sites.ask([arm.round(site, secure) for site in there], vector)
+            if arm.name == TOGETHER:
+                made = self.oddities.sent(vector, made, secure)
+            if secure:
+                assert isinstance(aggregator, Advancing), "the job was checked"
+                delta = np.sum(made, axis=0).astype(np.float64) * 2.0**-scale / len(made)
+                vector, moments = aggregator.advance(vector, delta, moments)
+            else:
+                vector, moments, _ = aggregator.step(vector, list(zip(there, made, strict=True)), moments)
+            yield number, vector
 
-    def _plan(self) -> RoundPlan:
-        job = self.job
-        return RoundPlan(
-            run=job.run,
-            sites=job.sites,
-            rounds=job.rounds,
-            first_round=0,
-            model=RoundModel(np.zeros(job.parameters, np.float32)),
-            config=job.config.encode(),
-            min_sites=job.min_sites,
-            least_grants=len(job.sites) if job.all_or_none else job.min_sites,
-            round_timeout_s=_TIMEOUT_S,
-            node_wait_s=_NODES_S,
-            aggregator=job.aggregator(),
-        )
+    def _look(self, arm: _Arm, vector: Vector) -> LookSums:
+        """The noisy sums of the sites' own held-out patients, as in the run."""
+        job = arm.job
+        there = self.oddities.present(job) if arm.name == TOGETHER else job.sites
+        found = self.sites.ask([arm.look(site) for site in there], vector)
+        lattice = job.look_lattice()
+        total = np.sum([one.astype(np.float64) for one in found], axis=0)
+        if lattice is not None:
+            total = total * 2.0**-lattice.scale
+        return LookSums(job.layout(), total, job.look_noise(len(there)))
 
-    def _conduct(self, grid: Grid, _context: Context, strategy: GatedStrategy) -> None:
-        """In Flower's thread for a ServerApp: the roll, the price, the rounds."""
-        try:
-            named = NamedGrid(grid, self._roll(grid))
-            self._marks["rolled"] = time.monotonic()
-            strategy.price(named)
-            plan = strategy.plan
-            strategy.start(named, pack(plan.model.vector), plan.rounds, plan.round_timeout_s)
-        except RoundFailedError as failure:
-            self.failed = (
-                f"{'price' if failure.round_index < 0 else f'round {failure.round_index + 1}'}: {failure.reason}"
-            )
-        except Exception as fault:  # noqa: BLE001 - Flower would print it, and end the process in its own way
-            self.failed = f"internal fault ({type(fault).__name__})"
-
-    def _roll(self, grid: Grid) -> dict[int, str]:
-        """Node to site: the engine makes the nodes, and each says which site it is. Starts Ray's workers, too."""
-        until = time.monotonic() + _NODES_S
-        while len(nodes := list(grid.get_node_ids())) < self.players.sites and time.monotonic() < until:
-            time.sleep(0.1)
-        order = RecordDict({wire.ORDER: ConfigRecord({wire.RUN: self.job.run})})
-        calls = [Message(order, node, ROLL, ttl=_ROLL_S, group_id="roll") for node in nodes]
-        names = {}
-        for reply in grid.send_and_receive(calls, timeout=_ROLL_S):
-            if not reply.has_error():
-                said = cast(ConfigRecord, reply.content[wire.ANSWER])[wire.ENVELOPE]
-                names[reply.metadata.src_node_id] = name_of(int(cast(bytes, said)))
-        return names
-
-    def _progress(self, progress: RoundProgress) -> None:
-        self._marks[progress.stage] = time.monotonic()
-        if progress.stage == "done":  # after the gate, which has put the round there
-            seen = dataclasses.replace(self.rounds[-1], used=len(progress.sites), refused=dict(progress.refused))
-            self.rounds[-1] = seen
-            self.tell(seen)
-        else:
-            self.tell(progress)
-
-    def _closed(self, model: RoundModel, held_out: SyntheticCohort) -> None:
-        took = time.monotonic() - self._marks["sent"]
-        accuracy = Training.of(self.job).accuracy(model.vector, held_out)
-        self.rounds.append(RoundSeen(len(self.rounds) + 1, round(took, 2), 0, {}, round(accuracy, 4)))
-
-    def _price(self, intake: AdmissionService) -> tuple[str, str]:
-        """Epsilon and delta of the whole run, for a site that is not poor, by the forecast of a real launch."""
-        state, site = intake.register.store.state, self.job.sites[0]
-        standing = AccountContext(
-            state.accounts.get(account_name(site, self.job.mechanism)), frozen=False, revoked=False
-        )
-        one = dataclasses.replace(self.job, sites=(site,), min_sites=1, strategy='{"name":"fedavg"}')
-        (cost,) = forecast(one, {site: standing}, {site: intake.register.policy_of(site)}, self.job.claim())
-        return cost.epsilon, cost.delta
-
-    def _result(self, strategy: GatedStrategy, intake: AdmissionService, price: tuple[str, str]) -> SimulationResult:
-        state = intake.register.store.state
-        accounts = [state.accounts[account_name(site, self.job.mechanism)] for site in self.job.sites]
-        rolled = self._marks.get("rolled", time.monotonic())
-        return SimulationResult(
-            sites=self.players.sites,
-            granted=len(strategy.granted),
-            declined=dict(strategy.declined),
-            rounds=tuple(self.rounds),
-            failed=self.failed,
-            epsilon=price[0],
-            delta=price[1],
-            spent={str(amount): n for amount, n in sorted(Counter(a.held + a.spent for a in accounts).items())},
-            updates=len(state.updates),
-            start_seconds=round(rolled - self.began, 1),
-            price_seconds=round(self._marks.get("priced", rolled) - rolled, 1),
-            peak_mb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
-        )
+    def _figure(self, job: Job, vector: Vector, part: tuple[str, int]) -> tuple[str, float]:
+        """The first figure of a model, exact, on patients whom no site has."""
+        name, seed = part
+        head = {"ask": "exact", "config": job.config, "part": name, "seed": seed, "shares": self.processes}
+        asked = [Question({**head, "share": share}, np.float64) for share in range(self.processes)]
+        sums = np.sum(self.sites.ask(asked, vector), axis=0)
+        task = job.task()
+        first = estimates(LookSums(SumLayout(task.kind, task.outputs, MOST_BINS), sums, _NOTHING), _NARROW)[0]
+        if first.value is None:
+            raise SimulationError(f"{first.name}: those to test on lack a class or a finding: give more patients")
+        return first.name, first.value
 
 
-@contextmanager
-def _ray(cpus: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """Ray's settings, quiet and on loopback alone; whatever it started is stopped afterwards.
+@dataclass(frozen=True, slots=True)
+class _Arm:
+    """One training, and what it asks of a site."""
 
-    Raises:
-        SimulationUnavailableError: it is not installed.
-    """
-    if find_spec("ray") is None:
-        raise SimulationUnavailableError('simulations need Ray: pip install "lazaret[simulation]"')
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # read when it is imported
-    os.environ["OMP_NUM_THREADS"] = "1"  # of each worker
-    import ray  # noqa: PLC0415 - an extra, and it reads its environment while it is imported
+    job: Job
+    name: str
+    seed: int
+    epsilon: str = ""
+    site: str = ""
+    rate: float = 0.0
 
-    init = {
-        "num_cpus": cpus,
-        "include_dashboard": False,
-        "_node_ip_address": "127.0.0.1",
-        "_temp_dir": str(folder / "ray"),
-        "object_store_memory": 256 << 20,
-    }
-    try:
-        yield {"init_args": init, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    finally:
-        ray.shutdown()
+    @property
+    def noise(self) -> float:
+        """Multiplier of one step; 0 without privacy."""
+        return 0.0 if self.name == OPEN else float(json.loads(self.job.config)["noise_multiplier"])
 
+    def round(self, site: str, secure: bool) -> Question:
+        head = {"config": self.job.config, "site": site, "seed": self.seed}
+        if self.name == OPEN:
+            return Question({**head, "ask": OPEN, "rate": self.rate}, np.float32)
+        return Question({**head, "ask": "round"}, np.int64 if secure else np.float32)
 
-def simulate(
-    job: Job, players: Scenario, policy: str, tell: Callable[[RoundProgress | RoundSeen], None], cpus: int = 2
-) -> SimulationResult:
-    """Conduct a job with virtual sites on this machine. Call it in a process that does nothing else.
-
-    Args:
-        job: as it would be launched; its sites are replaced.
-        players: how many sites, and how many of them are out of the ordinary.
-        policy: TOML, the federation's and every site's.
-        tell: hears of the price, of each round as it is sent, and of each closed round.
-        cpus: processors for the sites.
-    Raises:
-        JobError: it cannot be simulated, or not with so many sites.
-        SimulationUnavailableError: this installation has no Ray.
-        FlowerEnvironmentError: :func:`protos.federation.flower_environment.configure_environment` was not called.
-    """
-    flower_environment.require_configured()
-    made = virtual_job(job, players.sites, policy)
-    # A short path: Ray's sockets lie deep below it, and a socket's path has at most 107 characters.
-    with tempfile.TemporaryDirectory(prefix=f"lz{secrets.token_hex(2)}-", ignore_cleanup_errors=True) as folder:
-        return Simulation(made, players, policy, Path(folder), tell).run(cpus)
+    def look(self, site: str) -> Question:
+        head = {"config": self.job.config, "site": site, "seed": self.seed, "ask": "look"}
+        return Question(head, np.int64 if self.job.secure else np.float32)

@@ -14,11 +14,12 @@ neither None nor a short code. Texts from a site are never stored, logged or for
 from __future__ import annotations
 
 import math
+import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NoReturn, Protocol
 
 import numpy as np
@@ -28,17 +29,22 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from coordinator.federation.aggregation import Aggregator, FedAvg, Moments, NoAggregateError, vector_problem
+from coordinator.federation.canary import Part, PartForm, read_answer
 from coordinator.federation.events import NOT_APPROVED_YET
-from coordinator.federation.replies import InvalidReplyError, error_name, pack, read
-from protos.artifacts.arrays import pack_vector
+from coordinator.federation.replies import InvalidReplyError, error_name, pack, pack_payload, payload, read
+from protos.artifacts.arrays import pack_update
+from protos.artifacts.bfloat16 import FLOAT32, PRECISIONS, widened
 from protos.common.errors import TrainingError
+from protos.federation import flat_arrays, round_times
 from protos.federation import messages as wire
-from protos.federation import round_times
 from protos.federation.round_times import RoundTerms
+from protos.federation.site_check import MOST, PROBE, SiteCheck
 
 _POLL_S: Final = 0.2
 SLUG: Final = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")  # a code
 AWAY: Final = frozenset({"offline", "no_reply"})  # codes of sites that may come back
+MISSING: Final = "required_site_missing"  # why a round failed
+CHECK: Final = "check"
 WAITING: Final = "waiting"  # the code of a site whose persons have not approved the run yet
 
 
@@ -79,6 +85,12 @@ class RunGate(Protocol):
     def progress(self, event: RoundProgress) -> None:
         """Let whoever follows the run know. An exception ends the run."""
 
+    def checked(self, told: Mapping[str, SiteCheck], lost: Mapping[str, str], aggregated: tuple[str, ...]) -> None:
+        """Take what the sites answered that were asked whether they could take part; ``lost``: site to code.
+
+        ``aggregated``: of a canary, the sites of whose parts the aggregator made a model.
+        """
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundModel:
@@ -86,6 +98,7 @@ class RoundModel:
 
     vector: NDArray[np.float32]  # (p,), the global parameters
     moments: Moments = field(default_factory=Moments)  # of the server's optimiser
+    packed: bytes = b""  # the vector's file, where it is at hand: it is not made a second time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,10 +119,14 @@ class RoundPlan:
     roster: Mapping[str, bytes] | None = None  # secure aggregation: site -> enrolled Ed25519 key
     looks: frozenset[int] = frozenset()  # those of the rounds that are looks at the model
     sums: int = 0  # length of what a site says in one
+    update_precision: str = FLOAT32  # of the numbers of an update in clear
     lattice: tuple[float, int] | None = None  # secure aggregation: bound and scale of such a sum
 
     terms: RoundTerms = field(default_factory=RoundTerms)
     longest_step_s: float = round_times.STEP_S  # the same for a price, a plan, and a step in which nobody trains
+    silence_s: float = 0.0  # how long a site that is asked may be offline in a round before it counts as gone
+    required: tuple[str, ...] = ()  # sites without which no round counts
+    checks: str = ""  # not a run: the sites are asked whether they could take part, by a CHECK or by messages.CANARY
 
     @property
     def step_timeout_s(self) -> float:
@@ -119,6 +136,10 @@ class RoundPlan:
     def size_of(self, index: int) -> int:
         """The length of what a site says in a round."""
         return self.sums if index in self.looks else int(self.model.vector.size)
+
+    def precision_of(self, index: int) -> str:
+        """The precision of what a site says in a round; of a look's sums it is always the full one."""
+        return FLOAT32 if index in self.looks else self.update_precision
 
     def __post_init__(self) -> None:
         """Refuse a plan that cannot be carried out as written, all problems at once."""
@@ -136,8 +157,12 @@ class RoundPlan:
                 "round_timeout_s": math.isfinite(self.round_timeout_s) and self.round_timeout_s > 0,
                 "looks": self.looks <= set(range(1, self.rounds)),
                 "lattice": (self.lattice is not None) is bool(self.roster is not None and self.looks),
+                "update_precision": self.update_precision in PRECISIONS,
                 "sums": (0 if not self.looks else 1) <= self.sums <= wire.MAX_SUMS,
                 "node_wait_s": math.isfinite(self.node_wait_s) and self.node_wait_s >= 0,
+                "checks": self.checks in ("", CHECK, wire.CANARY),
+                "silence_s": math.isfinite(self.silence_s) and self.silence_s >= 0,
+                "required": set(self.required) <= set(self.sites),
                 "longest_step_s": math.isfinite(self.longest_step_s) and self.longest_step_s > 0,
             }.items()
             if not right
@@ -169,6 +194,7 @@ class GatedStrategy(Strategy):
     granted: dict[str, bytes] = field(init=False, default_factory=dict)
     declined: dict[str, str] = field(init=False, default_factory=dict)
     _sent: dict[str, Message] = field(init=False, default_factory=dict)
+    _carried: ArrayRecord = field(init=False, default_factory=ArrayRecord)  # the model in the messages that were sent
     _lost: dict[str, str] = field(init=False, default_factory=dict)  # granted, but not sent to this time
     _expected: set[str] = field(init=False, default_factory=set)  # answered last time: worth waiting for
     # Sites that gave no reply, with Flower's "online until" as it was when that was noticed.
@@ -197,6 +223,11 @@ class GatedStrategy(Strategy):
                 self._lost[site] = str(refusal)
         self._lost |= undecided
         least, away = self.plan.least_grants, {s for s, code in self._lost.items() if code in AWAY}
+        lacking = [site for site in self.plan.required if site not in self.granted]
+        if lacking:  # nobody is asked to hold a price for a run that cannot begin
+            self.declined = dict(self._lost)
+            self.gate.progress(RoundProgress("priced", self.plan.first_round, (), self.declined))
+            self._fail(-1, MISSING, self.declined)
         if len(self.granted) >= least or not len(self.granted) + len(away) >= least:  # else: once they are back
             self._lost |= self._reserve(least)
             self.granted = {site: sealed for site, sealed in self.granted.items() if site not in self._lost}
@@ -205,6 +236,40 @@ class GatedStrategy(Strategy):
         self.gate.progress(RoundProgress("priced", self.plan.first_round, tuple(self.granted), self.declined))
         if not len(self.granted) >= least:
             self._fail(-1, "too_few_grants", self.declined)
+        self._require(-1, self.granted)
+
+    def check(self, grid: Grid) -> None:
+        """Ask every site at once whether it could take part. Nothing is priced, held or trained on patients.
+
+        In a canary each gets a model and sends the numbers of a round on made patients; they are aggregated here, and
+        go nowhere.
+        """
+        plan, start = self.plan, self.model.vector
+        form = PartForm.of(plan.config, start.size, plan.update_precision) if plan.checks == wire.CANARY else None
+        messages = self._address(grid, plan.sites, wire.CHECK, 0, None)
+        # pieces that are alike are carried once
+        carried = pack_payload(os.urandom(PROBE) if form is None else start.astype("<f4", copy=False))
+        for message in messages:
+            message.content[wire.PAYLOAD] = carried
+        told: dict[str, SiteCheck] = {}
+        parts: dict[str, Part] = {}
+        for site, content in self._match(grid.send_and_receive(messages, timeout=plan.round_timeout_s)):
+            try:
+                report, numbers = read_answer(payload(content, MOST + max(PROBE, 8 * start.size)))
+                content.clear()
+                if form is not None and (numbers or report.could):  # none where the site says why
+                    parts[site] = form.read(numbers)
+                told[site] = report
+            except InvalidReplyError as refusal:
+                self._lost[site] = str(refusal)
+        if form is None:
+            self.gate.checked(told, dict(self._lost), ())
+            return
+        for site in [site for site, code in self._lost.items() if code == "malformed"]:
+            self._lost[site] = "no_canary"
+        named = [(site, parts[site]) for site in plan.sites if site in parts]
+        made = form.is_aggregated(named, start, plan.aggregator)
+        self.gate.checked(told, dict(self._lost), tuple(site for site, _ in named) if made else ())
 
     def _undecided(self, grid: Grid) -> dict[str, str]:
         """The sites whose persons have not approved the run in time, or have refused it, and the code of each.
@@ -245,12 +310,14 @@ class GatedStrategy(Strategy):
             RoundFailedError: fewer than ``min_sites`` of them are.
         """
         del config  # the plan's configuration is the only one
+        self._carried = arrays
         index = self.plan.first_round + server_round - 1
         asked = tuple(site for site in self.plan.sites if site in self.granted)
         kind = wire.EVALUATE if index in self.plan.looks else wire.TRAIN
         messages = self._address(grid, asked, kind, index, arrays)
         if not len(messages) >= self.plan.min_sites:
             self._fail(index, "too_few_sites_online", self._lost)
+        self._require(index, self._sent)
         self.gate.progress(RoundProgress("sent", index, tuple(self._sent), dict(self._lost)))
         return messages
 
@@ -263,14 +330,13 @@ class GatedStrategy(Strategy):
             RoundFailedError: fewer than ``min_sites`` updates are admitted.
         """
         index = self.plan.first_round + server_round - 1
+        self._carried.clear()  # Flower holds it until the next one; its numbers are the model's, and many
         admitted: dict[str, NDArray[np.float32]] = {}
         answered: set[str] = set()
         for site, content in self._match(replies):
             answered.add(site)
             try:
-                envelope, vector = read(content, self.plan.size_of(index))
-                content.clear()  # the vector is all that is needed of it, and it may be large
-                admitted[site] = self._admit(site, index, envelope, vector)
+                admitted[site] = self._admit(site, index, content)
             except InvalidReplyError as refusal:
                 self._lost[site] = str(refusal)
         self._expected = answered
@@ -278,10 +344,11 @@ class GatedStrategy(Strategy):
         self._silent |= {site: None for site, code in refused.items() if code == "no_reply"}
         if not len(admitted) >= self.plan.min_sites:
             self._fail(index, "too_few_updates", refused)
+        self._require(index, admitted)
         if index in self.plan.looks:
             self.gate.looked(index, np.sum([v.astype(np.float64) for v in admitted.values()], axis=0))
             self.close(index, self.model, tuple(s for s in self.plan.sites if s in admitted), refused)
-            return pack(self.model.vector), None
+            return self._next(), None
         try:
             vector, moments, used = self.plan.aggregator.step(
                 self.model.vector, [(s, admitted[s]) for s in self.plan.sites if s in admitted], self.model.moments
@@ -289,8 +356,19 @@ class GatedStrategy(Strategy):
         except NoAggregateError:  # too few for this strategy, or no finite result
             self._fail(index, "no_aggregate", refused)
         refused |= dict.fromkeys(admitted.keys() - set(used), "not_selected")  # by Krum
+        admitted.clear()  # before the new model is written down: each is as large
         self.close(index, RoundModel(vector, moments), used, refused)
-        return pack(self.model.vector), None
+        del vector
+        return self._next(), None
+
+    def _next(self) -> ArrayRecord:
+        """The model for the next message. From here on its numbers lie in there, and not a second time."""
+        record = pack(self.model.vector)
+        size = int(self.model.vector.size)
+        numbers = flat_arrays.view(record[wire.FLAT].data, size, np.dtype(np.float32))
+        assert numbers is not None, "it was packed so"
+        self.model = replace(self.model, vector=numbers)
+        return record
 
     def close(self, index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
         """A round is over: durable first, then known."""
@@ -311,6 +389,15 @@ class GatedStrategy(Strategy):
     def summary(self) -> None:
         """Flower's hook for its log, which is off: the caller hears of progress instead."""
 
+    def _require(self, index: int, there: Collection[str]) -> None:
+        """Go on only with every site that the job requires.
+
+        Raises:
+            RoundFailedError: one of them is not ``there``.
+        """
+        if not set(self.plan.required) <= set(there):
+            self._fail(index, MISSING, self._lost)
+
     def _fail(self, index: int, reason: str, refused: Mapping[str, str]) -> NoReturn:
         raise RoundFailedError(index, "stopped" if self.stopping.is_set() else reason, refused)
 
@@ -321,6 +408,8 @@ class GatedStrategy(Strategy):
         nodes = self._online(grid, sites)
         order = ConfigRecord({wire.RUN: self.plan.run, wire.ROUND: index, wire.CONFIG: self.plan.config})
         order.update(self.plan.terms.order())
+        if self.plan.checks == wire.CANARY:
+            order[wire.STEP] = wire.CANARY
         records: dict[str, ArrayRecord | MetricRecord | ConfigRecord] = {wire.ORDER: order}
         if arrays is not None:
             records[wire.PARAMETERS] = arrays
@@ -330,7 +419,9 @@ class GatedStrategy(Strategy):
                 nodes[site],
                 kind,
                 # Expired when the round is over: a site that comes back late must not start on it.
-                ttl=self.plan.round_timeout_s if kind in (wire.TRAIN, wire.EVALUATE) else self.plan.step_timeout_s,
+                ttl=self.plan.round_timeout_s
+                if kind in (wire.TRAIN, wire.EVALUATE, wire.CHECK)
+                else self.plan.step_timeout_s,
                 group_id=str(index),
             )
             for site in sites
@@ -346,7 +437,8 @@ class GatedStrategy(Strategy):
         while True:
             there = [node for node in grid.get_nodes() if node.name in sites]
             nodes = {n.name: n.node_id for n in there if self._lives(n.name, n.online_until)}
-            enough = wanted <= nodes.keys() and len(nodes) >= self.plan.min_sites
+            undecided = {node.name for node in there} - nodes.keys()  # back, or not yet called offline: a beat tells
+            enough = wanted <= nodes.keys() and len(nodes) >= self.plan.min_sites and not undecided
             if enough or self.stopping.is_set() or not time.monotonic() < until:
                 return nodes
             self.stopping.wait(_POLL_S)
@@ -389,21 +481,23 @@ class GatedStrategy(Strategy):
         self._lost.update({site: "no_reply" for site in self._sent if site not in answered})
         return contents
 
-    def _admit(
-        self, site: str, index: int, envelope: bytes, vector: NDArray[np.float32] | None
-    ) -> NDArray[np.float32]:
-        """The vector, once the gate said yes to it.
+    def _admit(self, site: str, index: int, content: RecordDict) -> NDArray[np.float32]:
+        """The numbers (p,) of a reply as float32, once the gate said yes to them as they came.
 
         Raises:
-            InvalidReplyError: with the gate's code, or "internal" when the gate failed or spoke nonsense.
+            InvalidReplyError: it cannot be read; else with the gate's code, or "internal" when the gate failed or
+            spoke nonsense.
         """
-        if vector is None:
+        envelope, numbers = read(content, self.plan.size_of(index), self.plan.precision_of(index))
+        content.clear()  # the numbers are all that is needed of it, and they may be many
+        if numbers is None:
             raise InvalidReplyError("schema")
-        vector.setflags(write=False)
         try:
-            verdict = self.gate.admit(site, index, envelope, pack_vector(vector))
+            verdict = self.gate.admit(site, index, envelope, pack_update(numbers))
         except Exception:  # noqa: BLE001 - whatever went wrong in a review, it was not a yes
             raise InvalidReplyError("internal") from None
-        if verdict is None:
-            return vector
-        raise InvalidReplyError(verdict if isinstance(verdict, str) and SLUG.fullmatch(verdict) else "internal")
+        if verdict is not None:
+            raise InvalidReplyError(verdict if isinstance(verdict, str) and SLUG.fullmatch(verdict) else "internal")
+        vector = widened(numbers)
+        vector.setflags(write=False)
+        return vector

@@ -45,6 +45,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.constant import NodeStatus
 from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.corestate import in_memory_corestate, sql_corestate
 from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import SuperExecAuthHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
@@ -60,8 +61,13 @@ from coordinator.federation.run_process import RunProcess, RunRequestHandler
 from coordinator.federation.strategy import RoundPlan, RunGate
 from coordinator.federation.superlink_listeners import HostConfig, PrivateGate, exchange, listen
 from protos.common.errors import WorkerError
-from protos.federation import flower_environment
+from protos.federation import flower_environment, round_times
 from protos.federation.messages import STUB_BUNDLE, STUB_DIGEST
+
+# A reply that is on its way when the line is cut is kept as long as a round may last, and not for three minutes: what
+# of it has arrived is not sent again.
+for _state in (in_memory_corestate, sql_corestate):
+    _state.OBJECT_PUSH_SESSION_TTL_SECONDS = round_times.MOST_S  # type: ignore[attr-defined]
 
 for _name in ("flwr", "httpx", "httpcore", "uvicorn"):
     logging.getLogger(_name).setLevel(logging.CRITICAL + 1)

@@ -74,7 +74,7 @@ def _nothing() -> Doubles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moments:
-    """What a strategy remembers: rounds done, and the moments of FedAdam and FedYogi (else empty)."""
+    """What a strategy remembers: rounds done, FedAvgM's first moment, both of FedAdam and FedYogi (else empty)."""
 
     t: int = 0
     m: Doubles = field(default_factory=_nothing)  # (p,) first moment, or (0,)
@@ -85,7 +85,7 @@ class Moments:
         right = type(self.t) is int and 0 <= self.t < 1 << 53
         for array in (self.m, self.v):
             right = right and array.dtype == np.float64 and array.ndim == 1 and bool(np.isfinite(array).all())
-        if not (right and self.m.shape == self.v.shape and bool((self.v >= 0).all())):
+        if not (right and self.v.shape in ((0,), self.m.shape) and bool((self.v >= 0).all())):
             raise MomentsError("moments are a count and two finite (p,) float64 vectors, the second not negative")
 
     def to_bytes(self) -> bytes:

@@ -51,7 +51,7 @@ ROLES: Final[Mapping[str, str]] = {  # the role that each method is for; a metho
     **dict.fromkeys(("Session", "Fleet", "Renew"), AGENT),
     "Join": JOINING,
     "Return": RETURNING,
-    **dict.fromkeys(("Launch", "Plan", "Watch", "Resume", "Stop"), OPERATING),
+    **dict.fromkeys(("Launch", "Plan", "Check", "Watch", "Resume", "Stop"), OPERATING),
     **dict.fromkeys(("Invite", "Enrolments", "Approve", "Revoke"), OPERATING),
 }
 MOST_BYTES: Final = 1 << 20  # of one message, a chunk's own bytes apart

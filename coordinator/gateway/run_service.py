@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
-from coordinator.federation.events import RunEvent
+from coordinator.federation.events import RunEvent, SignOfLife
 from coordinator.federation.job import APPROVAL_DAYS, FEDAVG, Job, JobError
 from coordinator.federation.run_manager import RunManager
+from coordinator.federation.run_process import RunLostError
+from coordinator.federation.site_checks import carried_bytes, seconds_of_round
+from coordinator.federation.superlink import FlowerHostError
 from policies.accounting.accountant import tight_epsilon
 from policies.accounting.claims import Claim
 from policies.accounting.rounding import format_rounded_up
@@ -25,6 +28,7 @@ class Operations:
     """Operations on runs for an operator. A failure is reported in words, as the last event."""
 
     runs: RunManager
+    signs: Callable[[], Mapping[str, SignOfLife]]  # of life, by site
 
     def launch(self, request: Any) -> Iterator[Any]:
         """Start a run, or follow the one of that name."""
@@ -46,6 +50,33 @@ class Operations:
         noise: float = json_object(job.config)["noise_multiplier"]
         refused = "" if decision.go else decision.reason
         return gateway_pb2.PlanReply(sites=sites, refused=refused, noise_multiplier=noise)
+
+    def check(self, request: Any) -> Any:
+        """Whether each site could take part."""
+        try:
+            job = self.runs.with_noise(_job(request))
+            found = self.runs.check(job, request.canary)
+        except (JobError, RunLostError, FlowerHostError) as error:
+            return gateway_pb2.CheckReply(refused=str(error))
+        signs, sites = self.signs(), []
+        for site in job.sites:
+            if site not in found.told:
+                sites.append(gateway_pb2.CheckedSite(site=site, code=found.lost.get(site, "no_reply")))
+                continue
+            one, sign = found.told[site], signs.get(site, SignOfLife(0.0, 0, 0, 0.0, ""))
+            more: dict[str, Any] = {"up": sign.rate, "could": one.could}
+            if request.canary:
+                there, back = carried_bytes(job)
+                back = back if one.could or site in found.aggregated else 0  # perhaps its report alone
+                more |= {"down_bytes": there, "up_bytes": back, "down_seconds": sign.down, "up_seconds": sign.up}
+                more |= {"up": back / sign.up if sign.up else 0.0, "aggregated": site in found.aggregated}
+                one = replace(one, rate=there / sign.down if sign.down else 0.0)
+            told: dict[str, Any] = {
+                name: getattr(one, name) for name in ("version", "plan", "device", "seconds", "wrong")
+            }
+            more |= {"down": one.rate, "round_seconds": seconds_of_round(job, one, more["up"])}
+            sites.append(gateway_pb2.CheckedSite(site=site, **told, **more))
+        return gateway_pb2.CheckReply(sites=sites)
 
     def watch(self, run: str) -> Iterator[Any]:
         """Events of a run that is known."""
@@ -76,8 +107,8 @@ def _job(request: Any) -> Job:
     except UnicodeDecodeError:
         raise JobError("the configuration is not text") from None
     given = {f.name: getattr(request, f.name) for f in fields(Job)}
-    more = {"config": config, "sites": tuple(request.sites), "evaluate": tuple(request.evaluate)}
-    more |= {"strategy": request.strategy or FEDAVG}
+    more: dict[str, Any] = {name: tuple(getattr(request, name)) for name in ("sites", "evaluate", "required_sites")}
+    more |= {"config": config, "strategy": request.strategy or FEDAVG}
     more |= {name: given[name] or most for name, most in _DEFAULTS.items()}
     return Job(**{**given, **more})
 

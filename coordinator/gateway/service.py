@@ -399,6 +399,10 @@ class Service(GatewayServicer):
         """Operators: what a run would cost each site."""
         return self.at.conducting.plan(request)
 
+    def Check(self, request: Any, call: Call) -> Any:
+        """Operators: could each site of a job take part now?"""
+        return self.at.conducting.check(request)
+
     def Watch(self, request: Any, call: Call) -> Iterator[Any]:
         """Operators: the events of a run, from the first."""
         yield from _while(call, self.at.conducting.watch(request.run))

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 from coordinator.storage import directory as homes
 from policies.governance import acts, decisions
 from policies.ledger.store import LedgerBusyError, Store
-from protos.service.control_client import ask_or_do
+from protos.service.control_client import API, ask_or_do
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+
+ABSENT: Final = "sites/absent"  # GET: a line for each enrolled site that is not here, or null
 
 
 def waive(store: Store, site: str, serial: str) -> dict[str, Any]:
@@ -45,10 +48,16 @@ def ledger_acts(arguments: argparse.Namespace) -> Iterator[acts.Acts]:
 
 
 def coordinator_app(store: Store, log: Any) -> FastAPI:
-    """What answers at the control socket of a coordinator that serves."""
+    """What answers at the control socket of a coordinator that serves; ``state.absent``: which sites are not here."""
     from protos.service.control_app import add_act, control_app  # noqa: PLC0415 - a web framework: commands need none
 
     app = control_app("coordinator", version("lazaret"), log)
+    app.state.absent = lambda: None
+
+    @app.get(f"/v{API}/{ABSENT}")
+    def absent() -> dict[str, str | None]:
+        return {"absent": app.state.absent()}
+
     for name, act in ACTS.items():
         add_act(app, name, act, lambda act, fields: acts.carry_out(store, act, fields))
     return app

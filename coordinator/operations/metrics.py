@@ -5,13 +5,15 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+from coordinator.federation.events import SignOfLife
 from coordinator.gateway.notifications import NotificationStreams
+from coordinator.operations.attendance import absent_sites
 from coordinator.storage.directory import CoordinatorDirectory
 from coordinator.storage.uploads import KEEP_FREE
 from policies.ledger.budget_metrics import RefusalCounts, put_budgets, put_entries, store_fault
@@ -61,6 +63,7 @@ class MonitoredCoordinator:
     home: CoordinatorDirectory
     store: Store
     sessions: NotificationStreams
+    signs: Callable[[], Mapping[str, SignOfLife]]
     runs: Path  # the folder of runs
     staging: Path  # of uploads
     now: Callable[[], dt.datetime]
@@ -119,6 +122,17 @@ def _sites(watched: MonitoredCoordinator, told: Samples) -> None:
     told.put("lazaret_sites_enrolled", len(enrolled))
     for site in enrolled:
         told.put("lazaret_site_online", float(site in online), site=site)
+
+
+def joined(watched: MonitoredCoordinator) -> Callable[[], str | None]:
+    """Is every enrolled hospital here? Who is not otherwise, since when and why."""
+
+    def wrong() -> str | None:
+        with watched.store.exclusive() as state:
+            absent = absent_sites(state, watched.sessions.presence(), watched.signs(), watched.now())
+        return "\n".join(one.words for one in absent) or None
+
+    return wrong
 
 
 def _runs(root: Path, ended: dict[str, str], told: Samples) -> None:

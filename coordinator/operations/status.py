@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final
 
 from coordinator.operations import pending
+from coordinator.operations.control import ABSENT
 from coordinator.storage.directory import ORIGIN, CoordinatorDirectory, look_at_ledger
 from policies.ledger.approvals import APPROVING
 from policies.ledger.read_only import read_store
@@ -67,6 +68,8 @@ def _service(home: CoordinatorDirectory) -> Iterator[Step]:
             return
         stack.enter_context(service)
         yield Step(JOIN, "service", said=f"process {service.about['pid']} serves")
+        for line in (service.ask(f"/{ABSENT}")["absent"] or "").splitlines():
+            yield Step(ROUNDS, "sites that are here", line, "its hospital sees why: lazaret-agent status")
 
 
 def _ledger(home: CoordinatorDirectory, now: dt.datetime) -> Iterator[Step]:

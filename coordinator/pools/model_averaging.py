@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -37,12 +38,14 @@ from coordinator.pools.selection import (
     weakest,
 )
 from coordinator.storage.directory import CoordinatorDirectory
+from policies.tasks.released_model import SUMS
 from protos.artifacts.byte_source import BLOCK, ArtifactFormatError, FileSource
 from protos.artifacts.strict_safetensors import WIDTHS, Architecture, Tensor, check_weights
 from protos.common.durable_files import replace_file
 
 MOST: Final = 0.75  # of the weights, for one source
 _MODEL: Final = "model.safetensors"
+_CERTIFICATE: Final = "certificate.json"
 _REALS: Final[Mapping[str, str]] = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 Progress = Callable[[str, int, int], None]
 
@@ -111,10 +114,51 @@ def average_runs(
             if digest != ingredient.sha256:
                 raise PoolRefusedError(f"{ingredient.name}: {_MODEL} is not the one in the ledger; it was changed")
         report = _report(out, done, ingredients, budget(paid))
-        replace_file(
-            part / "certificate.json", json.dumps(as_json(report), indent=2, sort_keys=True).encode() + b"\n"
-        )
+        replace_file(part / _CERTIFICATE, json.dumps(as_json(report), indent=2, sort_keys=True).encode() + b"\n")
     return report
+
+
+def export_model(
+    home: CoordinatorDirectory, ledger: PoolLedger, out: Path, name: str, cards: Mapping[str, bytes]
+) -> dict[str, str]:
+    """One model of a finished run, or an admitted single one, with its certificate and its card, into ``OUT``.
+
+    Args:
+        home: the coordinator's.
+        ledger: what it admitted.
+        out: a directory that does not exist yet.
+        name: of the run or the release.
+        cards: the files of its card, by name.
+    Returns:
+        The SHA-256 of each file.
+    Raises:
+        PoolRefusedError: a model that the ledger does not know, or not with these bytes; or ``out`` cannot be made.
+    """
+    _, digest = _behind(home, ledger, name)
+    folder = home.releases / name
+    try:
+        files = {_MODEL: folder / _MODEL, _CERTIFICATE: folder / _CERTIFICATE}
+        with files[_MODEL].open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise PoolRefusedError(f"{name}: {_MODEL} is not in the release store: {error.strerror}") from None
+    if found != digest:
+        raise PoolRefusedError(f"{name}: {_MODEL} is not the one in the ledger; it was changed")
+    plan = hashlib.sha256(json.dumps([name, digest]).encode()).hexdigest()
+    with atomic_directory(out, plan) as part:
+        shutil.copyfile(files[_MODEL], part / _MODEL)
+        for file, body in {_CERTIFICATE: files[_CERTIFICATE].read_bytes(), **cards}.items():
+            replace_file(part / file, body)
+        sums = {file: _sha256(part / file) for file in sorted([_MODEL, _CERTIFICATE, *cards])}
+        if sums[_MODEL] != digest:
+            raise PoolRefusedError(f"{name}: {_MODEL} was changed while it was copied")
+        replace_file(part / "SHA256SUMS", "".join(f"{one}  {file}\n" for file, one in sums.items()).encode())
+    return sums
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _report(out: Path, done: Averaged, ingredients: Sequence[Ingredient], cost: PoolBudget) -> MergeReport:
@@ -191,6 +235,11 @@ def average_models(
         files = [FileSource.of(stack.enter_context(path.open("rb")).fileno()) for path in paths]
         with _named(paths[0].parent.name):
             architecture = Architecture.shown_by(files[0])
+        if any(tensor.name == SUMS for tensor in architecture.tensors):
+            raise PoolRefusedError(
+                f"{paths[0].parent.name}: its file holds what a look at that very model found, which is not true of "
+                "a mean: merge models that were trained without [evaluate]"
+            )
         for done, (path, file) in enumerate(zip(paths, files, strict=True)):
             progress("check", done, len(files))
             with _named(path.parent.name):

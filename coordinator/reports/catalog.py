@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -23,15 +24,19 @@ from coordinator.pools.selection import PoolRefusedError
 from coordinator.reports import budgets, certificates, disclosure, dp_registry, gdpr, model_cards, refusals, sp800_226
 from coordinator.reports.document import Document, ReportError, as_json, as_markdown
 from coordinator.reports.html_renderer import as_html
+from coordinator.reports.model_facts import model_facts
 from coordinator.reports.overview import overview, views
 from coordinator.reports.pdf_renderer import as_pdf
 from coordinator.reports.report_inputs import Item, Particulars, ReportInputs, books_of
+from coordinator.reports.run_facts import run_facts
+from coordinator.reports.run_report import ReleasedModel, run_report
 from coordinator.storage.directory import ORIGIN, CoordinatorDirectory, look_at_ledger
 from coordinator.storage.witness_store import Witnesses
 from policies.audit.certificate import ATTACHED, PAYLOAD, pdf_signature
 from policies.audit.verifier_archive import archive, zip_bytes
 from policies.ledger.store import export
 from policies.statements import ID
+from policies.tasks.released_model import SIGNED, TASK_FILE
 from protos.common.dsse import pae, seal
 from protos.operations import toml_file
 
@@ -197,6 +202,38 @@ def make(
     return ReportFile(f"{stem}.{form}", _body(home, raw, inputs, (name, form, release)), _MEDIA[form])
 
 
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What became of a run."""
+
+    told: str  # in a few words
+    files: Mapping[str, ReportFile]  # "html" and "json"
+
+
+def make_run_report(home: CoordinatorDirectory, run: str, now: dt.datetime) -> RunReport:
+    """The report of a run as a page and as JSON: from one snapshot, whatever became of the run.
+
+    It is none of :data:`REPORTS`: those are about what the ledger admitted, and may be handed out.
+
+    Raises:
+        ReportError: no such run, or a file of it is damaged, or contradicts the ledger.
+        KeyFileError, LedgerUnsoundError: the ledger's key or the ledger cannot be used.
+    """
+    _, inputs = snapshot(home, now)
+    try:
+        facts, model = run_facts(home.root / "runs", run, inputs.state, inputs.records), None
+    except ReportError:  # it may have closed a round since the snapshot: of a newer one it is no contradiction
+        _, inputs = snapshot(home, now)
+        facts, model = run_facts(home.root / "runs", run, inputs.state, inputs.records), None
+    if facts.state == "finished":
+        item = inputs.item(run)
+        model = ReleasedModel(item, model_facts(home, item))
+    made = run_report(inputs, facts, model)
+    texts = {"html": as_html(made), "json": as_json(made)}
+    files = {form: ReportFile(f"run-{run}.{form}", text.encode(), _MEDIA[form]) for form, text in texts.items()}
+    return RunReport(made.data["told"], files)
+
+
 def overview_html(
     home: CoordinatorDirectory,
     measured: Mapping[str, Any] | None,
@@ -236,7 +273,7 @@ def _body(home: CoordinatorDirectory, raw: bytes, inputs: ReportInputs, asked: t
         return dp_registry.as_yaml(dp_registry.entry(inputs, item)).encode()
     if name == "croissant":
         return croissant(home, inputs, item)
-    return _as(form, model_cards.card(inputs, release), inputs)
+    return _as(form, model_cards.card(inputs, release, partial(model_facts, home)), inputs)
 
 
 def _as(form: str, document: Document, inputs: ReportInputs) -> bytes:
@@ -246,9 +283,26 @@ def _as(form: str, document: Document, inputs: ReportInputs) -> bytes:
     return text.encode()
 
 
-def certificate(inputs: ReportInputs, item: Item, form: str, key: Ed25519PrivateKey) -> bytes:
+def model_files(home: CoordinatorDirectory, name: str, now: dt.datetime) -> dict[str, bytes]:
+    """What goes with a model to whoever uses it: its certificate, signed with its task's digest, its card, its task.
+
+    Raises:
+        ReportError: the ledger has no such model, or a file of it is not what it admitted.
+    """
+    if not ID.fullmatch(name):
+        raise ReportError("that is not the name of a release or run")
+    _, inputs = snapshot(home, now)
+    item = inputs.item(name)
+    task = model_facts(home, item).task
+    told = model_cards.card(inputs, name, partial(model_facts, home))
+    made = {f"card.{form}": _as(form, told, inputs) for form in ("json", "md")}
+    made[SIGNED] = certificate(inputs, item, "json", home.ledger_key(), task.digest if task else "")
+    return {**made, **({TASK_FILE: task.to_json().encode()} if task else {})}
+
+
+def certificate(inputs: ReportInputs, item: Item, form: str, key: Ed25519PrivateKey, task: str = "") -> bytes:
     """A release's certificate, signed: a DSSE envelope, or a PDF with it inside, signed whole."""
-    signed = seal(certificates.certificate(inputs, item).encode(), PAYLOAD, key)
+    signed = seal(certificates.certificate(inputs, item, task).encode(), PAYLOAD, key)
     if form == "json":
         return signed + b"\n"
     printed = as_pdf(certificates.as_document(inputs, item), inputs.made, (ATTACHED, signed))

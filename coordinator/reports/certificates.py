@@ -11,13 +11,19 @@ from typing import Any
 from coordinator.explanations import epsilon_text, format_rounded_up, utc
 from coordinator.reports.document import Block, Document, FactList, ReportTable, Section, Text
 from coordinator.reports.report_inputs import Item, ReportInputs, bound, level_words, together
-from policies.audit.certificate import Certificate, ProvenEntry
+from policies.audit.certificate import TASK, Certificate, ProvenEntry
 from policies.audit.certificate_check import revoked_words, supporting_entries
 from policies.ledger.merkle import MerkleTree, leaf_hash
 
 
-def certificate(inputs: ReportInputs, item: Item) -> Certificate:
-    """What the ledger's key is to sign, under the checkpoint of the ledger."""
+def certificate(inputs: ReportInputs, item: Item, task: str = "") -> Certificate:
+    """What the ledger's key is to sign, under the checkpoint of the ledger.
+
+    Args:
+        inputs: the ledger.
+        item: the release or run.
+        task: of a task's model: the task's digest, which is signed with it; "": it is of none, or not known.
+    """
     tree = MerkleTree()
     for entry in inputs.export.entries:
         tree.append(leaf_hash(entry))
@@ -26,10 +32,8 @@ def certificate(inputs: ReportInputs, item: Item) -> Certificate:
         ProvenEntry(seq, inputs.export.entries[seq], tuple(tree.inclusion_proof(seq, tree.size))) for seq, _ in wanted
     )
     envelopes = tuple(inputs.behind(wanted))
-    export = inputs.export
-    return Certificate(
-        inputs.source.origin, export.public, export.checkpoint, shown, envelopes, item.facts, words(item)
-    )
+    export, said = inputs.export, {**words(item), **({TASK: task} if task else {})}
+    return Certificate(inputs.source.origin, export.public, export.checkpoint, shown, envelopes, item.facts, said)
 
 
 def words(item: Item) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """A report before it has a form: sections of text, facts, tables and curves, and the same as data.
 
 A report is written once; :mod:`coordinator.reports.html_renderer` makes HTML of it,
-:mod:`coordinator.reports.pdf_renderer` PDF, :func:`as_json` JSON and :func:`as_markdown` Markdown. Nothing in it is
-markup: each form escapes what it prints.
+:mod:`coordinator.reports.pdf_renderer` PDF, :func:`as_json` JSON and :func:`as_markdown` Markdown. Nothing in it but
+a drawing is markup: each form escapes what it prints.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+from markupsafe import Markup
 
 from protos.common.errors import ArtifactError
 from protos.common.text import printable
@@ -110,7 +112,16 @@ class Images:
         return f"{self.caption}: {len(self.images)}, shown in the HTML form."
 
 
-Block = Text | FactList | Points | ReportTable | Curve | Images
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """An SVG drawing, which only HTML shows; whoever drew it has escaped its texts. ``words`` say the same."""
+
+    title: str
+    words: str
+    svg: Markup
+
+
+Block = Text | FactList | Points | ReportTable | Curve | Images | Drawing
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +213,8 @@ def _markdown(block: Block) -> Sequence[str]:
         return [f"{_escaped(block.title)}: see the numbers below."]
     if isinstance(block, Images):
         return [_escaped(block.said)]
+    if isinstance(block, Drawing):
+        return [f"{_escaped(block.title)}: {_escaped(block.words)}."]
     if not block.rows:
         return [f"{_escaped(block.caption)}: {_escaped(block.empty)}"]
     head = ["| " + " | ".join(map(_escaped, block.head)) + " |", "|" + "---|" * len(block.head)]

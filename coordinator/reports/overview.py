@@ -50,7 +50,12 @@ THUMBNAIL: Final = 96  # pixels; larger images are made smaller
 _STATED: Final = ("release", "site", "mechanism", "level", "claim")
 _PROOF: Final = {"artifact_sha256": "artifact", "statement_sha256": "envelope"}  # certificate -> entry
 _OF_RUN: Final = ("mechanism", "claim", "envelope")  # a run's model names its dearest update's
-_ACCURACY: Final = (("private", "accuracy"), ("non_private", "same training without noise"), ("chance", "guessing"))
+_ACCURACY: Final = (
+    ("private", "accuracy"),
+    ("public_start", "the public start, before the first round"),
+    ("non_private", "the same network without privacy"),
+    ("chance", "guessing"),
+)
 _CHECK: Final = (
     "This page is a picture of the ledger, not the proof. The proof is the exported ledger, checked offline on your "
     "own machine: lazaret-verify ledger.export --key FINGERPRINT. FINGERPRINT is the SHA-256 of the ledger's key, "
@@ -267,6 +272,7 @@ def _accuracy(measured: _JsonMap) -> Section:
             "by a tighter accountant, valid only because everything was fixed before the start; never in the ledger"
         )
         rows.append(("For comparison", f"epsilon {epsilon_text(tight)} {words}"))
+    rows += _network(measured)
     if not points and accuracy.get("private") is None:
         return Section("What privacy cost in accuracy", (_missing("Accuracy was"),))
     blocks: list[Block] = [FactList((("Measured on", on), *rows))]
@@ -280,6 +286,26 @@ def _accuracy(measured: _JsonMap) -> Section:
         head = ("Point", "epsilon", "accuracy", "hospitals")
         blocks.append(ReportTable("Accuracy after each round", head, table, frozenset({1, 2})))
     return Section("What privacy cost in accuracy", tuple(blocks))
+
+
+def _network(measured: _JsonMap) -> Iterator[tuple[str, str]]:
+    """What was trained, and what the hospitals' own noisy sums say of it; nothing of what was not measured."""
+    network, look = _part(measured, "network"), _part(measured, "evaluation")
+    if (parameters := _number(network.get("parameters"))) is not None:
+        yield (
+            "Network",
+            f"{network.get('name')}, trained part: {network.get('trained')}, {parameters:,.0f} trained parameters",
+        )
+    value, low, high = (_number(look.get(key), 0, 1) for key in ("value", "low", "high"))
+    held_out, noise = _number(look.get("held_out")), _number(look.get("noise"))
+    if None not in (low, high, held_out, noise):
+        yield (
+            "Private evaluation",
+            f"{look.get('figure')} {'cannot be told' if value is None else _percent(value)}, 95 % interval "
+            f"{_percent(low)} to {_percent(high)}: of the model after round {look.get('after_round')}, on the "
+            f"{held_out:g} % of each hospital's patients that were never trained on, from sums with noise of "
+            f"standard deviation {noise:g} at each; the epsilon of record covers it",
+        )
 
 
 def _missing(what: str) -> Text:
@@ -385,8 +411,9 @@ def overview(inputs: ReportInputs, releases: Sequence[ReleaseView], measured: Ma
     Args:
         inputs: the ledger as of one signed head.
         releases: what stands on the shelf; each is compared with the ledger.
-        measured: what was measured beside the ledger: title, steps, ingest, accuracy, epsilon, rounds. A part that
-            is missing, or a number that is not finite, is reported as missing; it is never drawn as something.
+        measured: what was measured beside the ledger: title, steps, ingest, network, accuracy, evaluation, epsilon,
+            rounds. A part that is missing, or a number that is not finite, is reported as missing; it is never drawn
+            as something.
     Raises:
         UnsoundReportError: the entries do not lead to the signed root, or do not fold.
         ReportError: the ledger holds a release that its own statement contradicts.

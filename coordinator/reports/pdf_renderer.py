@@ -21,6 +21,7 @@ from coordinator.reports.document import (
     Block,
     Curve,
     Document,
+    Drawing,
     FactList,
     Images,
     Points,
@@ -131,6 +132,8 @@ def _block(sheet: _Sheet, block: Block) -> None:
         _table(sheet, block)
     elif isinstance(block, Images):
         sheet.say(block.said, color=_SOFT)
+    elif isinstance(block, Drawing):
+        sheet.say(f"{block.title}: {block.words}.", color=_SOFT)
     else:
         _curve(sheet, block)
 

@@ -25,6 +25,7 @@ from protos.identity.certificates import (
     COORDINATOR,
     OPERATOR,
     CertificateError,
+    bears,
     issue,
     leaf_of,
     make_intermediate,
@@ -270,16 +271,16 @@ def operator_certificate(home: CoordinatorDirectory, now: dt.datetime) -> tuple[
 def _fresh(
     home: CoordinatorDirectory, stem: str, name: str, now: dt.datetime, hosts: tuple[str, ...] = ()
 ) -> tuple[bytes, bytes]:
-    """A leaf of the coordinator's own, and its key; renewed while it is still good."""
+    """A leaf of the coordinator's own, and its key; renewed while it is still good, and for another address."""
     key, path = ec_key(home.keys / f"{stem}.key"), home.keys / f"{stem}.crt"
     chain = path.read_bytes() if path.exists() else b""
     left = _left(chain, key, now)
-    if not left > _RENEW_AT:
+    if not left > _RENEW_AT or not bears(leaf_of(chain), hosts):
         try:
             chain = issue(request(key, name), name, home.ca(), now, hosts)
             replace_private(path, chain)
         except (CertificateError, KeyFileError, CoordinatorConfigError) as error:
-            if not left > 0:
+            if not left > 0 or not bears(leaf_of(chain), hosts):
                 raise CoordinatorConfigError(f"no certificate for {stem}: {error}") from None
     return pem(key), chain
 
