@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from deploy.demo.finished_run import looked
 from deploy.demo.kept_networks import KeptNetworkError
 from deploy.demo.pacs import OrthancError
 from deploy.demo.processes import DemoError, Interrupted, ending
@@ -169,13 +170,15 @@ def _summary(scene: Scene) -> None:
             ", ".join(release["findings"]),
         )
     OUT.print(table)
-    accuracy = summary["accuracy"]
+    accuracy, network = summary["accuracy"], summary["network"]
     names = ", ".join(one["mechanism"] for one in summary["left_out"])
     left_out = f" Left out: {names} (`make demo-full`)." if names else ""
     OUT.print(
         Panel(
             f"held-out accuracy {accuracy['private']:.1%} with patient-level DP, "
-            f"{accuracy['non_private']:.1%} without (on {accuracy['test_images']} real digits)\n"
+            f"{accuracy['non_private']:.1%} without (on {accuracy['test_images']} real digits), "
+            f"{accuracy['public_start']:.1%} before the first round\n"
+            f"{network['name']}, {network['parameters']} trained parameters; {looked(summary['evaluation'])}\n"
             f"{sum(step['seconds'] for step in scene.steps):.0f} s in all.{left_out} "
             f"Look at {scene.out.name}/report.html, and check the ledger with\n"
             f"  lazaret-verify {scene.out.name}/ledger.export --key {summary['ledger']['key']}",

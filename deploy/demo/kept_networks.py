@@ -98,13 +98,13 @@ def distance(trained: bytes, kept: bytes) -> float:
 
     Returns:
         0 for the same weights; about 1.4 for two that were drawn and trained apart; infinity if they have other
-        tensors, or if one says that it was made of other images or settings.
+        tensors, or if one says that it was made of other images or settings. Public weights say nothing of it.
     """
     one, other = (safetensors.torch.load(raw) for raw in (trained, kept))
-    said, kept_said = (json.loads(_metadata(raw)["lazaret"]) for raw in (trained, kept))
+    said, kept_said = (json.loads(_metadata(raw).get("lazaret", "{}")) for raw in (trained, kept))
     if {n: t.shape for n, t in one.items()} != {n: t.shape for n, t in other.items()}:
         return math.inf
-    if (said["kind"], said["notes"]) != (kept_said["kind"], kept_said["notes"]):
+    if any(said.get(word) != kept_said.get(word) for word in ("kind", "notes")):
         return math.inf
     shares = [_apart(one[name].double(), other[name].double()) for name in one]
     return math.sqrt(sum(share**2 for share in shares) / len(shares))
@@ -137,10 +137,10 @@ def missing(recipes: Sequence[Recipe], folder: Path = FOLDER) -> list[Recipe]:
 
 def _metadata(raw: bytes) -> dict[str, str]:
     size = int.from_bytes(raw[:8], "little")
-    return dict(json.loads(raw[8 : 8 + size])["__metadata__"])
+    return dict(json.loads(raw[8 : 8 + size]).get("__metadata__", {}))
 
 
 def _typed(raw: bytes, old: torch.dtype, new: torch.dtype) -> bytes:
     state = safetensors.torch.load(raw)
     other = {name: t.to(new) if t.dtype == old else t for name, t in sorted(state.items())}
-    return safetensors.torch.save(other, _metadata(raw))
+    return safetensors.torch.save(other, _metadata(raw) or None)  # none in a file of public weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from agent.mechanisms.registry import MECHANISMS
 from deploy.demo import heads
@@ -42,14 +43,18 @@ class Scale:
         return not set(self.mechanisms).isdisjoint(names)
 
 
+NOT_SHOWN: Final = {"model": "one hospital alone trains what the rounds train: `lazaret-agent release model`"}
+
+
 def main_job(patients: int, rounds: int) -> Scale:
     """What `make demo` shows."""
-    left_out = {name: "shown by `make demo-full`" for name in MECHANISMS if name not in MAIN}
+    left_out = {name: "shown by `make demo-full`" for name in MECHANISMS if name not in MAIN} | NOT_SHOWN
     return Scale(patients, rounds, MAIN, left_out=left_out)
 
 
 def full(patients: int, rounds: int) -> Scale:
     """What `make demo-full` shows: every mechanism that this machine has the data for."""
-    left_out = {} if heads.there() else {"remodel": "the real head is not installed: apt-get install mricron-data"}
+    missing = {} if heads.there() else {"remodel": "the real head is not installed: apt-get install mricron-data"}
+    left_out = missing | NOT_SHOWN
     shown = tuple(name for name in MECHANISMS if name not in left_out)
     return Scale(patients, rounds, shown, pretraining=300, form="full", left_out=left_out)

@@ -9,33 +9,28 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from agent.domain import Cohort, Image, Patient, TaskCohort
 from agent.errors import CohortTooSmallError
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
-from agent.mechanisms.federated.task_training import labelled_examples
 from deploy.demo import chests, eyes, heads, letters, pacs
+from deploy.demo.finished_run import FinishedRun, looked, trained_on
 from deploy.demo.folder import public_basis
-from deploy.demo.jobs import PUBLIC_PATIENTS, federated_job, masked_job
+from deploy.demo.jobs import PUBLIC_PATIENTS, federated_job, job_file, masked_job, public_start
 from deploy.demo.kept_networks import lay
 from deploy.demo.own_policies import POOR, SITES, policies
 from deploy.demo.processes import DemoError, Processes
 from deploy.demo.scale import NEEDS, Scale
 from deploy.demo.summary import release_lines
 from deploy.demo.train_networks import RECIPES
-from deploy.demo.twin import non_private_twin
 from deploy.phantoms import digits, scanner_files
-from policies.accounting.accountant import epsilon, tight_epsilon
-from policies.accounting.claims import Claim, KAnonymous, NoClaim, SubsampledGaussian
+from policies.accounting.claims import Claim, KAnonymous, NoClaim
 from policies.accounting.rounding import epsilon_text, format_rounded_up
-from protos.artifacts.arrays import unpack_vector
 
 RUN, MASKED_RUN = "digits-1", "digits-masked"
 PERSONS = {"dpo-1": "compliance", "physician-1": "hospital"}  # who approve at the coordinator, and as what
@@ -290,7 +285,8 @@ class Scene:
         listen = f"127.0.0.1:{_free_port()}"
         basis = public_basis(self.split.public)
         (self.work / "basis.safetensors").write_bytes(basis)
-        vouched = hashlib.sha256(basis).hexdigest()
+        start = public_start()
+        vouched = [hashlib.sha256(basis).hexdigest(), *start, *self.vouched]
         for name, text in policies(self.scale.mechanisms, self.scale.spare).items():
             (self.work / f"{name}.toml").write_text(text)
         self.run(self.coordinator("init", "--listen", listen, "--policy", str(self.work / "federation.toml")))
@@ -299,13 +295,16 @@ class Scene:
             public = self.run(self.coordinator("ledger", "person", str(self.key(person)))).strip()
             self.run(self.coordinator("ledger", "appoint", person, role, public))
         common = ["--coordinator", listen]
-        common += [word for digest in (vouched, *self.vouched) for word in ("--public-component", digest)]
+        common += [word for digest in vouched for word in ("--public-component", digest)]
         common += [word for modality in ("OT", "CT", "MR", "CR", "OP") for word in ("--modality", modality)]
 
         def init(site: str) -> None:
             own = str(self.work / f"{'poor' if site == POOR else site}.toml")
             words = ["init", "--site", site, "--policy", own, "--input", f"../pacs/{site}", *common]
             self.run(self.agent(site, *words, "--secondary-capture-modality", "OT"))
+            for digest, raw in start.items():
+                (self.work / site / "weights").mkdir(mode=0o700)
+                (self.work / site / "weights" / f"{digest}.safetensors").write_bytes(raw)
 
         say("three sites make their keys")
         self.each(init)
@@ -416,23 +415,14 @@ class Scene:
 
     def _launched(self, run: str, mechanism: Federated | FederatedMasked, min_sites: int, say: Say) -> str:
         """Launch a run and follow it to its end."""
-        job = {
-            "mechanism": mechanism.name,
-            "parameters": int(mechanism.initial().vector.size),
-            "sites": list(SITES),
-            "rounds": mechanism.rounds,
-            "min_sites": min_sites,
-            "config": json.loads(mechanism.to_json()),
-        }
-        job |= {"secure": True} if isinstance(mechanism, FederatedMasked) else {}
         file = self.work / ("job.json" if run == RUN else f"{run}.json")
-        file.write_text(json.dumps(job, indent=2))
+        file.write_text(json.dumps(job_file(mechanism, min_sites), indent=2))
         lines = []
         with self.processes.piped(self.coordinator("round", "launch", str(file), "--run", run, "--json")) as process:
             assert process.stdout is not None
             for text in process.stdout:
                 event = json.loads(text)
-                where = f"round {event['round']} of {mechanism.rounds}" if event["round"] else "price"
+                where = f"round {event['round']} of {mechanism.turns}" if event["round"] else "price"
                 line = f"{where}: {event['state']} {', '.join(event['sites'])} {event['reason']}".strip()
                 say(line)
                 if event["state"] != "sent":
@@ -442,46 +432,21 @@ class Scene:
         return "\n".join(lines)
 
     def evaluate(self, say: Say) -> str:
-        """Accuracy of each round's model and of the twin that has no privacy."""
-        test = self.split.held_out
-        truth = np.array(test.labels)
-        people = [Patient("p", tuple(Image(p, str(c)) for p, c in zip(_large(test.images), truth, strict=True)))]
-        held_out = labelled_examples(self.mechanism.task, Cohort(tuple(people)))
-        order, delta = self._account()
-        claim, rounds = self.mechanism.claim(), []
-        assert isinstance(claim, SubsampledGaussian), "the demo's run has no looks"
-        for number in range(1, self.scale.rounds + 1):
-            say(f"round {number}")
-            raw = (self.work / "coordinator" / "runs" / RUN / f"round-{number}.safetensors").read_bytes()
-            made = replace(claim, steps=self.mechanism.steps_per_round * number)
-            spent = epsilon([made], delta, order)
-            rounds.append(
-                {"round": number, "epsilon": spent, "accuracy": self._accuracy(unpack_vector(raw), held_out, truth)}
-            )
-        say("the twin without privacy")
-        taking_part = [i for i, site in enumerate(SITES) if site != POOR]
-        twin = non_private_twin(self.mechanism, [self._cohort(i) for i in taking_part], np.random.default_rng(0))
-        self.measured = {
-            "title": "Lazaret demo",
-            "accuracy": {
-                "private": rounds[-1]["accuracy"],
-                "non_private": self._accuracy(twin.vector, held_out, truth),
-                "chance": 0.1,
-                "test_images": len(truth),
-            },
-            "epsilon": {
-                "filter": epsilon([claim], delta, order),
-                "tight": tight_epsilon([claim], delta),
-                "delta": delta,
-                "order": order,
-            },
-            "rounds": rounds,
-        }
+        """Stop everybody; then accuracy of each round's model, of its public start, and of a twin without privacy."""
+        self.stop()
+        order, delta = account = self._account()
+        run = FinishedRun(
+            self.mechanism, public_start(), self.work / "coordinator", RUN, self.split.held_out, account
+        )
+        say("each round's model, and the twin without privacy")
+        took_part = [trained_on(self.work / site, self.mechanism) for site in SITES if site != POOR]
+        self.measured = {"title": "Lazaret demo", **run.measured(took_part)}
         a, e = self.measured["accuracy"], self.measured["epsilon"]
         return (
             f"{a['private']:.1%} at epsilon {epsilon_text(e['filter'])} (filter, order {order}; "
             f"{epsilon_text(e['tight'])} by PLD), delta {format_rounded_up(delta)}, per patient; "
-            f"{a['non_private']:.1%} without privacy"
+            f"{a['public_start']:.1%} before the first round, {a['non_private']:.1%} without privacy\n"
+            f"{looked(self.measured['evaluation'])}; that epsilon covers it"
         )
 
     def _account(self) -> tuple[int, float]:
@@ -489,19 +454,6 @@ class Scene:
         ledger = json.loads(self.run(self.coordinator("ledger", "show", "--json")))
         account = next(a for a in ledger["accounts"] if a["account"] == f"{SITES[0]}/rdp")
         return int(account["order"]), float(account["delta"])
-
-    def _accuracy(self, vector: NDArray[np.float32], held_out: TaskCohort, truth: NDArray[np.int64]) -> float:
-        return float((self.mechanism.predict(vector, held_out).argmax(axis=1) == truth).mean())
-
-    def _cohort(self, index: int) -> Cohort:
-        """The same patients as the site ingested, straight from the digits."""
-        own = self.split.sites[index]
-        pictures = _large(own.images)
-        patients = []
-        for i in range(self.scale.patients):
-            images = [Image(pictures[j], str(own.labels[j])) for j in (2 * i, 2 * i + 1)]
-            patients.append(Patient(f"{i:06d}", tuple(images)))
-        return Cohort(tuple(patients))
 
     def report(self, say: Say) -> str:
         """Stop everybody, then write what the three users look at."""
@@ -556,8 +508,3 @@ class Scene:
             },
             "steps": self.steps,
         }
-
-
-def _large(images: NDArray[np.float32]) -> NDArray[np.float32]:
-    """(n, 8, 8) digits as the (n, 32, 32) images that were written as DICOM, in [0, 1]."""
-    return (digits.upsample(images) / np.float32(255)).astype(np.float32)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from deploy.demo import chests, eyes, heads, letters
+from deploy.demo import chests, eyes, heads, letters, printed_digits
 from deploy.demo.kept_networks import Recipe, keep, kept, lay, missing
 
 # Raise a network's number when the code that draws its phantoms, or trains it, makes another one of the same recipe.
@@ -30,9 +30,10 @@ NUMBERS: Final[Mapping[str, int]] = {
     "verifier": 1,
     "unseen": 1,
     "aligner": 1,
+    "printed-digits": 1,
     "remodeller": 1,
 }
-_CLINICS: Final[tuple[ModuleType, ...]] = (eyes, letters, chests)
+_CLINICS: Final[tuple[ModuleType, ...]] = (eyes, letters, chests, printed_digits)
 _PUBLIC, _NETWORKS = Path("PUBLIC"), Path("NETWORKS")  # in the place of folders
 
 

@@ -8,7 +8,7 @@ under the tube and the exposure. Lengths are in half sides of the image, x to th
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import tau
 from pathlib import Path
@@ -28,6 +28,7 @@ from deploy.phantoms.chest_findings import (
     FINDINGS,
     Finding,
     Floats,
+    Shown,
     conditions,
     domes_with,
     heart_with,
@@ -124,24 +125,28 @@ def thorax(rng: np.random.Generator) -> Thorax:
 
 
 def radiograph(
-    person: Thorax, findings: Collection[Finding], size: int, rng: np.random.Generator
+    person: Thorax, findings: Collection[Finding] | Shown, size: int, rng: np.random.Generator
 ) -> NDArray[np.uint8]:
-    """One radiograph (size, size), bright is dense: the person, findings anew, another position and exposure."""
+    """One radiograph (size, size), bright is dense: the person, findings anew, another position and exposure.
+
+    ``findings``: with how much of each shows, else all of it. Places and exposure do not depend on that.
+    """
     label_of(findings)  # refuses what is none
+    shown = findings if isinstance(findings, Mapping) else dict.fromkeys(findings, 1.0)
     if not size >= 16:
         raise ValueError("a radiograph of findings has 16 pixels a side or more")
     sides = rng.integers(0, 2, len(FINDINGS))
     person = replace(
         person,
-        heart=heart_with(findings, person.heart, rng),
-        domes=domes_with(findings, person.domes, int(sides[FINDINGS.index("atelectasis")]), rng),
+        heart=heart_with(shown, person.heart, rng),
+        domes=domes_with(shown, person.domes, int(sides[FINDINGS.index("atelectasis")]), rng),
     )
     finer = 4 if size <= 32 else 2 if size <= 256 else 1
     x, y = _grid(size * finer, rng)
     edge = 2.0 / size  # soft by a pixel of the result
     air, floor = _lungs(person, x, y, edge)
     inside = np.maximum(air[0], air[1])
-    filled = shadows(findings, person.lungs, person.domes, sides, (x, y), rng)
+    filled = shadows(shown, person.lungs, person.domes, sides, (x, y), rng)
     # what takes the place of the air also hides what stood out against it: the silhouette sign
     clear = inside * (1 - filled)
     body = _oval(x, y, (0, 0.3, *person.body), 0, 2 * edge)

@@ -6,7 +6,7 @@ sides of the image, x to the right, y down; a pair is of the left and the right 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import combinations
 from math import tau
 from typing import Final, Literal
@@ -19,6 +19,7 @@ Grid = tuple[Floats, Floats]
 Finding = Literal["atelectasis", "cardiomegaly", "consolidation", "edema", "effusion"]
 FINDINGS: Final[tuple[Finding, ...]] = ("atelectasis", "cardiomegaly", "consolidation", "edema", "effusion")
 NONE: Final = "none"  # the label of a radiograph without any of them
+Shown = Mapping[Finding, float]  # how much of each finding shows, above 0 and at most 1
 
 _LINES: Final = 10  # waves of the thickened septa of an oedema
 
@@ -79,26 +80,26 @@ def report_words() -> frozenset[str]:
     return frozenset(word.strip(".,").lower() for one in sentences for word in one.split())
 
 
-def heart_with(findings: Collection[Finding], heart: Floats, rng: np.random.Generator) -> Floats:
+def heart_with(findings: Shown, heart: Floats, rng: np.random.Generator) -> Floats:
     """The person's heart (centre x and y, half width, half height); cardiomegaly: wider, mostly to its apex."""
     wider = float(rng.uniform(0.36, 0.56))
     if "cardiomegaly" not in findings:
         return heart
-    apart = wider * float(heart[2])
-    return np.array((heart[0] + 0.35 * apart, heart[1], heart[2] + apart, 1.08 * heart[3]), np.float32)
+    weight = findings["cardiomegaly"]
+    apart, taller = weight * wider * float(heart[2]), 1 + 0.08 * weight
+    return np.array((heart[0] + 0.35 * apart, heart[1], heart[2] + apart, taller * heart[3]), np.float32)
 
 
-def domes_with(findings: Collection[Finding], domes: Floats, side: int, rng: np.random.Generator) -> Floats:
+def domes_with(findings: Shown, domes: Floats, side: int, rng: np.random.Generator) -> Floats:
     """Where the tops of the diaphragm are (2,); atelectasis draws up the one below the lost volume."""
     raised = domes.copy()
     higher = rng.uniform(0.22, 0.34)
-    if "atelectasis" in findings:
-        raised[side] -= np.float32(higher)
+    raised[side] -= np.float32(higher * findings.get("atelectasis", 0.0))
     return raised
 
 
 def shadows(
-    findings: Collection[Finding],
+    findings: Shown,
     lungs: Floats,
     domes: Floats,
     sides: NDArray[np.int64],
@@ -119,7 +120,8 @@ def shadows(
     for number, finding in enumerate(FINDINGS):
         own = np.random.default_rng(rng.integers(0, 2**63))  # so that one finding does not move another
         if finding in findings and finding in _DRAWN:
-            air_left *= 1 - _DRAWN[finding](int(sides[number]), lungs, domes, grid, own)
+            shadow = _DRAWN[finding](int(sides[number]), lungs, domes, grid, own)
+            air_left *= 1 - np.float32(findings[finding]) * shadow
     return 1 - air_left
 
 

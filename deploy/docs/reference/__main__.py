@@ -32,6 +32,7 @@ from agent.deidentify.ps315.options import Profile
 from agent.deidentify.segment_list import Segment
 from agent.ingest import config as ingest
 from agent.ingest import label_sheet
+from agent.ingest.nifti_pairs import MaskNames
 from agent.ingest.ocr import OcrSettings
 from agent.mechanisms.anonfaces.identity_mixing import Mixing
 from agent.operations import metrics as agent_metrics
@@ -69,7 +70,7 @@ FILES: Final[Mapping[str, tuple[str, Sequence[Table]]]] = {
             ("[site]", ingest.Reading), ("[rules]", AdmissionRules), ("[[blank]]", Blank), ("[[segment]]", Segment),
             ("[deidentify]", Profile), ("[ocr]", OcrSettings), ("[listener]", ListenerSettings),
             ("[stow]", StowSettings), ("[pacs.NAME]", ArchiveConfig), ("[dicomweb.NAME]", DicomWebArchive),
-            ("[[folder]]", ingest._FolderTable), ("[faces]", FacesSettings),
+            ("[[folder]]", ingest._FolderTable), ("[faces]", FacesSettings), ("[nifti]", MaskNames),
         ],
     ),
     "labels.toml": (
@@ -116,6 +117,10 @@ RELEASES: Final[Mapping[str, tuple[str, Sequence[Table]]]] = {
         '`mechanism = "distill"` or `"distill-dp"`, `conditions` and `templates`. `[privacy]` and `[public]` are of '
         "`distill-dp`. Examples: `deploy/docs/distill.example.toml`, `deploy/docs/distill-dp.example.toml`",
         _tables_of("distill-dp"),
+    ),
+    "model.toml": (
+        '`mechanism = "model"` and `task`, the name of a task file beside it. Example: `deploy/docs/rounds.md`',
+        _tables_of("model"),
     ),
     "remodel.toml": ('`mechanism = "remodel"`. Example: `deploy/docs/remodel.example.toml`', _tables_of("remodel")),
 }
