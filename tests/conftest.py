@@ -75,7 +75,7 @@ def real_maker() -> None:
 
 
 # Programs that tests and benchmarks start: they read their settings when they are imported.
-collect_ignore = ["benchmarks/roles.py", "scale/agents.py", "scale/simulated.py"]
+collect_ignore = ["benchmarks/roles.py", "scale/agents.py"]
 
 # A file is one worker's (`--dist loadfile`). Those that take longest begin first, the longest before all, and what is
 # left for the end are many small ones: no worker is left alone with a long one when the others have nothing to do.

@@ -49,6 +49,7 @@ from protos.federation.messages import STUB_DIGEST
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.support.flower.federation import ADD, ROOT, SITES, FlowerFederation
+from tests.support.pki import Authority
 
 
 class Proxy:
@@ -115,6 +116,17 @@ def test_two_rounds_over_three_sites_give_exactly_the_uniform_mean(federation: F
     assert report["declined"] == {}
     assert report["granted"] == {site: f"grant plain {site}" for site in SITES}
     assert [point["first"] for point in report["checkpoints"]] == [3.0, 6.0]
+
+
+def test_when_a_sites_answer_came_is_known_of_those_that_were_asked_alone(federation: FlowerFederation) -> None:
+    """The report of a run tells it; a site that waits, and calls, answers nothing."""
+    before, began = federation.coordinator.ask(do="signs"), time.time()
+    federation.conduct("timed", sites=["north", "south"], rounds=1)
+    after, ended = federation.coordinator.ask(do="signs"), time.time()
+    for site in ("north", "south"):
+        assert began <= after[site]["answered"] <= after[site]["at"] <= ended
+    assert after["west"]["at"] > before["west"]["at"]
+    assert after["west"]["answered"] == before["west"]["answered"]
 
 
 def test_looks_take_turns_with_rounds_leave_the_model_and_are_summed(federation: FlowerFederation) -> None:
@@ -201,6 +213,24 @@ def test_secure_aggregation_has_messages_of_its_own(federation: FlowerFederation
     assert federation.coordinator.ask(do="secure", site="north", step="", payload="00") == "code 1003"
 
 
+def test_a_canary_carries_a_whole_model_there_and_a_part_back_and_its_time_is_seen(
+    federation: FlowerFederation,
+) -> None:
+    size, config = 1 << 20, {"short": {"south": -4}}
+    before = federation.coordinator.ask(do="signs")
+    found = federation.conduct("canary", config, rounds=1, checks="canary", size=size)
+    assert (sorted(found["told"]), found["lost"]) == (["north", "west"], {"south": "size"})
+    assert found["aggregated"] == ["north", "west"]
+    assert found["told"]["north"]["seconds"] == found["told"]["west"]["seconds"] > 0
+    for site, sign in federation.coordinator.ask(do="signs").items():
+        assert sign["sent"] - before[site]["sent"] > 4 * size
+        assert sign["received"] - before[site]["received"] > 4 * size - 8
+        assert sign["down"] > 0
+        assert sign["up"] > 0
+    found = federation.conduct("check", rounds=1, checks="check")
+    assert (sorted(found["told"]), found["lost"], found["aggregated"]) == (sorted(SITES), {}, [])
+
+
 def test_the_link_is_a_process_without_torch_vault_or_ledger_and_the_agent_is_one_without_flower(
     federation: FlowerFederation,
 ) -> None:
@@ -237,6 +267,16 @@ def test_a_certificate_that_is_turned_away_is_read_again_until_it_is_accepted(fe
     assert federation.coordinator.ask(do="revoke", serial=federation.serial("north")) == {}
     federation.agents["north"].wait_for("turned away")
     federation.keys("north")
+    federation.agents["north"].wait_for("online")
+
+
+def test_a_site_that_joined_by_another_root_says_so_until_it_is_the_right_one(federation: FlowerFederation) -> None:
+    root = federation.folder / "keys" / "north" / "root.crt"
+    kept = root.read_bytes()
+    root.write_bytes(Authority(federation.folder / "another").ca.read_bytes())
+    federation.agents["north"].say("renew")
+    federation.agents["north"].wait_for("another root")
+    root.write_bytes(kept)
     federation.agents["north"].wait_for("online")
 
 

@@ -69,7 +69,7 @@ from agent.mechanisms.common.linear_codec import fit_basis
 from agent.mechanisms.distillation.mechanism import _counted, _stacked
 from agent.mechanisms.federated.task_training import labelled_examples, units
 from agent.mechanisms.kanonymous import OPTIONS
-from agent.mechanisms.registry import MECHANISMS, Federated, FederatedMasked
+from agent.mechanisms.registry import MECHANISMS, Federated, FederatedMasked, TaskModel
 from agent.release import pipeline, preflight
 from agent.storage.quarantine import Quarantine
 from agent.storage.site_database import SiteDatabase
@@ -430,6 +430,7 @@ TASK = classification(
     public_patients=8,
 )
 FEDERATED = Federated(TASK, 130, noise_multiplier=1.0)
+MODEL = TaskModel(FEDERATED)
 MASKED = FederatedMasked(
     classification(("0", "1"), SHAPE, rounds=30, steps_per_round=1, images_per_patient=8, public_patients=225),
     130,
@@ -470,6 +471,7 @@ def _of_task(mechanism: Any, cohort: Cohort) -> list[Any]:
 TAKES: dict[str, tuple[Callable[[], Any], Callable[[Any, Cohort], list[bytes]]]] = {
     "federated": (lambda: FEDERATED, lambda m, cohort: [_tensors(unit) for unit in _of_task(m, cohort)]),
     "federated-masked": (lambda: MASKED, lambda m, cohort: [_tensors(unit) for unit in _of_task(m, cohort)]),
+    "model": (lambda: MODEL, lambda m, cohort: [_tensors(unit) for unit in _of_task(m.training, cohort)]),
     "privimage": (tiny, lambda m, cohort: [_tensors(m._unit(patient)) for patient in m._counted(cohort)]),
     "distill-dp": (
         small.distill_dp,

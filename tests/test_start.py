@@ -12,6 +12,7 @@ from typing import Final
 
 import pytest
 
+import agent.cli.bundle_options
 import agent.cli.options
 import coordinator.cli.options
 from agent.mechanisms.distillation import options as distillation
@@ -19,6 +20,7 @@ from agent.service.jobs import PRIORITIES
 from agent.storage.site_directory import MAIN
 from policies.governance import options as governance
 from policies.ledger.approvals import ROLES
+from policies.tasks.task import LOSSES
 from tests.support.federation_world import Federation
 from tests.support.release_site import filled, ksame_words
 
@@ -97,11 +99,11 @@ class Module:
 for package in (f"{side}.cli", f"{side}.operations", "protos.web"):
     room = __import__(package, fromlist=["x"])
     for path in pathlib.Path(room.__path__[0]).glob("*.py"):
-        if path.stem not in ("main", "options", "output", "__init__"):
+        if path.stem not in ("main", "options", "bundle_options", "output", "__init__"):
             sys.modules[f"{package}.{path.stem}"] = one = Module(f"{package}.{path.stem}")
             setattr(room, path.stem, one)
 for command in commands:
-    found[command] = main.carry_out(type("Arguments", (), {"command": command}))
+    found[command] = main.carry_out(type("Arguments", (), {"command": command, "labels": False}))
 print(json.dumps(found))
 """
 LIGHT: Final = frozenset(
@@ -113,9 +115,27 @@ LIGHT: Final = frozenset(
 WITH_TORCH: Final = frozenset(  # every other command does without, but for vetting, rounds and heads that come in
     {
         *("release ksalsa", "release anonfaces", "release privimage", "release centroids", "release distill"),
-        *("release distill-dp", "release remodel", "tune", "evaluate", "draw", "audit", "deface"),
+        *(
+            "release distill-dp",
+            "release model",
+            "release remodel",
+            "tune",
+            "evaluate",
+            "predict",
+            "draw",
+            "audit",
+            "deface",
+        ),
         *(f"train {network}" for network in (*agent.cli.options.NETWORKS, *distillation.NETWORKS)),
-        *("train codebook", "train remodeller", "task check", "weights convert"),
+        *(
+            "train codebook",
+            "train remodeller",
+            "task check",
+            "task from-bundle",
+            "task to-bundle",
+            "task preview",
+            "weights convert",
+        ),
     }
 )
 
@@ -254,4 +274,5 @@ def test_the_help_of_home_names_the_commands_that_need_none(side: str) -> None:
 def test_what_the_parsers_write_twice_is_what_there_is() -> None:
     assert agent.cli.options.MAIN == MAIN
     assert agent.cli.options.PRIORITIES == PRIORITIES
+    assert tuple(LOSSES) == agent.cli.bundle_options.KINDS
     assert tuple(sorted(ROLES)) == governance.ROLES

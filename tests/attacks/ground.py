@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import math
+import select
 import socket
 import ssl
 import threading
@@ -256,6 +257,19 @@ def signer_of(ca: CA) -> ec.EllipticCurvePrivateKey:
     return key
 
 
+def _there(source: socket.socket) -> bytes:
+    """All that has come, which of TLS may be nothing: its own messages are no data."""
+    found, data = b"", b"-"
+    source.setblocking(False)
+    with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError):
+        while data:
+            found += (data := source.recv(65_536))
+    source.setblocking(True)
+    if not data and not found:
+        raise EOFError
+    return found
+
+
 class Relay:
     """Plain HTTP/2 in, TLS of a chosen version out: so that gRPC's own client speaks over any TLS."""
 
@@ -277,14 +291,16 @@ class Relay:
                 line = self._context.wrap_socket(plain, server_hostname="127.0.0.1")
                 self.spoken.append(line.version())
                 threading.Thread(target=self._carry, args=(client, line), daemon=True).start()
-                threading.Thread(target=self._carry, args=(line, client), daemon=True).start()
 
     @staticmethod
-    def _carry(source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65_536):
-                sink.sendall(data)
-        for end in (source, sink):
+    def _carry(client: socket.socket, line: ssl.SSLSocket) -> None:
+        """Both ways in one thread: a TLS connection that one thread writes while another reads it is torn."""
+        with contextlib.suppress(OSError, EOFError):
+            while ready := select.select([client, line], [], [])[0]:
+                for source, sink in ((client, line), (line, client)):
+                    if source in ready:
+                        sink.sendall(_there(source))
+        for end in (client, line):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 

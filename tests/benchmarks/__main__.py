@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks NAME [--json]``; ``ledger`` and ``console`` take ``--entries N``: how large."""
+"""``python -m tests.benchmarks NAME [--json]``; some take ``--entries N``: how large; federated takes ``--full``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from tests.benchmarks import (
     dp_engine,
     dp_networks,
     faces,
+    federated,
+    hospital_runs,
     hull,
     ingest,
     ksalsa,
     ledger,
+    predict_inference,
     privimage,
     round_size,
     rounds,
@@ -44,10 +47,13 @@ BENCHMARKS: Final[dict[str, Callable[[], Report]]] = {
     "dp_engine": dp_engine.main,
     "dp_networks": dp_networks.main,
     "faces": faces.main,
+    "federated": federated.main,
+    "hospital_runs": hospital_runs.main,
     "hull": hull.main,
     "ingest": ingest.main,
     "ksalsa": ksalsa.main,
     "ledger": ledger.main,
+    "predict_inference": predict_inference.main,
     "privimage": privimage.main,
     "round_size": round_size.main,
     "rounds": rounds.main,
@@ -64,6 +70,7 @@ SIZED: Final[dict[str, Callable[[int], Report]]] = {
     "ledger": ledger.large,
     "round_size": round_size.main,
 }
+FULL: Final[dict[str, Callable[[], Report]]] = {"federated": federated.full}
 
 
 def main() -> int:
@@ -74,9 +81,15 @@ def main() -> int:
     told = "ledger: build, reopen and verify one of N entries; console: so many instead of a million"
     told += "; round_size: parameters"
     parser.add_argument("--entries", type=int, metavar="N", help=told)
+    parser.add_argument("--full", action="store_true", help="federated: parts and wholes of networks, too")
     arguments = parser.parse_args()
     if arguments.entries is not None and (arguments.name not in SIZED or arguments.entries < 1000):
         parser.error(f"--entries is for {' and '.join(SIZED)}, and at least 1000")
+    if arguments.full:
+        if arguments.name not in FULL or arguments.entries is not None:
+            parser.error(f"--full is for {' and '.join(FULL)}, and by itself")
+        print((as_json if arguments.json else as_table)(arguments.name, FULL[arguments.name]()))
+        return 0
     entries = arguments.entries
     report = BENCHMARKS[arguments.name]() if entries is None else SIZED[arguments.name](entries)
     print((as_json if arguments.json else as_table)(arguments.name, report))

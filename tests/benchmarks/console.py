@@ -115,6 +115,7 @@ def served(
             runs=RunManager(home.root / "runs", host, intake, shelf, log),  # type: ignore[arg-type]
             shelf=shelf,
             sessions=NotificationStreams(log),
+            signs=dict,
             authority=Authority(home, intake, lambda: dt.datetime.now(dt.UTC)),
             index=index,
             close_calls=lambda _site: None,

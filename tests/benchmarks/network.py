@@ -67,10 +67,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], says: str) -> Iterator[Served]:
-    """A child that prints its port; it ends with the block."""
+def started(command: Sequence[str], says: str, before: Sequence[str] = ()) -> Iterator[Served]:
+    """A child that prints its port; it ends with the block. ``before``: words that start it on another host."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=env) as process:
+    with subprocess.Popen([*before, sys.executable, *command], stdout=subprocess.PIPE, text=True, env=env) as process:
         try:
             assert process.stdout is not None
             lines = [process.stdout.readline()]

@@ -1,7 +1,7 @@
 """The processes of the benchmark of rounds: ``python -m tests.benchmarks.roles ROLE HOME``.
 
 ``governed`` is the product's agent without the pause before its answers (agent/federation/service.py), ``paced`` with
-it. ``trained``, ``flat`` and ``many`` are agents over the same link that train the same, or only add 1 to what they
+it. ``trained``, ``flat`` and ``many`` are agents over the same link that train the same, or only add to what they
 get, and neither price, seal nor write anything down. ``hub`` is the product's coordinator with a conductor that
 admits whatever arrives.
 """
@@ -21,6 +21,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from protos.federation import flower_environment
 
@@ -88,8 +89,13 @@ def trained(site: AgentHome, task: RoundTask) -> RoundAnswer:
 
 
 def flat(_site: AgentHome, task: RoundTask) -> RoundAnswer:
-    """A model of one tensor: take it, add 1, send it."""
-    return RoundAnswer(b"-", None if task.vector is None else task.vector + np.float32(1))
+    """A model of one tensor: take it, add 0, 1, 2..., send it: equal pieces would be carried once."""
+    return RoundAnswer(b"-", None if task.vector is None else task.vector + ramp(task.vector))
+
+
+def ramp(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+    """0, 1, 2... of its length."""
+    return np.arange(len(vector), dtype=np.float32)
 
 
 def many(_site: AgentHome, task: RoundTask) -> RoundAnswer:
@@ -97,7 +103,7 @@ def many(_site: AgentHome, task: RoundTask) -> RoundAnswer:
     if task.vector is None:
         return RoundAnswer(b"-")
     model = {f"layer-{n}": part.copy() for n, part in enumerate(np.array_split(task.vector, TENSORS))}
-    model = {name: tensor + np.float32(1) for name, tensor in model.items()}
+    model = {name: tensor + ramp(tensor) for name, tensor in model.items()}
     return RoundAnswer(b"-", np.concatenate(list(model.values())))
 
 

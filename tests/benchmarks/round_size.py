@@ -4,7 +4,7 @@ One coordinator and one site on the loopback, each as installed, with a mechanis
 (``made/made_mechanism.py``). The policy admits updates of 2 GiB; the presets' 256 MiB hold 67 million parameters.
 
 ``governed_vs_bare_11m``: a round of the product over one of the same link and the same embedded Flower whose agent
-adds 1 and whose coordinator admits all; without the agents' pause, as in :mod:`.rounds`.
+adds to it and whose coordinator admits all; without the agents' pause, as in :mod:`.rounds`.
 
 ``above_parameters_mb``: of each process the most memory (VmHWM, while rounds are on) beyond what the same process has
 in a run of a thousand parameters, and beyond one copy of the parameters. The goal is 64 on either side.

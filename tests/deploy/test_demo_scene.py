@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agent.mechanisms.federated.mechanism import FederatedConfigError
 from agent.mechanisms.registry import MECHANISMS
+from coordinator.federation.job import Job
 from deploy.demo import chests, heads
-from deploy.demo.own_policies import amended, policies
+from deploy.demo.jobs import federated_job, job_file, masked_job, public_start
+from deploy.demo.own_policies import SITES, amended, policies
 from deploy.demo.scale import BASE, MAIN, Scale, full, main_job
 from deploy.demo.scene import DemoError, Scene
 from deploy.phantoms.heads import isotropic
@@ -109,3 +112,15 @@ def test_each_mechanism_is_shown_or_left_out_with_a_reason(monkeypatch: pytest.M
             assert not set(scale.mechanisms) & scale.left_out.keys()
             assert all(scale.left_out.values())
         assert ("remodel" in full(5, 1).mechanisms) is installed
+
+
+def test_each_job_of_the_demo_can_be_launched_and_its_network_built() -> None:
+    plain = federated_job(2)
+    for mechanism, least in ((plain, 2), (masked_job(plain), 3)):
+        told = job_file(mechanism, least)
+        told |= {"config": mechanism.to_json(), "sites": SITES, "evaluate": tuple(told.get("evaluate", ()))}
+        job = Job("digits", **told)
+        assert job.claim() == mechanism.claim(), "both sides price the same"
+        assert mechanism.network(files=public_start()).parameters == job.parameters
+        with pytest.raises(FederatedConfigError, match="public weights"):
+            mechanism.network()

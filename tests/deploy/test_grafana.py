@@ -24,7 +24,7 @@ from coordinator.storage import directory as coordinator_home
 from policies.review.policy import preset
 from protos.operations.event_counters import EventCounters
 from protos.operations.metrics import BUILD, FAULTS
-from protos.web.health import watched_over
+from protos.web.health import Health, watched_over
 from protos.web.settings import ConsoleSettings
 from tests.support.ledger_world import DP, K5, Hospital, open_register
 from tests.support.peers import need
@@ -152,6 +152,7 @@ def both(tmp_path: Path) -> Iterator[list[int]]:
             hub,
             theirs.store,
             NotificationStreams(Quiet()),
+            dict,
             hub.root / "runs",
             hub.root / "uploads",
             lambda: NOW,
@@ -159,8 +160,8 @@ def both(tmp_path: Path) -> Iterator[list[int]]:
         )
         plain = ConsoleSettings(metrics="127.0.0.1:0")
         with (
-            watched_over(plain, agents.metrics(here), agents.live(here), agents.ready(here)) as one,
-            watched_over(plain, coordinators.metrics(there), coordinators.live(there), lambda: None) as other,
+            watched_over(plain, agents.metrics(here), Health(agents.live(here), agents.ready(here))) as one,
+            watched_over(plain, coordinators.metrics(there), Health(coordinators.live(there), lambda: None)) as other,
         ):
             yield [one, other]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from agent.models.stylegan.network import generator_from
 from agent.models.stylegan.restyle import encoder_from
 from agent.models.weights import pack
 from deploy.demo import train_networks
+from deploy.demo.jobs import federated_job, public_start
 from deploy.demo.kept_networks import (
     FOLDER,
     TOLERANCE,
@@ -99,6 +101,12 @@ def test_every_network_of_the_demo_is_kept_and_no_other() -> None:
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 4_000_000
 
 
+def _of_the_rounds(raw: bytes) -> object:
+    job = federated_job(1)
+    assert job.task.network.public_files == (hashlib.sha256(raw).hexdigest(),), "what is laid is what the task names"
+    return job.network(files=public_start())
+
+
 READERS: dict[str, Callable[[bytes], object]] = {
     "generator": generator_from,
     "encoder": encoder_from,
@@ -109,6 +117,7 @@ READERS: dict[str, Callable[[bytes], object]] = {
     "verifier": lambda raw: verifier_from(raw, "public").demand(),
     "unseen": lambda raw: verifier_from(raw, "public").demand(),
     "aligner": lambda raw: aligner_from(raw, "public").demand(),
+    "printed-digits": _of_the_rounds,
     "remodeller": lambda raw: remodeller_from(raw, "public"),
 }
 

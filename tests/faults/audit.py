@@ -101,17 +101,18 @@ class Ledgers:
         """The rounds that were closed, in the ledger's order."""
         return [e.round for e in self.of(COORDINATOR, RoundClosed, run) if isinstance(e, RoundClosed)]
 
-    def faults(self, run: str, state: str, folder: Path) -> Iterator[str]:
+    def faults(self, run: str, state: str, folder: Path, rounds: int = ROUNDS) -> Iterator[str]:
         """What does not hold of a run that has come to an end (or was stopped).
 
         Args:
             run: its name.
             state: finished, failed or stopped.
             folder: the coordinator's, of this run.
+            rounds: how many its job asked for.
         """
         yield from self._money(run, state)
         yield from self._updates(run)
-        yield from self._rounds(run, state, folder)
+        yield from self._rounds(run, state, folder, rounds)
 
     def _money(self, run: str, state: str) -> Iterator[str]:
         hub = self.grants(COORDINATOR, run)
@@ -164,13 +165,13 @@ class Ledgers:
                 if isinstance(entry_, Admitted) and entry_.release not in known:
                     yield f"{site} believes that {entry_.release} was admitted"
 
-    def _rounds(self, run: str, state: str, folder: Path) -> Iterator[str]:
+    def _rounds(self, run: str, state: str, folder: Path, rounds: int) -> Iterator[str]:
         closed = [e for e in self.of(COORDINATOR, RoundClosed, run) if isinstance(e, RoundClosed)]
         numbers = [e.round for e in closed]
         if numbers != list(range(1, len(numbers) + 1)):
             yield f"rounds were closed as {numbers}"
-        if state == "finished" and len(numbers) != ROUNDS:
-            yield f"finished after {len(numbers)} of {ROUNDS} rounds"
+        if state == "finished" and len(numbers) != rounds:
+            yield f"finished after {len(numbers)} of {rounds} rounds"
         admitted = {(e.round, e.site) for e in self.of(COORDINATOR, Admitted, run) if isinstance(e, Admitted)}
         for entry in closed:
             path = folder / f"round-{entry.round}.safetensors"
@@ -180,7 +181,7 @@ class Ledgers:
                 yield f"round {entry.round}: aggregated without a yes: {sorted(missing)}"
         if state == "finished":
             shelf = folder.parents[1] / "releases" / run / "certificate.json"
-            body = (folder / f"round-{ROUNDS}.safetensors").read_bytes()
+            body = (folder / f"round-{rounds}.safetensors").read_bytes()
             found = json.loads(shelf.read_text()).get("artifact_sha256") if shelf.exists() else None
             if found != hashlib.sha256(body).hexdigest():
                 yield "the model on the shelf is not the last round's"

@@ -12,7 +12,7 @@ from typing import Any
 
 from deploy.demo.scene import SITES
 from tests.faults.audit import Auditor
-from tests.faults.stage import CHILD, CLOSE_S, COORDINATOR, OPERATOR, Hangs, Launched, Stage
+from tests.faults.stage import CHILD, CLOSE_S, COORDINATOR, OPERATOR, ROUNDS, Hangs, Launched, Stage
 from tests.support.tcp_proxy import wait_until
 
 VICTIMS = (COORDINATOR, *SITES, *(f"{CHILD} of {name}" for name in (COORDINATOR, *SITES)), OPERATOR)
@@ -149,8 +149,8 @@ def kill(stage: Stage, victim: str, launched: Launched) -> bool:
     return goes_on
 
 
-def after(stage: Stage, auditor: Auditor, run: str, state: str) -> Iterator[str]:
+def after(stage: Stage, auditor: Auditor, run: str, state: str, rounds: int = ROUNDS) -> Iterator[str]:
     """What does not hold once the books had a minute to be closed."""
     if state != "stopped":
         wait_until(lambda: not auditor.look(stage).held(run), CLOSE_S)
-    yield from auditor.look(stage).faults(run, state, stage.begun(run).parent)
+    yield from auditor.look(stage).faults(run, state, stage.begun(run).parent, rounds)

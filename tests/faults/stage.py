@@ -25,10 +25,11 @@ import pytest
 
 from agent.cli import main as agent_commands
 from coordinator.cli import main as coordinator_commands
-from deploy.demo.jobs import federated_job
+from deploy.demo.jobs import job_file
 from deploy.demo.scene import SITES
 from tests.support.ports import free_port
 from tests.support.process_world import dial, write_setting
+from tests.support.small_mechanisms import FEDERATED
 from tests.support.small_tasks import changed
 from tests.support.tcp_proxy import wait_until
 
@@ -61,17 +62,8 @@ class Stage:
         stage = cls(to)
         dial(to, f"127.0.0.1:{stage.port}")
         # Little noise is needed of a job whose accuracy nobody looks at: few steps a round, so that many runs fit.
-        job = federated_job(ROUNDS)
-        cheap = changed(job, noise_multiplier=8.0, steps_per_round=2)
-        text = {
-            "mechanism": "federated",
-            "parameters": int(cheap.initial().vector.size),
-            "sites": list(SITES),
-            "rounds": ROUNDS,
-            "min_sites": MIN_SITES,
-            "config": json.loads(cheap.to_json()),
-        }
-        (to / "job.json").write_text(json.dumps(text, indent=2))
+        cheap = changed(FEDERATED, rounds=ROUNDS, noise_multiplier=8.0, steps_per_round=2)
+        (to / "job.json").write_text(json.dumps(job_file(cheap, MIN_SITES), indent=2))
         return stage
 
     def dial(self, site: str, address: str, proxy: str = "") -> None:
@@ -195,6 +187,17 @@ class Stage:
                 self.operator(*words, "--json"), stdout=out, stderr=subprocess.STDOUT, env=environment()
             )
         return Launched(process, said)
+
+    def type(self, *words: str) -> str:
+        """What an operator's command prints that comes to its end well.
+
+        Raises:
+            Hangs: it does not.
+        """
+        done = subprocess.run(self.operator(*words), capture_output=True, text=True, env=environment(), check=False)
+        if done.returncode != 0:
+            raise Hangs(f"{words[0]} ended with {done.returncode}: {done.stderr[-800:]}")
+        return done.stdout
 
     def begun(self, run: str) -> Path:
         """The file that is there from the moment at which the coordinator knows a run."""

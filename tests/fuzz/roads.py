@@ -77,7 +77,7 @@ def _answered(data: bytes, patient: str | None) -> Record | None:
     names = parser_process._FileNames(WHO, RULES.max_bytes)
     asking = Deidentifier(b"", WHO.issuer, WHO.profile, names=lambda *asked: names.answer(*asked[:2], [*asked[2]]))
     with as_in_the_worker():
-        head, parts = parser_main._answer(data, {"patient_id": patient, "issuer": ""}, RULES, asking)
+        head, parts = parser_main._answer([data], {"patient_id": patient, "issuer": ""}, RULES, asking)
     if "code" in head:
         _promise(head["code"] in REASONS, "a refusal with a code that nobody knows")
         return None

@@ -461,6 +461,7 @@ def test_the_page_is_one_page() -> None:
 
 @needs_namespace
 @pytest.mark.timeout(1500)
+@pytest.mark.slow
 def test_a_coordinator_installs_from_its_bundle_where_there_is_no_network(wheel: Path, tmp_path: Path) -> None:
     made = _whole("coordinator", wheel, tmp_path)
     done = install(made.folder, made.fingerprint, tmp_path, *isolation())

@@ -71,6 +71,7 @@ def test_an_agent_killed_after_the_verdict_learns_it_at_the_next_start(scene: Sc
     assert (scene.work / "coordinator" / "releases" / admitted["release"] / "images.tar").exists()
 
 
+@pytest.mark.slow
 def test_a_coordinator_killed_in_the_middle_of_a_run_goes_on_from_its_ledger(scene: Scene) -> None:
     before: list[bytes] = []
 

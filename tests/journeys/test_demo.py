@@ -23,16 +23,22 @@ from PIL import Image
 
 from agent.domain import Selection
 from agent.mechanisms.registry import MECHANISMS
+from agent.storage.examples import task_cohort
 from agent.storage.projects import open_vault
 from agent.storage.site_directory import SiteDirectory
 from deploy.demo import chests, eyes, heads
-from deploy.demo.scale import MAIN
+from deploy.demo.finished_run import trained_on
+from deploy.demo.jobs import federated_job
+from deploy.demo.scale import MAIN, NOT_SHOWN
 from deploy.demo.scene import RUN, SITES
 from deploy.phantoms import digits
 from deploy.phantoms.chest import FINDINGS
+from policies.accounting.accountant import epsilon
+from policies.accounting.claims import training_of
 from policies.ledger.export import Export
 from policies.statements import claim_json
-from protos.artifacts.arrays import unpack_images
+from policies.tasks.evaluation import HELD_OUT
+from protos.artifacts.arrays import unpack_images, unpack_vector
 from tests.journeys.conftest import NONET, PATIENTS, ROUNDS, Demo
 from tests.support.flower.loopback import LeftLoopback, guarded
 from tests.support.leak_scan import Scan, identities
@@ -51,7 +57,7 @@ def shown(demo: Demo) -> set[str]:
     """Which mechanisms the demo should show."""
     if demo.form == "main":
         return set(MAIN)
-    return set(MECHANISMS) - (set() if heads.there() else {"remodel"})
+    return set(MECHANISMS) - NOT_SHOWN.keys() - (set() if heads.there() else {"remodel"})
 
 
 def test_the_summary_has_one_form_and_names_what_is_left_out(demo: Demo) -> None:
@@ -86,6 +92,7 @@ def test_the_summary_holds_what_others_rely_on(demo: Demo) -> None:
     assert all(keys <= release.keys() for release in found["releases"])
     assert 0 < found["accuracy"]["private"] <= 1
     assert 0 < found["accuracy"]["non_private"] <= 1
+    assert found["accuracy"]["public_start"] > 0.5, "the start has seen digits; chance is a tenth"
     assert all(step["seconds"] >= 0 for step in found["steps"])
 
 
@@ -101,10 +108,60 @@ def test_three_sets_and_every_round_are_admitted_and_the_poor_site_is_refused(de
     ]
     assert all(r["epsilon"] is None for r in (*sets, *eyes))
     updates = [r for r in releases if r["mechanism"] == "federated" and r["verdict"] == "admitted"]
-    assert sorted(r["site"] for r in updates) == sorted(["site-a", "site-b"] * ROUNDS)
+    kinds = [*["subsampled-gaussian"] * ROUNDS, "evaluated"]  # the look comes last
+    made = [(site, number, kind) for number, kind in enumerate(kinds, 1) for site in ("site-a", "site-b")]
+    assert sorted((r["site"], r["round"], r["claim"]["kind"]) for r in updates) == sorted(made)
     assert {r["claim_level"] for r in updates} == {"A"}
     (refused,) = [r for r in releases if r["verdict"] == "refused"]
     assert (refused["site"], refused["mechanism"], refused["findings"]) == ("site-c", "federated", ["budget"])
+
+
+def test_the_rounds_train_a_network_from_a_public_start_and_pay_for_the_look_at_it(demo: Demo) -> None:
+    found, job = summary(demo), federated_job(ROUNDS)
+    claim = job.claim()
+    order, delta = found["epsilon"]["order"], found["epsilon"]["delta"]
+    assert found["network"] == {"name": "small-cnn", "trained": "bias-and-norms", "parameters": job.parameters}
+    assert found["epsilon"]["filter"] == found["rounds"][-1]["epsilon"] == epsilon([claim], delta, order)
+    assert found["epsilon"]["filter"] > epsilon([training_of(claim)], delta, order), "the look costs something"
+    model = unpack_vector((demo.out / "releases" / RUN / "model.safetensors").read_bytes())
+    assert model.shape == (job.parameters,)
+    assert model.any(), "it is not the start"
+    for site in ("site-a", "site-b"):  # each site read the very file that its policy vouches for
+        (start,) = (demo.work / site / "weights").iterdir()
+        assert job.task.network.public_files == (start.stem,)
+
+
+def test_the_private_evaluation_is_in_certificate_summary_and_report(demo: Demo) -> None:
+    look, page = summary(demo)["evaluation"], (demo.out / "report.html").read_text()
+    certificate = json.loads((demo.out / "releases" / RUN / "certificate.json").read_text())
+    (certified,) = certificate["evaluation"]["looks"]
+    assert certified["after_round"] == look["after_round"] == ROUNDS
+    assert certified["figures"]["accuracy"] == {key: look[key] for key in ("value", "low", "high")}
+    assert 0 <= look["low"] < look["high"] <= 1
+    for told in (
+        "Private evaluation",
+        f"{100 * look['low']:.1f}",
+        f"{100 * look['high']:.1f}",
+        "1,458 trained parameters",
+    ):
+        assert told in page
+
+
+def test_the_twin_trains_on_the_very_patients_that_the_rounds_trained_on(main_demo: Demo) -> None:
+    job = federated_job(ROUNDS)
+    for site in ("site-a", "site-b"):
+        home = SiteDirectory(main_demo.work / site)
+        vault = open_vault(home, "main")
+        try:
+            held_out = {p.pseudonym for p in task_cohort(vault, job.examples(HELD_OUT)).patients}
+            everybody = {p.pseudonym for p in vault.cohort("OT", job.shape).patients}
+        finally:
+            vault.close()
+        trained = {p.pseudonym for p in trained_on(home.root, job).patients}
+        assert trained
+        assert held_out
+        assert not trained & held_out
+        assert trained | held_out == everybody
 
 
 def test_a_set_under_differential_privacy_goes_from_the_cohort_to_a_verdict_at_level_a(demo: Demo) -> None:
@@ -358,8 +415,11 @@ def test_no_pixel_of_a_patient_lies_unencrypted_in_a_site(demo: Demo) -> None:
 
 
 def test_every_mechanism_of_the_long_form_has_a_short_release_to_look_at() -> None:
-    """Heads have theirs in ``tests/agent/mechanisms/remodel/test_mechanism.py``, where they are made."""
-    assert {*MAIN, *SHORT, "remodel"} == MECHANISMS.keys()
+    """Heads have theirs in ``tests/agent/mechanisms/remodel/test_mechanism.py``, where they are made.
+
+    A hospital's own model has its in ``tests/agent/cli/test_release_model.py``.
+    """
+    assert {*MAIN, *SHORT, "remodel", *NOT_SHOWN} == MECHANISMS.keys()
 
 
 @pytest.mark.parametrize("name", SHORT)

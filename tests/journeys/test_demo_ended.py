@@ -46,7 +46,8 @@ def marker() -> str:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_a_demo_that_is_told_to_end_leaves_no_process(number: signal.Signals, tmp_path: Path, marker: str) -> None:
     """Three agents read their folders, each with readers; a coordinator serves, and a PACS where one is installed."""
     command = [sys.executable, ended_demo.__file__, str(int(number)), str(tmp_path), "site-b ingest", marker]

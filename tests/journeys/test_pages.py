@@ -34,20 +34,35 @@ TYPED_WHOLE: Final = {
     "first-release.md": "tests/journeys/test_readme.py",
     "install.md": "tests/journeys/test_bundle.py",
     "notebook.md": "tests/agent/test_client_notebook.py",
+    "round-trip.md": "tests/journeys/test_round_trip.py",
+    "rounds.md": "tests/journeys/test_rounds_tutorial.py",
     "walk.md": "tests/journeys/test_readme.py",
 }
 _HOURS: Final = "trains for hours on a processor: queued beside the service, as jobs.md says, and cancelled"
 _FULL_DEMO: Final = "needs networks that know these patients again, or 36 heads: typed by `make demo-full`"
 _VETTING: Final = "a table [vetting] needs two verifiers that know people again, and 35 patients: tests/agent/release"
+_TUTORIAL: Final = "the same of the tutorial's own files, typed by tests/journeys/test_rounds_tutorial.py"
+_BUNDLES: Final = (
+    "needs a bundle, or a model: typed by tests/agent/cli/test_task_bundle.py and test_task_to_bundle.py"
+)
+_MODEL: Final = "needs a model: typed by tests/journeys/test_round_trip.py, and by tests/agent/cli/test_predict.py"
 _CHECKOUT: Final = "of a checkout, not of an installation: CI types it"
 # Lines that cannot be run here, by page and first words.
 NOT_HERE: Final[Mapping[tuple[str, str], str]] = {
+    ("bundles.md", "lazaret-agent task from-bundle"): _BUNDLES,
+    ("bundles.md", "lazaret-coordinator pool export"): _BUNDLES,
+    ("bundles.md", "lazaret-agent task to-bundle"): _BUNDLES,
+    ("bundles.md", "python -m monai.bundle"): _BUNDLES,
     ("developer.md", "make "): _CHECKOUT,
     ("distill.md", "python -m deploy.reproduction"): "reads data sets that nobody may hand out, or trains for hours",
     ("synthesis.md", "python -m deploy.reproduction"): "reads data sets that nobody may hand out",
     ("distill.md", "lazaret-agent --home site-a release distill"): _FULL_DEMO,
     ("faces.md", "lazaret-agent --home site-a release remodel"): _FULL_DEMO,
-    ("rounds.md", "lazaret-coordinator round simulate"): "needs Ray, which is not installed: tests/scale has it",
+    ("predict.md", "lazaret-agent predict"): _MODEL,
+    ("predict.md", "lazaret-agent evaluate"): _MODEL,
+    ("rounds.md", "lazaret-agent release model"): "typed by tests/agent/cli/test_release_model.py, with its files",
+    ("rounds.md", "lazaret-agent run"): _TUTORIAL,
+    ("rounds.md", "lazaret-coordinator round simulate"): _TUTORIAL,
     ("synthesis.md", "lazaret-agent --home site-b release anonfaces"): _FULL_DEMO,
     ("synthesis.md", "lazaret-agent --home site-b release ksame"): _VETTING,
     ("synthesis.md", "lazaret-agent --home site-b release ksalsa --config ksalsa.toml --sheet"): _VETTING,
@@ -99,11 +114,13 @@ HOW: Final[Mapping[tuple[str, str], How]] = {
     ("opt-out.md", "lazaret-agent opt-out add"): How(before=PagesWorld.one_patient, needs=_ARCHIVE),
     ("pacs.md", "lazaret-agent --home SITE ingest --dicomweb"): How(needs=_ARCHIVE),
     ("pacs.md", "lazaret-agent --home SITE ingest --pacs"): How(before=PagesWorld.archives, needs=_ARCHIVE),
+    ("pool.md", "lazaret-coordinator --home DIR pool architecture --task"): How(before=PagesWorld.task_file),
     ("pool.md", "lazaret-coordinator --home DIR pool architecture"): How(before=PagesWorld.architecture),
     ("private.md", "lazaret-agent train"): _trained(),
     ("refused.md", "lazaret-agent quarantine show"): How(before=PagesWorld.one_refused),
     ("refused.md", "lazaret-agent quarantine retry"): How(status=1),  # nobody has mended the cause: refused again
     ("reports.md", "lazaret-verify certificate.pdf --key FINGERPRINT --from"): How(before=PagesWorld.a_release),
+    ("rounds.md", "lazaret-agent task check chest-triage.toml"): How(before=PagesWorld.task_file),
     ("rounds.md", "lazaret-coordinator round stop"): How(before=PagesWorld.run_begins),
     ("synthesis.md", "lazaret-agent train encoder"): _trained("generator", "generator.safetensors"),
     ("synthesis.md", "lazaret-agent train"): _trained(),
@@ -118,7 +135,14 @@ FILLED: Final[Mapping[str, Mapping[str, str]]] = {
     "pacs.md": {"SITE": "site-a"},
     "pool.md": {
         **{"DIR": "coordinator", "export OUT": "export pool-1", "average OUT": "average mean-1"},
-        **{"RUN RUN": "digits-1 digits-2", "CR": "OT", "FILE": "blank.safetensors", "NAME": "small"},
+        **{"export MODEL": "export model-1", "--model RUN": "--model digits-1", "TASK.toml": "chest-triage.toml"},
+        **{
+            "--approve TASK": "--approve triage",
+            "RUN RUN": "digits-1 digits-2",
+            "CR": "OT",
+            "FILE": "blank.safetensors",
+            "NAME": "small",
+        },
     },
     "proxy.md": {"DIR": "site-x"},
     "rounds.md": {"--run NAME": "--run digits-1", "watch NAME": "watch digits-1"},

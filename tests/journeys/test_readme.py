@@ -217,19 +217,19 @@ def test_every_file_that_the_documents_in_deploy_name_exists() -> None:
 
 def test_the_documented_jobs_are_jobs() -> None:
     text = (ROOT / "deploy" / "docs" / "rounds.md").read_text()
-    (written,) = re.findall(r"```toml\n(\[task\].*?)```", text, flags=re.S)
-    task = task_from_toml(written, "chest-triage.toml")
+    written = re.findall(r"```toml\n(\[task\].*?)```", text, flags=re.S)
+    digits, task = (task_from_toml(one, "task.toml") for one in written)
     sums = replace(task, training=replace(task.training, rounds=40, steps_per_round=1, momentum=0.0))
     blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", text, flags=re.S)]
     shown = [block for block in blocks if "mechanism" in block]  # the others are parts of jobs
-    assert [one["mechanism"] for one in shown] == ["federated", "federated-masked"]
+    assert [one["mechanism"] for one in shown] == ["federated", "federated", "federated-masked"]
     account = AccountContext(Account(open_accounts("site-a", parse(preset("internal"), "internal"))[0]))
-    for one, meant in zip(shown, (task, sums), strict=True):
+    for one, meant in zip(shown, (digits, task, sums), strict=True):
         config = {**one.pop("config"), "parameters": one["parameters"], "task": meant.to_table()}
         strategy = json.dumps(one.pop("strategy", {"name": "fedavg"}))
-        sites = tuple(one.pop("sites"))
-        job = Job(run="shown", config=json.dumps(config), strategy=strategy, sites=sites, **one)
-        job = with_noise(job, dict.fromkeys(sites, account))
+        lists = {key: tuple(one.pop(key)) for key in ("sites", "evaluate") if key in one}
+        job = Job(run="shown", config=json.dumps(config), strategy=strategy, **lists, **one)
+        job = with_noise(job, dict.fromkeys(lists["sites"], account))
         mechanism = read_mechanism(job.config)
         assert mechanism.claim() == job.claim()
         assert mechanism.network().parameters == job.parameters

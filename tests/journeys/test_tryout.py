@@ -137,12 +137,11 @@ def running_demo(folder: Path, command: list[str], marker: str) -> Iterator[Trie
     "command",
     [
         [sys.executable, short_demo.__file__, "--patients", "12"],
-        pytest.param(
-            [sys.executable, "-m", "deploy.demo", "--patients", "60", "--rounds", "2"], marks=pytest.mark.slow
-        ),
+        [sys.executable, "-m", "deploy.demo", "--patients", "60", "--rounds", "2"],
     ],
     ids=["short", "main"],
 )
+@pytest.mark.slow
 def test_a_newcomer_sends_looks_approves_and_ends_it(command: list[str], tmp_path: Path) -> None:
     marker = uuid.uuid4().hex
     with running_demo(tmp_path, command, marker) as demo:

@@ -1,1 +1,1 @@
-"""How much one coordinator carries: many real agents at once, and many virtual sites in one simulated run."""
+"""How much one coordinator carries: many real agents at once."""

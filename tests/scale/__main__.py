@@ -1,7 +1,6 @@
 """How much one coordinator carries; exit 1 when anything was lost, doubled or refused that should not have been.
 
 python -m tests.scale load --agents 200 --seconds 30 [--json]
-python -m tests.scale simulate --sites 200 --rounds 2 [--json]
 """
 
 from __future__ import annotations
@@ -26,18 +25,8 @@ def _load(arguments: argparse.Namespace) -> int:
     return 1 if found["unexpected"] or found["disagreements"] or found["coordinator"]["exit"] else 0
 
 
-def _simulate(arguments: argparse.Namespace) -> int:
-    # Flower reads its environment while it is imported
-    from tests.scale.simulated import Scenario, measured
-
-    players = Scenario(arguments.sites, arguments.seed, arguments.poisoned, arguments.poor, arguments.away)
-    found = measured(players, arguments.rounds, arguments.strategy)
-    print(json.dumps(found, indent=None if arguments.json else 1))
-    return 1 if found["failed"] else 0
-
-
 def main() -> int:
-    """Drive a load, or simulate a run, and print what came of it."""
+    """Drive a load, and print what came of it."""
     parser = argparse.ArgumentParser(prog="tests.scale")
     commands = parser.add_subparsers(required=True)
     load = commands.add_parser("load", help="many agents at once against one coordinator")
@@ -45,16 +34,7 @@ def main() -> int:
     load.add_argument("--agents", type=int, default=200)
     load.add_argument("--seconds", type=float, default=30.0)
     load.add_argument("--pause", type=float, default=10.0, help="an agent rests up to so long between its cycles")
-    simulated = commands.add_parser("simulate", help="many virtual sites over Flower's simulation engine")
-    simulated.set_defaults(act=_simulate)
-    simulated.add_argument("--sites", type=int, default=200)
-    simulated.add_argument("--rounds", type=int, default=2)
-    simulated.add_argument("--seed", type=int, default=0)
-    simulated.add_argument("--strategy", default='{"name":"fedavg"}')
-    for name in ("poisoned", "poor", "away"):
-        simulated.add_argument(f"--{name}", type=int, default=0)
-    for one in (load, simulated):
-        one.add_argument("--json", action="store_true")
+    load.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     return int(arguments.act(arguments))
 

@@ -19,11 +19,16 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.storage import directory as coordinator_home
-from deploy.demo.jobs import federated_job
+from deploy.demo.jobs import job_file
 from deploy.phantoms import digits
 from policies.review.policy import preset
 from tests.scale.alone import loopback_up, report
 from tests.support.federation_world import Federation
+from tests.support.small_tasks import changed
+
+if __name__ == "__main__":  # as in the product's processes: MONAI imports it if it can. Not where tests are collected
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]
+from tests.support.small_mechanisms import FEDERATED
 
 SITES = ("site-a", "site-b")
 PATIENTS, ROUNDS = 30, 1
@@ -52,15 +57,7 @@ def _sites(root: Path) -> str:
         for site in SITES:
             federation.join(site)
     digits.write_hospital(root / "input", 0, len(SITES), PATIENTS, 2, np.random.default_rng(0))
-    mechanism = federated_job(ROUNDS)
-    job = {
-        "mechanism": "federated",
-        "parameters": int(mechanism.initial().vector.size),
-        "sites": list(SITES),
-        "rounds": ROUNDS,
-        "min_sites": len(SITES),
-        "config": json.loads(mechanism.to_json()),
-    }
+    job = job_file(changed(FEDERATED, rounds=ROUNDS), len(SITES)) | {"sites": list(SITES)}
     (root / "job.json").write_text(json.dumps(job))
     return "alone-1"
 

@@ -107,7 +107,7 @@ class Console:
         tls = ssl.create_default_context(cafile=str(self.home / "keys" / "console.crt"))
         if name:
             tls.load_cert_chain(*self.login(name))
-        with httpx.Client(base_url=self.base, verify=tls, trust_env=False, timeout=60) as client:
+        with httpx.Client(base_url=self.base, verify=tls, trust_env=False, timeout=240) as client:
             if name and entered:
                 answer = client.post("/login", data={"to": "/"}, headers=self.own)
                 assert answer.status_code == 303, answer.text

@@ -222,6 +222,7 @@ def serving(
         runs=hub.runs,
         shelf=hub.shelf,
         sessions=hub.sessions,
+        signs=dict,
         authority=hub.authority,
         index=index,
         close_calls=lambda _site: None,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from agent.federation.participant import Participant
+from agent.federation.readiness import SiteMachine, examine
 from agent.federation.secure_aggregation import SecureAggregationClient, _ring_of_look
 from agent.federation.service import TaskHandler
 from agent.federation.tasks import RoundAnswer, RoundTask
@@ -68,6 +69,7 @@ class FederatedSite:
     vault: MemoryVault = field(default_factory=MemoryVault)
     online: bool = True
     seed: int = 1
+    modality: str = "OT"
     asked: list[tuple[str, int, str]] = field(default_factory=list)  # kind, round, step
     part: SecureAggregationClient = field(init=False)
     gateway: DirectCoordinatorClient = field(init=False)
@@ -80,7 +82,7 @@ class FederatedSite:
         """The process (again): a ledger file, a vault, and what was in memory is gone."""
         site = site_of(self.folder, self.hospital, self.vault, self.gateway)
         known = KnownPartners(frozenset(key_id(key) for key in self.partners), 1) if self.partners else None
-        participant = Participant(site, "OT", UnsafeSeededEntropy(self.seed))
+        participant = Participant(site, self.modality, UnsafeSeededEntropy(self.seed))
         self.part = SecureAggregationClient(participant, self.hospital.key, known, UnsafeSeededEntropy(self.seed + 1))
         return participant.resume()
 
@@ -97,7 +99,10 @@ class FederatedSite:
             TaskDeclinedError: with a code.
         """
         self.asked.append((task.kind, task.round_index, task.step))
-        return TaskHandler(self.part, threading.Lock(), ErrorLog(), threading.Event())._answer(task)
+        handler = TaskHandler(self.part, threading.Lock(), ErrorLog(), threading.Event())
+        here = SiteMachine(self.folder, 30.0, self.part.participant.site.run)
+        handler.examine = lambda run, job, *more: examine(self.part.participant, job, run, more[0], here, more[1])
+        return handler._answer(task)
 
     def account(self, kind: str = "rdp") -> tuple[int, int]:
         """(held, spent) in the site's own ledger."""
@@ -231,7 +236,7 @@ class SecureRun:
         raw = open_sealed(envelope, PAYLOAD_TYPE, {site: self.roster[site]}).payload
         release = parse_statement(raw)
         assert isinstance(release, Release)
-        in_hand = UpdateArtifact(artifact, self.job.parameters, masked=True)
+        in_hand = UpdateArtifact(artifact, self.job.parameters, "")
         key = f"submit-{release.release}"
         assert self.intake.admit(site, key, envelope, release, in_hand).admitted
         return release

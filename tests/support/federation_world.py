@@ -160,6 +160,11 @@ class NoRuns:
         del request
         return gateway_pb2.PlanReply()
 
+    def check(self, request: Any) -> Any:
+        """Nobody is asked."""
+        del request
+        return gateway_pb2.CheckReply()
+
     def stop(self, run: str) -> str:
         """Nothing to stop."""
         del run

@@ -40,6 +40,7 @@ COMPONENTS = {
     "ksame": {"encoder": "public", "generator": "public"},
     "federated": {"initial": "public", "centre": "public"},
     "federated-masked": {"initial": "public", "centre": "public"},
+    "model": {"initial": "public"},
     "privimage": {"semantics": "public", "pretraining": "public"},
     "centroids": {"encoder": "public", "generator": "public", "codebook": "public"},
     "distill": {"teacher": "private", "autoencoder": "public", "verifier": "public", "aligner": "public"},

@@ -23,6 +23,7 @@ from pydicom import dcmread
 from agent.domain import Volume
 from deploy import verifier
 from deploy.demo import chests, heads, letters
+from deploy.demo.jobs import job_file
 from deploy.demo.kept_networks import lay
 from deploy.demo.processes import environment
 from deploy.demo.scale import Scale
@@ -48,6 +49,7 @@ MODULES: Final = {
 }
 SHOWN: Final = ("ksame", "ksalsa", "privimage", "centroids", "federated")  # by the policies
 PATIENTS: Final = 90  # of each hospital: a third of them is held out
+_CHEST_TRIAGE: Final = re.compile(r'```toml\n(\[task\]\nname = "chest-triage".*?)```', re.DOTALL)
 AT_HOME: Final = {"lazaret-agent": "site-a", "lazaret-coordinator": "coordinator"}  # an installed command knows it
 
 
@@ -145,7 +147,7 @@ class PagesWorld(ProcessWorld):
 
     def job(self) -> dict[str, Any]:
         """Of a short run."""
-        return ProcessWorld.job(self) | {
+        return job_file(self.mechanism, 2) | {
             "config": json.loads(replace(self.mechanism, noise_multiplier=4.0).to_json())
         }
 
@@ -230,6 +232,11 @@ class PagesWorld(ProcessWorld):
         self.type("lazaret-coordinator round launch job.json --run digits-2 > launched.txt 2>&1 &")
         self.filled["NAME"] = "digits-2"
         self.type("timeout 60 sh -c 'until grep -q granted launched.txt; do sleep 0.2; done'")
+
+    def task_file(self) -> None:
+        """The task file of rounds.md, as it is printed there."""
+        page = (Path(__file__).parents[2] / "deploy" / "docs" / "rounds.md").read_text()
+        (self.work / "chest-triage.toml").write_text(_CHEST_TRIAGE.findall(page)[0])
 
     def architecture(self) -> None:
         """A network of a configuration of distill.md."""

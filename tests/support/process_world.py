@@ -16,11 +16,14 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.hazmat.primitives.serialization.pkcs12 import load_pkcs12
 
+from deploy.demo.jobs import job_file
 from deploy.demo.scale import Scale
 from deploy.demo.scene import PERSONS, SITES, Scene
 from protos.identity.key_files import write_private
 from tests.support.command_server import python
 from tests.support.ports import free_port
+from tests.support.small_mechanisms import FEDERATED
+from tests.support.small_tasks import changed
 
 ROLES = {
     "olga": "operator",
@@ -36,7 +39,15 @@ PATIENTS = 30  # of each hospital
 
 @dataclass(slots=True, eq=False)
 class ProcessWorld(Scene):
-    """The federation of the demo: what is run to its end is forked, what stays is started as a user starts it."""
+    """The federation of the demo: what is run to its end is forked, what stays is started as a user starts it.
+
+    Its rounds train the smallest network that there is: they are about processes.
+    """
+
+    def __post_init__(self) -> None:
+        """Another job than the demo's."""
+        Scene.__post_init__(self)
+        self.mechanism = changed(FEDERATED, rounds=self.scale.rounds)
 
     @classmethod
     def copied(cls, enrolled: Path, folder: Path, rounds: int) -> Self:
@@ -178,15 +189,8 @@ class ConsoleWorld(ProcessWorld):
         return f"https://localhost:{self.ports[where]}"
 
     def job(self) -> dict[str, Any]:
-        """The demo's own federated job."""
-        return {
-            "mechanism": "federated",
-            "parameters": int(self.mechanism.initial().vector.size),
-            "sites": list(SITES),
-            "rounds": self.scale.rounds,
-            "min_sites": 2,
-            "config": json.loads(self.mechanism.to_json()),
-        }
+        """A federated job of all three hospitals."""
+        return job_file(self.mechanism, 2)
 
 
 @contextmanager

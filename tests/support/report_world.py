@@ -7,13 +7,16 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from coordinator.admission import AdmissionService
+from coordinator.federation.events import RunEvent, SignOfLife
+from coordinator.federation.participation import RoundMembers
+from coordinator.federation.run_journal import keep_event
 from coordinator.reports.html_renderer import as_html
 from coordinator.reports.overview import ReleaseView, overview
 from coordinator.reports.report_inputs import ReportInputs, books_of
@@ -30,7 +33,8 @@ from policies.statements import Settlement
 from protos.artifacts.arrays import pack_images, pack_vector
 from protos.artifacts.shards import Nifti, pack_shard
 from protos.artifacts.strict_safetensors import pack_ring
-from tests.support.coordinator_runs import signed
+from protos.common.durable_files import replace_file
+from tests.support.coordinator_runs import job, signed
 from tests.support.ledger_world import COMPONENTS, DP, Clock, Hospital, policy
 from tests.support.upload_server import staged
 
@@ -175,6 +179,35 @@ def stage(folder: Path) -> Iterator[Stage]:
         shown = Stage(home, store, Hospital("north", LAX), Hospital("south", LAX))
         shown.play()
         yield shown
+
+
+def keep_run(shown: Stage, state: str = "finished", run: str = "trial", **changes: Any) -> Path:
+    """The folder of the stage's run of two rounds, as the coordinator keeps it: south is out of the second one."""
+    folder = shown.home.root / "runs" / run
+    folder.mkdir(parents=True, exist_ok=True)
+    asked = job(2, ("north", "south"), **{"run": run, "min_sites": 1, **changes})
+    replace_file(folder / "job.json", asked.to_json().encode())
+    RoundMembers(1, False, ("north", "south"), {}).keep(folder)
+    RoundMembers(2, False, ("north",), {"south": "no_reply"}).keep(folder)
+    links = SignOfLife(1.0, 1000, 5000, 0.0, "idle")
+    for at, number, said, sites, reason, answered in (
+        (100.0, 0, "granted", ("north", "south"), "", 0.0),
+        (101.0, 1, "sent", ("north", "south"), "", 0.0),
+        (111.0, 1, "closed", ("north", "south"), "", 105.0),
+        (112.0, 2, "waiting", ("south",), "too_few_updates", 105.0),
+        (140.0, 2, "sent", ("north", "south"), "", 105.0),
+        (200.0, 2, "refused", ("south",), "no_reply", 105.0),
+        (200.0, 2, "closed", ("north",), "", 150.0),
+    ):
+        links = replace(links, received=links.received + 100, sent=links.sent + 200, answered=answered)
+        event = RunEvent(run, number, said, sites, reason)
+        keep_event(folder, event, at, {"north": links, "south": replace(links, answered=104.0)}, {})
+    if state in ("finished", "failed"):
+        reason = "south is in 1 of 2 rounds; the other sites are in all" if state == "finished" else "no_aggregate"
+        end = RunEvent(run, 2, state, ("north", "south"), reason)
+        replace_file(folder / "end.json", json.dumps(asdict(end)).encode())
+        keep_event(folder, end, 210.0, {}, {})
+    return folder
 
 
 def books_of_store(store: Store) -> ReportInputs:

@@ -51,7 +51,10 @@ def drawing() -> NDArray[np.uint8]:
 
 
 def mask(series: Sequence[Dataset], drawn: NDArray[np.uint8] | None = None, *names: str, **changed: Any) -> Dataset:
-    """A segmentation object of a series, by default of liver and mass, as it is read from a file."""
+    """A segmentation object of a series, by default of liver and mass, as it is read from a file.
+
+    ``kind``: BINARY, LABELMAP or FRACTIONAL.
+    """
     network = hd.AlgorithmIdentificationSequence("PLANTED-NET", codes.cid7162.ArtificialIntelligence, "1")
     described = [
         hd.seg.SegmentDescription(
@@ -79,7 +82,8 @@ def mask(series: Sequence[Dataset], drawn: NDArray[np.uint8] | None = None, *nam
         "content_description": "PLANTED-TEXT",
     }
     pixels = drawing() if drawn is None else drawn
-    made = hd.seg.Segmentation(list(series), pixels, "BINARY", described, **{**told, **changed})
+    kind = changed.pop("kind", "BINARY")
+    made = hd.seg.Segmentation(list(series), pixels, kind, described, **{**told, **changed})
     stream = io.BytesIO()
     made.save_as(stream)
     return pydicom.dcmread(io.BytesIO(stream.getvalue()))

@@ -21,11 +21,11 @@ from agent.dp.noise import SystemEntropy
 from agent.errors import CohortTooSmallError
 from agent.mechanisms.kanonymous_config import read_synthesis
 from agent.release.pipeline import release_resumable, release_synthetic
+from agent.release.unsent import PART
 from agent.storage.projects import open_vault
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.vault import Vault
 from deploy.demo import eyes
-from deploy.demo.jobs import federated_job, masked_job
 from deploy.demo.kept_networks import lay
 from deploy.demo.scene import SITES, K, L
 from deploy.demo.train_networks import RECIPES
@@ -36,7 +36,8 @@ from tests.support.federated_sites import SecureRun
 from tests.support.ledger_world import Hospital
 from tests.support.site_world import DirectCoordinatorClient, admission, permissive, site_of
 from tests.support.small_distillation import believe_the_vetting
-from tests.support.small_mechanisms import CENTROIDS, DISTILL, DISTILL_DP
+from tests.support.small_mechanisms import CENTROIDS, DISTILL, DISTILL_DP, MASKED
+from tests.support.small_tasks import changed
 
 OF_DIGITS = {"distill": DISTILL, "distill-dp": DISTILL_DP, "centroids": CENTROIDS}
 SITE = eyes.SITE
@@ -120,12 +121,13 @@ def _anonfaces(folder: Path, division: str) -> Any:
 
 def _sum_in_secret(work: Path, patients: int, folder: Path) -> Left:
     """One round under secure aggregation of three hospitals' digits, until their masked parts are admitted."""
-    job = masked_job(federated_job(2))
+    job = changed(MASKED, rounds=2, noise_multiplier=8.0, learning_rate=10.0)
     with ExitStack() as open_:
         vaults: dict[str, Vault] = {}
         for site in SITES:
             shutil.copytree(work / site, folder / site)
             vaults[site] = open_.enter_context(closing(open_vault(SiteDirectory(folder / site), "main")))
+            vaults[site].write_note(PART, None)  # the demo's last round, if its end was not heard of: by other keys
         trial = SecureRun(folder, job=job, vaults=vaults)  # type: ignore[arg-type]
         trial.granted()
         sent: list[bytes] = []

@@ -142,6 +142,9 @@ class MemoryVault:
     def place(self, name: str) -> MemoryCheckpointStore:
         return MemoryCheckpointStore(self.blobs, name)
 
+    def places(self, start: str) -> tuple[str, ...]:
+        return tuple(name for name in sorted(self.blobs) if name.startswith(start))
+
     def site_place(self, name: str) -> MemoryCheckpointStore:
         return MemoryCheckpointStore(self.blobs, f"site/{name}")
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from sklearn.datasets import load_digits
 
-from agent.domain import Cohort, Image, Patient, Selection
+from agent.domain import Cohort, ExampleRule, Image, Patient, Selection, TaskCohort
 from agent.mechanisms.anonfaces.identity_mixing import Mixing
 from agent.mechanisms.anonfaces.mechanism import AnonFaces
 from agent.mechanisms.centroids.codebook import codebook_from, codec_digest, fitted
 from agent.mechanisms.centroids.mechanism import Centroids
 from agent.mechanisms.common.linear_codec import fit_basis
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
+from agent.mechanisms.federated.task_model import TaskModel
+from agent.mechanisms.federated.task_training import labelled_examples
 from agent.mechanisms.ksalsa.augmentation import KSalsaViews
 from agent.mechanisms.ksalsa.mechanism import KSalsa
 from agent.mechanisms.ksalsa.style_alignment import Alignment, Grid
@@ -24,6 +26,7 @@ from agent.models.features.extractors import RandomFeatures
 from agent.release.packaging import ReleaseFormat
 from agent.release.pipeline import release_resumable, release_synthetic
 from agent.release.preflight import ReleaseForecast, of_clusters, of_configuration
+from policies.tasks.evaluation import HELD_OUT, TRAINED, EvaluationPlan
 from tests.support import small_distillation as small
 from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.networks import codec, recogniser
@@ -51,6 +54,7 @@ def digit_patients(indices, images=LARGE):
 
 DIGITS_TASK = classification("0123456789", (32, 32), rounds=4, public_patients=225)
 FEDERATED = Federated(DIGITS_TASK, 650, noise_multiplier=1.8)
+MODEL = TaskModel(replace(FEDERATED, evaluate=EvaluationPlan(1, 5.0, 20, 10)))
 MASKED = FederatedMasked(
     classification("0123456789", (32, 32), rounds=30, steps_per_round=1, public_patients=225),
     650,
@@ -82,6 +86,13 @@ PRIVIMAGE = tiny(classes=tuple("0123456789"))
 DISTILL, DISTILL_DP = small.distill(), small.distill_dp()
 
 
+def in_parts(cohort: Cohort) -> dict[str, TaskCohort]:
+    """The patients of a model: every fifth is held out."""
+    task, held = MODEL.training.task, cohort.patients[::5]
+    trained = tuple(patient for patient in cohort.patients if patient not in held)
+    return {TRAINED: labelled_examples(task, Cohort(trained)), HELD_OUT: labelled_examples(task, Cohort(held))}
+
+
 @dataclass(frozen=True)
 class SetRelease:
     """A mechanism, how many pictures it makes at most from 23 patients, and how it is released."""
@@ -91,7 +102,10 @@ class SetRelease:
     public: bool
 
     @property
-    def selection(self) -> Selection:
+    def selection(self) -> Selection | ExampleRule:
+        if isinstance(self.mechanism, TaskModel):
+            rule: ExampleRule = self.mechanism.rules()[TRAINED]
+            return rule
         return Selection("OT", self.mechanism.shape)
 
     def foreseen(self, s: SiteWorld, wrapping: ReleaseFormat | None = None) -> ReleaseForecast:
@@ -102,6 +116,7 @@ class SetRelease:
         if self.public:
             release_resumable(s.site, self.mechanism, self.selection, UnsafeSeededEntropy(1))
         else:
+            assert isinstance(self.selection, Selection)
             release_synthetic(s.site, self.mechanism, self.selection, np.random.default_rng(1))
 
 
@@ -113,4 +128,5 @@ SET_RELEASES = {
     "centroids": SetRelease(CENTROIDS, CENTROIDS.codebook.cells, public=True),
     "distill": SetRelease(DISTILL, DISTILL.course.output.pictures, public=True),
     "distill-dp": SetRelease(DISTILL_DP, DISTILL_DP.course.output.pictures, public=True),
+    "model": SetRelease(MODEL, 0, public=True),  # no set, but it leaves in the same way
 }

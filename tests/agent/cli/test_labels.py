@@ -173,7 +173,7 @@ def test_a_file_that_is_no_task_or_that_the_table_does_not_fit_is_a_sentence_wit
         assert why in err.replace("\n", " ")
     status, _, err = typed(capsys, site, "cohort", str(tmp_path / "nothing.toml"))
     assert status == 1
-    assert "nothing.toml: not found" in err
+    assert "nothing.toml: No such file" in err
 
 
 @pytest.mark.parametrize(

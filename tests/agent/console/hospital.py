@@ -142,7 +142,7 @@ class Hospital:
         """A program with a person's certificate, logged in."""
         tls = ssl.create_default_context(cafile=str(self.home.root / "keys" / "console.crt"))
         tls.load_cert_chain(*self.login(name))
-        with httpx.Client(base_url=self.base, verify=tls, trust_env=False, timeout=60) as http:
+        with httpx.Client(base_url=self.base, verify=tls, trust_env=False, timeout=240) as http:
             client = Client(http, self)
             answer = http.post("/login", data={"to": "/"}, headers=client.own)
             assert answer.status_code == 303, answer.text

@@ -34,6 +34,7 @@ def test_a_plan_stands_on_the_first_page_until_both_have_signed_it(made: Hospita
         page = words(dora.get("/plans/run-1"))
         assert PLAN.digest in page
         assert "3 rounds of at most 600 seconds" in page
+        assert "lazaret-agent task preview --run run-1 --out run-1.html" in page
         decide(dora, "dora", "approve", PLAN.serial, *PLAN.words())
         assert "missing: hospital" in words(hugo.get("/plans/run-1"))
         decide(hugo, "hugo", "approve", PLAN.serial, *PLAN.words())

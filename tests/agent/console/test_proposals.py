@@ -63,7 +63,7 @@ def test_only_who_wants_data_or_runs_the_machine_proposes(place: Hospital) -> No
 def test_every_mechanism_and_every_training_has_a_form_with_its_defaults(place: Hospital) -> None:
     with place.client("rita") as rita:
         found = re.findall(r'href="(/jobs/propose/[a-z-]+)"', rita.get("/jobs/propose").text)
-        assert len(found) == 19
+        assert len(found) == 20
         assert "/jobs/propose/release-distill-dp" in found
         assert "/jobs/propose/train-codebook" in found
         for path in found:

@@ -29,6 +29,7 @@ from tests.support.real_networks import (
     weights_file,
 )
 
+EXACT = {"vit-s16": 1e-12}  # attention, a class token and positions: nothing in it amplifies rounding
 ENGINES = {"bookkept": bookkeeping_engine, "chunked": vmap_engine}
 # each network with the engine that `best_engine` takes on a processor; of the larger ones, the other in the long form
 CASES = [
@@ -59,7 +60,7 @@ def test_every_network_has_the_sum_of_one_pass_for_each_patient(make: str, name:
     model, units = _doubled(network(name), units_for(name, (1, 2)))
     reference = loop_engine(model, row_losses, units, 0.1)
     ours = ENGINES[make](2)(model, row_losses, units, 0.1)
-    assert float((ours - reference).norm()) <= 1e-10 * float(reference.norm())
+    assert float((ours - reference).norm()) <= EXACT.get(name, 1e-10) * float(reference.norm())
     assert float(loop_engine(model, row_losses, units[:1], 0.1).norm()) > 0.0999, "the clip binds"
 
 
@@ -169,17 +170,29 @@ def test_chunks_of_a_changing_shape_would_be_seen_red_by_that_test(monkeypatch: 
     assert max(moved) > 0.0
 
 
-def test_rows_that_are_no_multiple_of_16_bytes_would_be_seen_red_by_that_test() -> None:
-    """A product rounds such a row by its place in the batch: no network of the list has one."""
+class _RoundedByPlace(nn.Module):
+    """Rounds a row by its place, as some processors' products do where rows are no multiple of 16 bytes.
+
+    No network of the list has such rows.
+    """
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """A last bit more in every row but the first."""
+        later = torch.arange(len(rows), dtype=rows.dtype)[:, None] > 0
+        return rows * torch.where(later, 1 + torch.finfo(rows.dtype).eps, 1.0)
+
+
+def test_rows_that_are_rounded_by_their_place_would_be_seen_red_by_that_test() -> None:
     draw = torch.Generator().manual_seed(0)
-    moved = {}
-    for features in (64, 255, 256, 6405):
+    for features, before, moves in (
+        (64, nn.Identity(), False),
+        (256, nn.Identity(), False),
+        (64, _RoundedByPlace(), True),
+    ):
+        model = nn.Sequential(before, nn.Linear(features, 2))
         units = [PrivacyUnit((torch.randn(1, features, generator=draw), torch.tensor([i % 2]))) for i in range(4)]
-        model = nn.Linear(features, 2)
         alone = [units[0], *map(_nobody, units[1:])]
-        moved[features] = _left_out(bookkeeping_engine(4), model, alone, [*alone[1:], units[0]])
-    assert moved[64] == moved[256] == 0.0
-    assert moved[255] + moved[6405] > 0.0
+        assert (_left_out(bookkeeping_engine(4), model, alone, [*alone[1:], units[0]]) > 0.0) == moves
 
 
 def test_a_batch_norm_that_is_left_in_is_refused() -> None:
@@ -212,8 +225,8 @@ def test_rows_that_cancel_give_nobody_more_than_the_clip(scale: float, clip: flo
 
 
 def test_float32_gram_matrices_would_be_seen_red_by_that_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    def coarse(module: nn.Module, a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        return (g.float().T @ a).double()
+    def coarse(_: nn.Module, a: torch.Tensor, g: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(((g * factors[:, None].float()).T @ a).double().flatten())
 
     monkeypatch.setattr(gradient_recorder, "whole_gradient", coarse)
     monkeypatch.setattr(gradient_recorder, "_CANCELLED", 1e30)

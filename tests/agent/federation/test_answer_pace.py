@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from agent.domain import Example, ExampleRule, LatticePart, Selection, TaskCohort, TaskPatient, Update
-from agent.federation import participant
-from agent.federation.answer_pace import MOST_SHARE, AnswerPace, RoundWork
+from agent.dp.compute_device import AcceleratorLostError
+from agent.federation import participant, round_making
+from agent.federation.answer_pace import MOST_SHARE, AnswerPace, RoundWork, RunPaces
+from agent.federation.round_making import RoundSteps
 from agent.federation.run_mechanism import patients_bound
 from agent.federation.service import TaskHandler
 from agent.federation.tasks import RoundTask, TaskDeclinedError
 from agent.mechanisms.common.workspace import Workspace
 from agent.mechanisms.federated.mechanism import Federated
+from agent.mechanisms.federated.round_training import STEPS, RoundTraining
+from agent.models.training_loop import load_state, save_state
+from agent.release.maker_process import MakerEndedError
 from policies.tasks.evaluation import HELD_OUT, TRAINED, EvaluationPlan
 from protos.federation.round_times import RoundTerms, answer_times
 from protos.secagg import round
@@ -36,6 +45,7 @@ from tests.support.federated_sites import (
     part,
 )
 from tests.support.site_world import in_part
+from tests.support.small_tasks import changed
 
 HOUR = RoundTerms(3_600)
 PICTURE = Example(np.zeros((1, 8, 8), np.float32), np.array([0]))
@@ -52,16 +62,38 @@ class Machine:
     start: float = 5.0  # of each training, for a process and its libraries
     patient: float = 0.4  # of each patient in a training
     load: float = 1.0  # other programs make everything slower
+    lost_in: int = 0  # the training in which the accelerator is lost, from 1; then it is the processor that works
+    killed_at: int = 0  # after this step of a round in clear, the process that trains is ended, once
+    dies: bool = False  # and the service with it
+    trainings: int = 0
     waits: list[float] = field(default_factory=list)
 
     def read(self, patients: int) -> None:
         """Patients are read."""
         self.seconds += self.load * self.reading * patients
 
+    def step(self, call: RoundTraining, bench: Workspace, patients: int) -> None:
+        """A round is trained step by step, from the newest one that is kept."""
+        self.work(self.start)
+        place, steps = bench.place(STEPS), call.training.steps_per_round
+        raw = place.read()
+        for number in range(1 + (load_state(raw, call.round)[0] if raw else 0), steps + 1):
+            self.work(self.patient * patients / steps)
+            if number < steps:
+                place.write(save_state(call.round, number, {"weights": torch.zeros(1)}))
+            if patients and number == self.killed_at:
+                self.killed_at = 0
+                raise KeyboardInterrupt if self.dies else MakerEndedError(signal.SIGKILL)
+
+    def work(self, seconds: float) -> None:
+        """Something is computed."""
+        self.seconds, self.worked = self.seconds + self.load * seconds, self.worked + seconds
+
     def train(self, patients: int) -> None:
         """A round is trained."""
-        work = self.start + self.patient * patients
-        self.seconds, self.worked = self.seconds + self.load * work, self.worked + work
+        self.trainings += bool(patients)  # one of nobody is no training
+        fast = 0.1 if self.trainings <= self.lost_in else 1.0
+        self.work(self.start + fast * self.patient * patients)
 
     def wait(self, seconds: float) -> bool:
         """In the place of the service's stop event: a pause before an answer."""
@@ -93,9 +125,16 @@ def on_machine(w: FederatedSite, patients: int, machine: Machine) -> None:
         machine.read(len(names))
         return TaskCohort(tuple(TaskPatient(name, (PICTURE,)) for name in names))
 
-    def run(call: Callable[..., Any], given: TaskCohort, update: Update, *_: object) -> Any:
-        machine.train(len(given.patients))
-        mechanism, look = call.__self__, call.__name__ == "run_look"  # type: ignore[attr-defined]
+    def run(call: Callable[..., Any], given: TaskCohort, update: Update, *rest: object) -> Any:
+        owner = call.__self__  # type: ignore[attr-defined]
+        if isinstance(owner, RoundTraining) and not machine.lost_in:
+            machine.step(owner, next(one for one in rest if isinstance(one, Workspace)), len(given.patients))
+        else:
+            machine.train(len(given.patients))
+        if given.patients and machine.lost_in and machine.trainings == machine.lost_in:
+            raise AcceleratorLostError("gone")
+        look = call.__name__ == "run_look"
+        mechanism = owner.training if isinstance(owner, RoundTraining) else owner
         size = mechanism.layout().size if look else len(update.vector)
         if isinstance(mechanism, Federated):
             return Update(np.zeros(size, np.float32))
@@ -123,8 +162,16 @@ def times_seen(
     assert w.intake.reserve_run("run-1", {"site-a": envelope}, 1)["site-a"].admitted
     handler, seen = handler_of(w, machine), []
     for index, kind in enumerate(kinds):
+        task = RoundTask("run-1", kind, index, job.to_json().encode(), START.vector, terms=HOUR)
         asked = machine.seconds
-        handler.handle(RoundTask("run-1", kind, index, job.to_json().encode(), START.vector, terms=HOUR))
+        try:
+            with suppress(TaskDeclinedError):
+                handler.handle(task)
+        except KeyboardInterrupt:  # asked again, of a new process
+            assert w.crash()
+            on_machine(w, patients, machine)
+            handler, asked = handler_of(w, machine), machine.seconds
+            handler.handle(task)
         seen.append(machine.seconds - asked)
     return seen
 
@@ -145,6 +192,88 @@ def test_the_next_time_alone_would_tell_them_apart(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(AnswerPace, "trained", lambda *_: None)
     one = times_seen(tmp_path / "one", 100, Machine())
     two = times_seen(tmp_path / "two", 200, Machine())
+    assert one != two
+
+
+@pytest.mark.parametrize("patients", [60, 100])
+def test_a_site_that_lost_its_accelerator_is_not_told_from_one_with_twice_its_patients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patients: int
+) -> None:
+    """The processor goes on with the round. It takes longer, so that a time is chosen by the bound again; the control
+    keeps the old one.
+    """
+    one = times_seen(tmp_path / "one", patients, Machine(lost_in=2))
+    two = times_seen(tmp_path / "two", 2 * patients, Machine(lost_in=2))
+    assert one == two
+    assert one[0] < one[1] == one[3], "it takes longer there"
+    monkeypatch.setattr(RunPaces, "choose_anew", property(lambda _: False, lambda *_: None))
+    kept = [times_seen(tmp_path / f"{n}", n * 100, Machine(lost_in=2)) for n in (1, 2)]
+    assert kept[0] != kept[1]
+
+
+STEPPED = changed(JOB, steps_per_round=8, noise_multiplier=4.0)
+
+
+@pytest.mark.parametrize("patients", [60, 100, 150])
+@pytest.mark.parametrize("step", [1, 5, 7])
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_round_that_went_on_after_a_kill_is_not_told_from_one_of_twice_as_many_patients(
+    tmp_path: Path, patients: int, step: int, dies: bool
+) -> None:
+    """Its first round is the one by which the times are chosen, and only the rest of it is measured."""
+    one, two = (
+        times_seen(tmp_path / f"{n}", n * patients, Machine(killed_at=step, dies=dies), STEPPED) for n in (1, 2)
+    )
+    assert one == two
+    assert one == times_seen(tmp_path / "whole", patients, Machine(), STEPPED), (
+        "nor from one that nothing interrupted"
+    )
+
+
+def _on_a_slow_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, patients: int, seconds: float, *, told: bool = True
+) -> list[float]:
+    """The times of a site whose service takes so long for public files and for each step that it seals."""
+    machine, place, files = Machine(patient=0.2), RoundSteps._place.fget, round_making.public_files  # type: ignore[attr-defined]
+
+    def slow(self: RoundSteps) -> Any:
+        def write(data: bytes) -> None:
+            machine.seconds += seconds
+            place(self).write(data)
+
+        return SimpleNamespace(write=write, read=place(self).read, clear=place(self).clear)
+
+    def read(*asked: Any) -> Any:
+        machine.seconds += seconds
+        return files(*asked)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RoundSteps, "_place", property(slow))
+        patched.setattr(round_making, "public_files", read)
+        if not told:
+            patched.setattr(RoundSteps, "whole_round", lambda _, begun, now: (now - begun, 0.0))
+        return times_seen(folder, patients, machine, STEPPED)
+
+
+@pytest.mark.parametrize("seconds", [1.0, 2.0, 3.0])
+def test_what_sealing_and_files_take_is_not_taken_for_the_work_on_patients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """The control takes the seconds of sealing for those of a training."""
+    numbers = (50, 100, 200, 400)
+    times = [_on_a_slow_disk(tmp_path / f"{n}", monkeypatch, n, seconds) for n in numbers]
+    assert times[0] == times[1] == times[2] == times[3]
+    control = [_on_a_slow_disk(tmp_path / f"c{n}", monkeypatch, n, 3.0, told=False) for n in numbers]
+    assert len(set(map(tuple, control))) > 1
+
+
+@pytest.mark.parametrize("patients", [100])
+def test_by_what_is_left_of_a_round_alone_later_answers_would_tell_them_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patients: int
+) -> None:
+    """A red control: the rest of a round is taken for a whole one, and the later ones miss the time that it chose."""
+    monkeypatch.setattr(RoundSteps, "whole_round", lambda _, begun, now: (now - begun, 0.0))
+    one, two = (times_seen(tmp_path / f"{n}", n * patients, Machine(killed_at=7, dies=True), STEPPED) for n in (1, 2))
     assert one != two
 
 
@@ -197,7 +326,7 @@ def test_by_the_bound_of_all_patients_few_held_out_ones_would_tell_them_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A red control: one in twenty of the patients is far below an eighth of the bound, whatever a site has."""
-    monkeypatch.setattr(participant, "patients_bound", lambda mechanism, _: mechanism.public_patients)
+    monkeypatch.setattr(round_making, "patients_bound", lambda mechanism, _: mechanism.public_patients)
     one = times_seen(tmp_path / "one", 100, Machine(), looking(5), TURNS)
     two = times_seen(tmp_path / "two", 200, Machine(), looking(5), TURNS)
     assert one != two

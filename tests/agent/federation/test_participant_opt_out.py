@@ -34,9 +34,9 @@ def meanwhile(
     name = "run" if mechanism is KSame else "run_round"
     make: Callable[..., object] = getattr(mechanism, name)
 
-    def making(self: object, cohort: Cohort, *rest: object) -> object:
+    def making(self: object, cohort: Cohort, *rest: object, **more: object) -> object:
         assert {p.pseudonym for p in cohort.patients} >= LEAVES
-        made = make(self, cohort, *rest)
+        made = make(self, cohort, *rest, **more)
         vault.out = LEAVES
         return made
 

@@ -21,6 +21,7 @@ from agent.storage.label_tables import LabelColumn, LabelTable, keep_table
 from policies.review.policy import preset
 from policies.tasks.networks import NetworkSpec
 from policies.tasks.task import Input, Labels
+from protos.artifacts.arrays import unpack_vector
 from tests.support.federated_sites import FederatedSite, federated, federated_site, granted, masked, part
 from tests.support.federation_world import SETTINGS
 from tests.support.ledger_world import Hospital, policy
@@ -112,8 +113,8 @@ def test_a_public_start_that_the_site_does_not_vouch_for_is_refused_and_one_that
     untouched(site)
     part(site).site = replace(part(site).site, public_file={digest: raw}.get)
     granted(site, job)
-    _, update = part(site).train("run-1", 1, Update(np.zeros(job.parameters, np.float32)))
-    assert update.vector.any()
+    signed = part(site).train("run-1", 1, Update(np.zeros(job.parameters, np.float32)))
+    assert unpack_vector(signed.artifact).any()
 
 
 def test_a_file_of_public_weights_counts_only_where_the_site_vouches_for_it(tmp_path: Path) -> None:
@@ -122,8 +123,8 @@ def test_a_file_of_public_weights_counts_only_where_the_site_vouches_for_it(tmp_
     home = site_directory.create(tmp_path / "site-a", settings, preset("internal"))
     (home.root / runtime.WEIGHTS).mkdir()
     (home.root / runtime.WEIGHTS / f"{digest}.safetensors").write_bytes(b"weights")
-    assert runtime._public_file(home, digest) is None
+    assert runtime.public_file(home, digest) is None
     path = home.root / "site.toml"
     path.write_text(path.read_text().replace("public_components = []", f'public_components = ["{digest}"]'))
-    assert runtime._public_file(home, digest) == b"weights"
-    assert runtime._public_file(home, "0" * 64) is None
+    assert runtime.public_file(home, digest) == b"weights"
+    assert runtime.public_file(home, "0" * 64) is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent.errors import CoordinatorUnreachableError, LedgerForkError, ReviewRejectedError
+from agent.errors import AnotherRootError, CoordinatorUnreachableError, LedgerForkError, ReviewRejectedError
 from agent.federation.participant import Participant
 from agent.federation.service import EndedRuns, FederationContext, TaskHandler, _keep_on, run_service
 from agent.federation.tasks import RoundTask, TaskDeclinedError
@@ -312,3 +312,18 @@ def test_a_round_that_is_asked_for_while_the_ledger_cannot_be_asked_waits_a_whil
     with pytest.raises(TaskDeclinedError, match="unavailable"):
         handler.handle(RoundTask("run-1", "train", 1, b"", np.asarray(START.vector)))
     assert part(w).rounds_trained == 1
+
+
+def test_what_answers_with_another_root_is_noted_once_until_it_is_something_else(tmp_path: Path) -> None:
+    states, w = list[str](), federated_site(tmp_path)
+    log = ErrorLog()
+    log.info = lambda _, state: states.append(state)  # type: ignore[method-assign]
+    handler = TaskHandler(w.part, threading.Lock(), log, threading.Event())
+
+    def meet(fault: CoordinatorUnreachableError) -> None:
+        raise fault
+
+    another, away = AnotherRootError("x"), CoordinatorUnreachableError("x")
+    for fault in (another, another, away, another):
+        assert not handler.greet(lambda fault=fault: meet(fault))  # type: ignore[misc]
+    assert states == ["another root"] * 2

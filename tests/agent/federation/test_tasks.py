@@ -27,6 +27,7 @@ from agent.federation.tasks import (
     task_frame,
     unframe,
 )
+from protos.artifacts.bfloat16 import rounded
 from protos.federation import messages
 
 ORDER: dict[str, Any] = {"run": "r1", "round": 3, "config": b"{}"}
@@ -116,6 +117,19 @@ def test_a_secure_step_carries_its_name_and_bytes_both_ways() -> None:
     assert records["payload"]["data"].numpy().tobytes() == b"xyz"  # type: ignore[index]
 
 
+def test_a_check_may_be_a_canary_and_has_no_other_step() -> None:
+    payload = ArrayRecord({"data": Array(np.frombuffer(b"abc", np.uint8))})
+    for order, step in ((_order(), ""), (_order(step="canary"), "canary")):
+        task = read_task("query.check", RecordDict({"order": order, "payload": payload}))
+        assert (task.kind, task.step, task.payload) == ("check", step, b"abc")
+        assert read_task_frame(unframe(b"".join(task_frame(b"t", task)))[1])[1].step == step
+    for step in ("mask", "keys", "Canary"):
+        with pytest.raises(TaskDeclinedError, match="malformed"):
+            read_task("query.check", RecordDict({"order": _order(step=step), "payload": payload}))
+    with pytest.raises(TaskDeclinedError, match="malformed"):
+        read_task("train", RecordDict({"order": _order(step="canary"), "parameters": _flat(VECTOR)}))
+
+
 @pytest.mark.parametrize(
     "records",
     [
@@ -160,7 +174,12 @@ def test_a_task_comes_out_of_the_pipe_as_it_went_in(task: RoundTask) -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", [Reply(b"t", "train", RoundAnswer(b"e", VECTOR)), Reply(b"t", "price", None, "budget")]
+    "reply",
+    [
+        Reply(b"t", "train", RoundAnswer(b"e", VECTOR)),
+        Reply(b"t", "train", RoundAnswer(b"e", rounded(VECTOR))),
+        Reply(b"t", "price", None, "budget"),
+    ],
 )
 def test_a_reply_comes_out_of_the_pipe_as_it_went_in(reply: Reply) -> None:
     read = read_reply_frame(*unframe(b"".join(reply_frame(reply))))
@@ -172,7 +191,9 @@ def test_a_reply_comes_out_of_the_pipe_as_it_went_in(reply: Reply) -> None:
         assert read.answer is not None
         assert read.answer.envelope == b"e"
         assert read.answer.vector is not None
-        assert read.answer.vector.tolist() == VECTOR.tolist()
+        assert reply.answer.vector is not None
+        assert read.answer.vector.dtype == reply.answer.vector.dtype
+        assert read.answer.vector.tolist() == reply.answer.vector.tolist()
 
 
 GOOD = b"".join(task_frame(b"t", RoundTask("r1", "train", 0, b"{}", VECTOR)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import random
 import subprocess
 import sys
@@ -14,13 +15,15 @@ from typing import Any
 import grpc
 import pytest
 
-from agent.errors import CoordinatorUnreachableError
+from agent.errors import AnotherRootError, CoordinatorUnreachableError
 from agent.gateway.client import Patience, send
 from coordinator.storage.uploads import Uploads
 from protos.artifacts.chunks import CHUNK
+from protos.identity.certificates import make_root
 from protos.v1 import gateway_pb2
 from protos.v1.gateway_pb2_grpc import GatewayStub
 from tests.support import upload_server
+from tests.support.federation_world import Federation
 from tests.support.upload_server import Cutter, Receiver, announce, serving
 
 WINDOW = 8
@@ -240,3 +243,14 @@ def test_a_bitmap_of_another_length_is_not_followed(receiver: Receiver, missing:
         pytest.raises(CoordinatorUnreachableError, match="missing chunks"),
     ):
         send(stub, sealed, b"x", QUICK)
+
+
+def test_what_answers_with_another_root_is_said_as_such_and_gets_nothing(tmp_path: Path) -> None:
+    with Federation(tmp_path) as federation:
+        site = federation.join("site-a")
+        assert site.gateway().hello() is not None
+        said = len(federation.recorder.messages)
+        (site.home.keys / "root.crt").write_bytes(make_root(dt.datetime.now(dt.UTC))[1])
+        with pytest.raises(AnotherRootError, match="not of the root that this site joined by"):
+            site.gateway().hello()
+        assert len(federation.recorder.messages) == said

@@ -626,7 +626,7 @@ def test_a_site_without_a_certificate_is_told_what_to_do(tmp_path: Path) -> None
             "least_partners = 0",
             "other = 1",
         ),
-        *('confinement = "none"', "confinement = true"),
+        *('confinement = "none"', "confinement = true", 'device = "cuda:0"', 'engine = "vmap"', "device = 1"),
     ],
 )
 def test_settings_name_what_is_wrong_in_them(tmp_path: Path, line: str) -> None:
@@ -635,9 +635,11 @@ def test_settings_name_what_is_wrong_in_them(tmp_path: Path, line: str) -> None:
     lines = 'proxy = "proxy.example:3128"\npartners = ["' + "ab" * 32 + '"]\n'
     good = site_directory.parse_settings(tmp_path, SITE.format("a", 1) + lines)
     assert (good.proxy, good.partners, good.least_partners) == ("proxy.example:3128", {"ab" * 32}, 1)
-    assert good.confinement == "available"
+    assert (good.confinement, good.device, good.engine) == ("available", "auto", "own")
     demanding = site_directory.parse_settings(tmp_path, SITE.format("a", 1) + 'confinement = "required"\n')
     assert demanding.confinement == "required"
+    chosen = site_directory.parse_settings(tmp_path, SITE.format("a", 1) + 'device = "cpu"\nengine = "opacus"\n')
+    assert (chosen.device, chosen.engine) == ("cpu", "opacus")
 
 
 def test_a_coordinators_key_that_everybody_can_sign_with_is_none(hub: Hub) -> None:

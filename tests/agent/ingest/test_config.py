@@ -47,7 +47,7 @@ def test_the_documented_example_is_in_order_and_means_what_it_says() -> None:
 
 def test_every_table_of_the_example_is_one_that_is_known() -> None:
     tables = tomllib.loads(EXAMPLE.read_text())
-    known = "site rules blank segment deidentify ocr listener stow pacs dicomweb folder faces"
+    known = "site rules blank segment deidentify ocr listener stow pacs dicomweb folder nifti faces"
     assert set(tables) == set(known.split())
 
 

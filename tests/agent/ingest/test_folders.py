@@ -210,7 +210,9 @@ def test_every_file_is_kept_known_or_refused_with_the_right_reason(hospital: Hos
 def test_every_reason_code_is_reached_by_a_file_of_these_tests(hospital: Hospital) -> None:
     # those that are missing here have tests of their own: a stopped worker, the vault, the alert, a medium, a network
     elsewhere = {"parser_stopped", "inconsistent_series", "opted_out", "residual_identifier", "burned_in_text"}
-    elsewhere |= {"segment_not_listed", "mask_without_series"}  # tests/agent/deidentify/test_masks.py
+    # tests/agent/deidentify/test_masks.py, and test_nifti_pairs_folders.py
+    elsewhere |= {"segment_not_listed", "mask_without_series", "mask_of_probabilities"}
+    elsewhere |= {"mask_without_volume", "mask_of_other_shape", "mask_of_other_place"}
     elsewhere |= {"instance_mismatch", "nifti_without_modality", "missing_from_medium", "manufacturer_not_allowed"}
     assert set(hospital[3].quarantined) | elsewhere == set(REASONS)
     assert all(sentence.endswith(".") for sentence in REASONS.values())

@@ -85,6 +85,7 @@ def test_clean_slices_raise_no_alarm(ocr: Ocr) -> None:
     assert [words for words in read if suspicious(words)] == []
 
 
+@pytest.mark.slow
 def test_most_names_are_read_whatever_the_font_size_and_colour(ocr: Ocr) -> None:
     slice_ = _ct("J2K_pixelrep_mismatch.dcm")
     jobs = [

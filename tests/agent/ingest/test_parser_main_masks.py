@@ -42,9 +42,11 @@ def heads(site: Path) -> list[InstanceRecord]:
         return list(way.vault.heads())
 
 
+@pytest.mark.parametrize("kind", ["BINARY", "LABELMAP"])
 def test_a_mask_comes_in_with_its_series_and_is_a_tasks_target(
-    site: Path, capsys: pytest.CaptureFixture[str]
+    site: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
+    mask(abdomen(), kind=kind).save_as(site.parent / "input" / "mask.dcm", enforce_file_format=True)
     (site / "ingest.toml").write_text(LISTED)
     assert told(capsys, site, "ingest")["kept"] == 6
     (found,) = (head for head in heads(site) if head.kind == "mask")

@@ -133,6 +133,17 @@ def test_the_worker_has_its_limits_and_knows_no_secret_by_argument_or_environmen
         assert WHO.key.hex().encode() not in environ
 
 
+@pytest.mark.parametrize(("asked", "loaded"), [({}, True), ({"look_for_text": False, "nifti_modality": ""}, False)])
+def test_a_reader_loads_what_its_rules_ask_for_before_it_is_confined(asked: dict[str, Any], loaded: bool) -> None:
+    with ParserProcess(replace(RULES, **asked), WHO) as reader:
+        with pytest.raises(FileRejectedError, match="not_dicom"):
+            reader.read(b"warm", HEX)
+        assert ("/scipy/" in Path(f"/proc/{reader.pid}/maps").read_text()) == loaded
+        if not loaded:  # and what was not loaded cannot come in
+            with pytest.raises(FileRejectedError, match="modality_not_allowed"):
+                reader.read(b"\x1f\x8bzipped", HEX, "P-1")
+
+
 def test_a_reader_that_cannot_start_is_a_fault_and_no_refusal() -> None:
     with ParserProcess(RULES, WHO, ParserLimits(memory_bytes=2**20)) as broken, pytest.raises(ParserError):
         broken.read(_bytes("MR_small.dcm"), HEX)
@@ -274,7 +285,7 @@ def test_a_worker_without_keys_makes_what_one_with_them_would(name: str) -> None
     with ParserProcess(RULES, TWO_KEYS, ParserLimits()) as reader:
         record = reader.read(data, HEX)
     with as_in_the_worker():
-        _, parts = _answer(data, {"patient_id": None, "issuer": ""}, RULES, TWO_KEYS)
+        _, parts = _answer([data], {"patient_id": None, "issuer": ""}, RULES, TWO_KEYS)
     assert record.payload == parts[1]
     original = pydicom.dcmread(io.BytesIO(data))
     assert record.uids == (

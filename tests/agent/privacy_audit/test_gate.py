@@ -344,8 +344,8 @@ def _half_the_norm(module, a, g, batch):
     return square / 4, mass
 
 
-def _anothers_input(module, a, g):
-    return per_example_gradients.whole_gradient(module, a.roll(1, dims=0), g)
+def _anothers_input(module, a, g, factors, out):
+    per_example_gradients.whole_gradient(module, a.roll(1, dims=0), g, factors, out)
 
 
 @pytest.mark.parametrize("broken", [_anothers_norm, _half_the_norm, _anothers_input])

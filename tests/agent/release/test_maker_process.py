@@ -49,7 +49,7 @@ from agent.release.maker_values import Result, pack
 from agent.release.pipeline import MemoryExhaustedError, release_synthetic
 from agent.release.ports import run_here
 from policies.tasks.evaluation import EvaluationPlan
-from protos.common.errors import WorkerError
+from protos.common.errors import LazaretError, WorkerError
 from protos.operations.confinement import REQUIRED, landlock_abi
 from protos.operations.pipe_messages import send
 from tests.support import small_distillation
@@ -57,7 +57,16 @@ from tests.support.entropy import UnsafeSeededEntropy
 from tests.support.memory_place import MemoryPlace
 from tests.support.networks import codec, seen_again
 from tests.support.site_world import ksame, site_world
-from tests.support.small_mechanisms import COHORT, DIGITS, FEDERATED, MASKED, PRIVATE, SET_RELEASES, digit_patients
+from tests.support.small_mechanisms import (
+    COHORT,
+    DIGITS,
+    FEDERATED,
+    MASKED,
+    PRIVATE,
+    SET_RELEASES,
+    digit_patients,
+    in_parts,
+)
 from tests.support.verifiers import chests, demo_vetting
 
 CONFINED = pytest.mark.skipif(not landlock_abi(), reason="this kernel has no Landlock")
@@ -251,12 +260,16 @@ def test_every_mechanism_makes_there_what_it_makes_here(name: str) -> None:
         bench = Workspace(lambda name, kept=places: kept[name], lambda *told, all_=said: all_.append(told))  # type: ignore[misc]
         distilled = small_distillation.cohort() if "distill" in name else COHORT
         cohort = digit_patients(PRIVATE[:120], DIGITS) if name == "privimage" else distilled
-        made = run(release.mechanism.run, cohort, SystemEntropy(), bench)
+        given = in_parts(COHORT) if name == "model" else cohort
+        made = run(release.mechanism.run, given, SystemEntropy(), bench)
         made = made.made if isinstance(made, Distilled) else made
         kept = {place: held.data or b"" for place, held in places.items()}
         assert kept.keys() == {*release.mechanism.places}
         assert all(_tensors(raw) <= release.mechanism.max_checkpoint_bytes - HEADER_BYTES for raw in kept.values())
         lengths = {place: len(raw) for place, raw in kept.items()}
+        if name == "model":
+            results.append((made.parameters.shape, made.sums.shape, lengths, said))
+            continue
         results.append((made.images.shape[1:], len(made.labels) == len(made.images), lengths, said))
     assert results[0] == results[-1]
 
@@ -372,9 +385,23 @@ def test_what_is_no_message_and_no_result_is_refused(message: tuple[Any, ...]) -
     told.seek(0)
     bench = Workspace(lambda _: MemoryPlace())
     room = maker_process._Room((np.random.default_rng(1), bench), Owner())
-    process: Any = SimpleNamespace(stdin=io.BytesIO(), stdout=told, wait=lambda _: 3)
+    child = SimpleNamespace(stdin=io.BytesIO(), stdout=told, wait=lambda _: 3)
+    process: Any = SimpleNamespace(child=child, waited=False)
     with pytest.raises(WorkerError, match="answered what is no result"):
         room.until_made(process, Result())
+
+
+def test_a_process_that_waited_has_no_text_of_its_own() -> None:
+    """It has imported libraries before it was handed anything: one of them may never say that it opens it."""
+    told = io.BytesIO()
+    send(told, {"step": "raised", "kind": "WorkerError", "text": "patient 4711 has a tumour"})
+    for waited in (False, True):
+        told.seek(0)
+        child = SimpleNamespace(stdin=io.BytesIO(), stdout=told, wait=lambda _: 3)
+        process: Any = SimpleNamespace(child=child, waited=waited)
+        with pytest.raises(LazaretError) as fault:
+            maker_process._Room((), None).until_made(process, Result())
+        assert ("4711" in str(fault.value)) is not waited
 
 
 def test_no_more_is_read_than_a_result_may_have(tries: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,6 +436,27 @@ def test_it_is_gone_when_its_parent_stops_waiting(tries: Callable[..., Any]) -> 
     with pytest.raises(KeyboardInterrupt):
         tries("waits", bench=Workspace(say=stop))
     assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def test_a_process_that_waits_for_its_call_is_confined_by_then_and_makes_one() -> None:
+    pids: list[int] = []
+    maker = MakerProcess(REQUIRED, started=pids.append, keeps=True)
+    assert [maker(is_stage, text) for text in ("train", "nothing", "train")] == [True, False, True]
+    assert len(set(pids)) == 3, "each call has a process of its own"
+    (waiting,) = maker._next
+    os.kill(waiting.pid, signal.SIGKILL)
+    waiting.child.wait()
+    assert maker(is_stage, "train"), "one that has ended is no fault"
+    (waiting,) = maker._next
+    status = Path(f"/proc/{waiting.pid}/status")
+    for _ in range(600):
+        if "Seccomp:\t2" in status.read_text():
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError("it waits without a filter")
+    waiting.end()
+    assert not status.exists()
 
 
 def test_told_to_end_it_leaves_the_decision_to_its_parent(tries: Callable[..., Any]) -> None:
@@ -478,9 +526,7 @@ def test_a_word_is_no_accelerator_and_neither_is_one_that_is_not_here(monkeypatc
     """Classes, conditions and templates are whatever somebody proposes: none of them switches the confinement off."""
 
     def accelerated(one: object) -> bool:
-        descriptor, found = sealed_making.sealed(partial(print, one), ())
-        os.close(descriptor)
-        return found
+        return sealed_making.pickled(partial(print, one), ()).accelerated
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     model = replace(SET_RELEASES["privimage"].mechanism.model, device="cuda")

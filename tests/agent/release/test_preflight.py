@@ -11,7 +11,8 @@ import pytest
 
 from agent.domain import Scan, Selection, Volume
 from agent.errors import ReviewRejectedError
-from agent.federation.participant import Participant, update_bytes
+from agent.federation.participant import Participant
+from agent.federation.run_mechanism import update_bytes
 from agent.mechanisms.registry import MECHANISMS
 from agent.release.packaging import ReleaseFormat
 from agent.release.pipeline import pack_volumes, release_heads, release_resumable, release_synthetic
@@ -21,6 +22,7 @@ from agent.release.preflight import (
     of_configuration,
     of_heads,
 )
+from protos.artifacts.bfloat16 import BFLOAT16
 from protos.artifacts.shards import MAX_SHARD, Dicom, Png, plain_bytes
 from protos.encryption.hpke import sealed_bytes
 from tests.support.entropy import UnsafeSeededEntropy
@@ -29,6 +31,7 @@ from tests.support.site_world import ksame, site_world
 from tests.support.small_mechanisms import DISTILL, FEDERATED, MASKED, PRIVIMAGE, SET_RELEASES, SetRelease
 
 PATIENTS = 23
+SETS = [name for name in SET_RELEASES if name != "model"]
 SEALED = ReleaseFormat(reader="a" * 64, seal=lambda raw: raw)
 
 
@@ -39,7 +42,7 @@ def test_every_mechanism_is_weighed() -> None:
     assert SET_RELEASES.keys() | OTHERS == MECHANISMS.keys()
 
 
-@pytest.mark.parametrize("name", SET_RELEASES)
+@pytest.mark.parametrize("name", SETS)
 def test_number_and_bytes_follow_from_the_configuration_and_the_form(tmp_path: Path, name: str) -> None:
     case, s = SET_RELEASES[name], site_world(tmp_path, patients=PATIENTS)
     found = case.foreseen(s)
@@ -53,7 +56,7 @@ def test_number_and_bytes_follow_from_the_configuration_and_the_form(tmp_path: P
     assert s.vault.reads == 0
 
 
-@pytest.mark.parametrize("name", SET_RELEASES)
+@pytest.mark.parametrize("name", SETS)
 def test_a_set_one_byte_too_large_is_refused_and_nothing_is_read_priced_or_written(tmp_path: Path, name: str) -> None:
     case = SET_RELEASES[name]
     (tmp_path / "first").mkdir()
@@ -76,6 +79,16 @@ def test_a_disk_that_could_not_keep_it_is_said_beforehand(tmp_path: Path, name: 
     case, s = SET_RELEASES[name], site_world(tmp_path, patients=PATIENTS)
     s.vault.free = case.foreseen(s).disk - 1
     with pytest.raises(RefusedBeforehandError, match="free some space"):
+        case.release(s)
+    assert (s.vault.reads, len(s.site.ledger.store.state.grants)) == (0, 0)
+
+
+def test_a_tasks_model_is_weighed_by_its_file(tmp_path: Path) -> None:
+    case = SET_RELEASES["model"]
+    size = len(case.mechanism.untrained())
+    s = site_world(tmp_path, max_artifact_bytes=size - 1)
+    assert (case.foreseen(s).size, case.foreseen(s).samples) == (size, 0)
+    with pytest.raises(RefusedBeforehandError, match=rf"the model takes {size} bytes, .*: a smaller network"):
         case.release(s)
     assert (s.vault.reads, len(s.site.ledger.store.state.grants)) == (0, 0)
 
@@ -130,7 +143,10 @@ def test_heads_are_counted_and_weighed_without_opening_one(
     assert (tight.vault.reads, len(tight.site.ledger.store.state.grants)) == (0, 0)
 
 
-@pytest.mark.parametrize("job", [FEDERATED, MASKED], ids=["federated", "federated-masked"])
+HALF = replace(FEDERATED, update_precision=BFLOAT16)
+
+
+@pytest.mark.parametrize("job", [FEDERATED, HALF, MASKED], ids=["federated", "bfloat16", "federated-masked"])
 def test_a_run_whose_updates_no_policy_admits_is_not_priced(tmp_path: Path, job: Any) -> None:
     size = update_bytes(job)
     s = site_world(tmp_path, max_artifact_bytes=size - 1, levels='["A", "A*", "B"]')

@@ -44,6 +44,21 @@ def test_one_job_of_a_lane_at_a_time_and_lanes_beside_one_another() -> None:
     assert chosen(job(1, "ingest --pacs x", jobs.RUNNING), job(2, "deface --vault"))[0] == 0
 
 
+def test_a_prediction_has_a_lane_of_its_own_at_any_hour_and_gives_way_to_images_and_rounds() -> None:
+    asked = job(3, "predict in/model --vault")
+    for other in (job(1, state=jobs.RUNNING), job(1, "train generator", jobs.RUNNING)):
+        assert chosen(other, asked, settings=JobSettings(hours="22:00-06:00"))[0] == 3
+    assert chosen(job(1, "predict in/model --vault", jobs.RUNNING), asked) == (0, {3: "job 1 goes first"})
+    assert chosen(asked, late=True) == (0, {3: "images wait to be read"})
+    assert chosen(job(1, "part run-1", jobs.RUNNING), asked) == (0, {3: "job 1 trains a round: it goes first"})
+    assert chosen(job(3, "predict in/model --vault", cuda=True), cards=()) == (
+        0,
+        {3: "this machine has no accelerator"},
+    )
+    found = chosen(asked, settings=JobSettings(memory_gib=4.0), free_bytes=GIB)[1]
+    assert found[3].startswith("needs 4 GiB of memory")
+
+
 def test_an_interrupted_release_goes_before_any_other() -> None:
     """Two makings would choose among the same patients, and only one can be noted as unfinished."""
     stuck = job(1, state=jobs.INTERRUPTED, not_before=-1.0, attempts=1)

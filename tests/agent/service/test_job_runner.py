@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,8 +33,10 @@ from agent.service.jobs import Event, Job, JobStore
 from agent.service.ledger_access import BorrowedLedger, SharedLedger
 from agent.service.site import site_app
 from agent.storage import projects, read_only_access
+from agent.storage.encrypted_sqlite import VaultError
 from protos.service.control_client import connect
 from protos.service.control_socket import control_socket
+from protos.service.supervisor import Ended
 from tests.support.command_line import Typed, at, typed
 from tests.support.federation_world import Federation, Site
 from tests.support.ledger_world import Person
@@ -473,6 +476,26 @@ def test_what_cannot_be_written_down_now_is_settled_later(world: World, monkeypa
         assert world.store.read(1).state in (jobs.RUNNING, jobs.LEAVING)
     world.wait(1, jobs.DONE)
     assert held(world.site) == (0, 1)
+
+
+def test_a_vault_that_fails_when_the_service_ends_keeps_no_other_job_from_its_next_state(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, words = JobStore(site.home.root), ("predict", "in/model", "--vault", "--out", "sealed")
+    first, second = (store.add(Job(0, words, "main", (Event(1.0, jobs.RUNNING),), attempts=1)) for _ in range(2))
+    ended = [Ended(str(job.number), -signal.SIGTERM) for job in (first, second)]
+    processes = SimpleNamespace(signal=lambda *_: None, ended=lambda _: ended, close=lambda: None)
+
+    def broken(_: object, job: Job) -> None:
+        if job.number == first.number:
+            raise VaultError("the disk failed")
+
+    monkeypatch.setattr(job_runner, "clear_outputs", broken)
+    runner = JobRunner(site.home, BorrowedLedger(site.home), open_log(site.home.root / "agent.log"))
+    monkeypatch.setattr(runner, "_supervisor", processes)
+    runner._end_all()
+    assert [store.read(job.number).state for job in (first, second)] == [jobs.RUNNING, jobs.INTERRUPTED]
+    assert runner._supervisor is None
 
 
 def test_a_cancel_that_was_not_told_to_spend_spends_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

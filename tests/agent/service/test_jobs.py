@@ -263,8 +263,11 @@ def test_what_is_ended_from_outside_again_and_again_waits_for_a_person() -> None
 
 
 def test_who_does_not_answer_is_asked_again_ever_later_up_to_an_hour() -> None:
-    found = [jobs.when_again(job(hindered=n), jobs.INTERRUPTED, Fate(jobs.BUSY, "")) for n in range(9)]
+    busy = Fate(jobs.BUSY, "")
+    found = [jobs.when_again(job(hindered=n), jobs.INTERRUPTED, busy) for n in range(9)]
     assert found == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0, 3600.0]
+    names = [jobs.when_again(job("predict", hindered=n), jobs.INTERRUPTED, busy) for n in range(9)]
+    assert names == [*found[:8], None], "a patient is not kept for ever"
 
 
 # -- what it says

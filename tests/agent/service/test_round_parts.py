@@ -17,13 +17,18 @@ import numpy as np
 import pytest
 
 from agent.domain import Cohort, ExampleRule, TaskCohort, Update
+from agent.dp import opacus_engine
+from agent.dp.compute_device import AcceleratorLostError, SiteCompute
+from agent.dp.dpsgd import CHECKPOINT_EVERY
 from agent.dp.noise import SystemEntropy
 from agent.event_log import open_log
 from agent.federation.participant import Participant
+from agent.federation.round_making import RoundSteps
 from agent.federation.secure_aggregation import SecureAggregationClient
 from agent.federation.service import EndedRuns, FederationContext, TaskHandler, _keep_on
 from agent.federation.tasks import RoundTask, TaskDeclinedError
 from agent.mechanisms.federated.mechanism import Federated
+from agent.models.training_loop import load_state
 from agent.release.maker_process import MakerProcess
 from agent.runtime import AgentRuntime, open_runtime, recover_at_startup
 from agent.service import job_runner, jobs, round_parts
@@ -45,7 +50,7 @@ __all__ = ["site", "typed"]  # fixtures
 
 RUN = "run-1"
 JOB = federated(rounds=3)
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 
 
 class Taking:
@@ -133,8 +138,8 @@ def while_trained(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """Something happens after the noise is drawn, and before the update is sealed."""
     make = Federated.run_round
 
-    def run_round(self: Federated, cohort: Cohort, start: Update, *rest: Any) -> Update:
-        made = make(self, cohort, start, *rest)
+    def run_round(self: Federated, cohort: Cohort, start: Update, *rest: Any, **more: Any) -> Update:
+        made = make(self, cohort, start, *rest, **more)
         act()
         return made
 
@@ -176,6 +181,46 @@ def test_while_a_round_is_trained_it_runs_and_otherwise_it_says_what_it_waits_fo
         *(f"round {n} of 3: the update is sealed" for n in (1, 2, 3)),
         "all 3 rounds that were priced are made",
     ]
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_after_a_lost_accelerator_the_round_goes_on_by_the_processor_with_auto_and_else_when_it_is_asked_for_again(
+    world: Taking, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    world.part.compute = SiteCompute(wanted, available=lambda: True)
+    plans, make = list[str](), Federated.run_round
+
+    def lost(self: Federated, *given: Any, **more: Any) -> Update:
+        plans.append(given[-1].device)
+        if given[-1].device == "cuda":
+            raise AcceleratorLostError
+        return make(self, *given, **more)
+
+    world.price()
+    with monkeypatch.context() as patch:
+        patch.setattr(Federated, "run_round", lost)
+        assert world.train(1) == (wanted == "auto")
+    told = [event.reason for event in world.row.history]
+    assert told[0].endswith("3 rounds; rounds are computed by the accelerator")
+    if wanted == "auto":
+        assert not any("came to nothing" in one for one in told)
+        assert (plans, world.part.compute.plan.device) == (["cuda", "cpu"], "cpu")
+    else:
+        assert any(one.startswith("round 1 was interrupted: the accelerator failed while") for one in told)
+        world.part.compute = SiteCompute("cpu")
+        assert world.train(1)
+        assert (plans, world.part.rounds_trained) == (["cuda"], 1)
+
+
+def test_a_network_that_the_sites_engine_cannot_train_is_refused_before_it_is_priced(
+    world: Taking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.part.compute = SiteCompute(engine="opacus")
+    monkeypatch.setattr(opacus_engine, "NOT_EXACT", {"linear": "it is a test"})
+    with pytest.raises(TaskDeclinedError, match="mechanism"):
+        world.handler._answer(RoundTask(RUN, "price", 0, JOB.to_json().encode()))
+    assert world.balance() == (0, 0)
+    assert not world.store.all()
 
 
 def test_a_run_that_is_over_early_returns_the_rest_and_says_so(world: Taking) -> None:
@@ -338,10 +383,11 @@ def test_after_a_kill_it_goes_on_with_the_same_record(world: Taking, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             world.train(2)
     world.kill()
-    assert world.how() == (jobs.QUEUED, "waits for round 3 of 3")
-    assert "the service ended; round 2 of 3 counts as made" in [event.reason for event in world.row.history]
+    assert world.how() == (jobs.QUEUED, "waits until round 2 of 3 is asked for again: it goes on where it was")
+    assert "the service ended in round 2 of 3" in [event.reason for event in world.row.history]
     assert world.row.attempts == 2
     assert world.train(2)
+    assert world.train(3)
     world.tick()
     assert world.how() == (jobs.DONE, "all 3 rounds that were priced are made")
 
@@ -403,10 +449,19 @@ def test_no_rule_starts_it_and_the_runner_leaves_it_alone(world: Taking) -> None
 
 
 @pytest.mark.parametrize("how", ["killed", "left"])
-def test_a_process_that_ends_ends_its_round_and_not_the_service(world: Taking, real_maker: None, how: str) -> None:
+def test_another_process_goes_on_after_one_that_is_killed_and_none_where_the_site_leaves(
+    world: Taking, real_maker: None, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     del real_maker
+    kept, write = list[int](), RoundSteps.write
+
+    def writing(self: RoundSteps, data: bytes) -> None:
+        kept.append(load_state(data, self.round)[0])
+        write(self, data)
+
+    monkeypatch.setattr(RoundSteps, "write", writing)
     world.kill(confined=True)
-    world.price(changed(JOB, steps_per_round=9_000, rounds=3, noise_multiplier=60.0))
+    world.price(changed(JOB, steps_per_round=1_000, rounds=3, noise_multiplier=60.0))
     asked = threading.Thread(target=lambda: answers.append(world.train(1)))
     answers: list[bool] = []
     asked.start()
@@ -428,13 +483,15 @@ def test_a_process_that_ends_ends_its_round_and_not_the_service(world: Taking, r
     else:
         world.act("cancel", number=1, by="olga", spend=True)
     asked.join(PATIENCE_S)
-    assert answers == [False]
-    why = "round 1 came to nothing: the process that trained it was ended by signal 9, perhaps since memory ran out"
-    assert why in [event.reason for event in world.row.history]
+    assert answers == [how == "killed"]
     world.tick()
     if how == "killed":
-        assert world.how() == (jobs.QUEUED, "waits for round 2 of 3; round 1 came to nothing")
+        assert int((world.store.folder(1) / "pid").read_text()) != pid
+        assert kept == list(range(CHECKPOINT_EVERY, 1_000, CHECKPOINT_EVERY)), "no step that was kept is taken again"
+        assert world.how() == (jobs.QUEUED, "waits for round 2 of 3")
     else:
+        why = "round 1 came to nothing: left: the site leaves this run"
+        assert why in [event.reason for event in world.row.history]
         assert world.row.state == jobs.CANCELLED
         assert world.balance()[0] == 0
 

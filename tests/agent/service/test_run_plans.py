@@ -89,6 +89,8 @@ def test_a_plan_is_shown_and_approved_by_both_and_stands_on_the_status_until_the
     for words in ("3 rounds of at most 600 seconds", plan().digest, start, "evaluation: none"):
         assert words in shown
     assert "epsilon" in shown
+    assert "before you decide" in shown
+    assert "lazaret-agent task preview --run run-1 --out run-1.html" in shown
     assert "centre = [0.0, 0.0, 0.0, … 64 numbers]" in shown
     assert decide(typed, asked, "approve", DPO).status == 0
     assert standing(asked) == ("waiting", ("hospital",))

@@ -16,6 +16,8 @@ import nibabel
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from pydicom import DataElement, config
+from pydicom.datadict import dictionary_VR
 
 from agent.deidentify.masks import clean_mask
 from agent.deidentify.prescan import EXPLICIT_LE
@@ -23,7 +25,8 @@ from agent.deidentify.record import Record, keyed_name
 from agent.domain import Example, ExampleRule, Split, TaskCohort, TaskPatient
 from agent.storage import example_pixels, examples, label_tables
 from agent.storage.encrypted_sqlite import VaultError
-from agent.storage.examples import label_misfit, survey, task_cohort
+from agent.storage.example_pixels import ImagePlace, places_of
+from agent.storage.examples import label_misfit, sample, survey, task_cohort
 from agent.storage.label_tables import (
     USED,
     LabelColumn,
@@ -439,6 +442,69 @@ def test_a_spacing_is_in_millimetres_around_the_centre_and_zeros_lie_outside(vau
     assert left_out(vault, replace(RULE, spacing=(1.0, 1.0))) == {"no_spacing": (1, 1)}
 
 
+# -- a sample
+
+
+def test_a_sample_has_everybody_once_before_anybody_twice_and_labels_take_turns(vault: Vault) -> None:
+    """Ninety of one label and three of another, whose patients have several images."""
+    rows: dict[tuple[str, str], tuple[Any, ...]] = {}
+    for number in range(93):
+        rows[person(number), person(number)] = (None, 2 if number % 31 == 0 else 0, None, None)
+        vault.keep_all([image(100 * number + n, number) for n in range(1 + 2 * (number % 31 == 0))])
+    tabled(vault, rows)
+    found = sample(vault, RULE, np.random.default_rng(1))
+    assert (found.patients, len(found.order), found.left_out) == (93, 99, ())
+    assert len({one.person for one in found.order[:93]}) == 93
+    said = [int(one.target[0]) for one in found.order if one.target is not None]
+    assert sum(said[:6]) == 3, "the rare label is among the first"
+    names = [one.heads[0].name for one in found.order]
+    assert sorted(names) == sorted(head.name for head in vault.heads())
+    assert names == [one.heads[0].name for one in sample(vault, RULE, np.random.default_rng(1)).order]
+    assert names != [one.heads[0].name for one in sample(vault, RULE, np.random.default_rng(2)).order]
+
+
+def test_a_sample_opens_no_pixel_and_tells_what_is_left_out(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    vault.keep_all([image(n, n) for n in range(4)])
+    by_patient(vault, *[ROW] * 3)
+    monkeypatch.setattr(Vault, "pixels", lambda *_: pytest.fail("opened"))
+    found = sample(vault, RULE, np.random.default_rng(0))
+    assert {one.person for one in found.order} == {person(n) for n in range(3)}
+    assert [(one.reason, one.images) for one in found.left_out] == [("no_row", 1)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "place"),
+    [
+        ({"PatientOrientation": ["L", "F"], "ViewPosition": "PA"}, ImagePlace("L", "F", "PA")),
+        (
+            {"PatientOrientation": ["A", "F"], "ViewPosition": "LL", "ImageLaterality": "R"},
+            ImagePlace("A", "F", "LL R"),
+        ),
+        ({"ImageOrientationPatient": [1, 0, 0, 0, 1, 0]}, ImagePlace("L", "P")),
+        ({"ImageOrientationPatient": [0, 1, 0, 0, 0, -1]}, ImagePlace("P", "F")),
+        ({"ImageOrientationPatient": [-0.9, 0.1, 0, 0, 0.1, 0.9]}, ImagePlace("R", "H")),
+        ({"PatientOrientation": ["PR", "F"]}, ImagePlace("PR", "F")),
+        ({"PatientOrientation": ["SMITH", "F"], "ViewPosition": "SMITH^JOHN", "Laterality": "X"}, ImagePlace()),
+    ],
+)
+def test_where_an_image_lies_is_what_its_file_says_or_nothing(
+    vault: Vault, changed: dict[str, Any], place: ImagePlace
+) -> None:
+    source = mr()
+    for keyword in ("PatientOrientation", "ImageOrientationPatient", "ViewPosition", "Laterality"):
+        if keyword in source:
+            del source[keyword]
+    for keyword, value in changed.items():
+        source.add(DataElement(keyword, dictionary_VR(keyword), value, validation_mode=config.IGNORE))
+    vault.keep_all([image(1, 0, payload=written(source)), image(2, 1, payload=b"no DICOM file")])
+    by_patient(vault, ROW, ROW)
+    found = {one.person: one for one in sample(vault, RULE, np.random.default_rng(0)).order}
+    assert places_of(vault, RULE, found[person(0)]) == [place]
+    assert places_of(vault, RULE, found[person(1)]) == [ImagePlace()], "an example all the same"
+    opposite = {"L": "R", "A": "P", "P": "A", "R": "L", "PR": "AL", "": ""}
+    assert place.left == opposite[place.right]
+
+
 # -- volumes
 
 MR = ExampleRule("classification", "MR", (6, 8, 10), classes=("low", "high"))
@@ -515,6 +581,14 @@ def test_a_volume_whose_face_is_on_is_no_example(vault: Vault) -> None:
     )
     assert task_cohort(vault, MR).patients == ()
     assert left_out(vault, MR) == {"face": (1, 1), "not_a_volume": (1, 1), "blank": (1, 1)}
+
+
+def test_a_volume_file_is_whole_and_waits_for_no_other(vault: Vault) -> None:
+    """A series of slices waits until it has as many as the site says; a file that holds all of them is complete."""
+    vault.keep(nifti_record(1, 0, axes((10, 8, 6), 0), np.eye(4), face=False))
+    rule = replace(MR, min_instances=3)
+    assert [p.pseudonym for p in task_cohort(vault, rule).patients] == [person(0)]
+    assert left_out(vault, rule) == {}
 
 
 # -- the values themselves

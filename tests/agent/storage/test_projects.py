@@ -25,7 +25,7 @@ from agent.storage.projects import ProjectError
 from agent.storage.quarantine import Quarantine
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.spool import ReceivedFile, Spool
-from agent.storage.vault import Vault
+from agent.storage.vault import ROUND_STEPS, Vault
 from protos.identity.certificates import KeyFileError
 from tests.support.ledger_world import policy
 
@@ -346,6 +346,18 @@ def test_an_opt_out_forgets_the_pictures_of_the_patients_clusters_at_once_and_in
             assert vault.project_note(place_of("r", 0)) is None
             assert vault.project_note(place_of("r", 1)) == {"pictures": 1}
             assert vault.note("releases") == record_of, "and its other members enter no other cluster"
+
+
+def test_an_opt_out_of_anybody_deletes_the_steps_of_a_round_that_is_not_sealed(home: SiteDirectory) -> None:
+    """P15: they name no patient, so they go whoever it is; the round begins anew."""
+    projects.create(home, "lung")
+    for name in ("main", "lung"):
+        with contextlib.closing(projects.open_vault(home, name)) as vault:
+            vault.place(ROUND_STEPS).write(b"of all patients")
+    projects.opt_out(home, who(1))
+    for name in ("main", "lung"):
+        with contextlib.closing(projects.open_vault(home, name)) as vault:
+            assert vault.place(ROUND_STEPS).read() is None
 
 
 def test_who_opts_in_again_finds_nothing_of_before(home: SiteDirectory) -> None:

@@ -36,8 +36,9 @@ def as_volume(drawn: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return drawn.transpose(2, 1, 0)
 
 
-def test_segments_lie_where_they_were_drawn_on_slices_without_any_too() -> None:
-    found = segments_on(kept(mask(abdomen())), volume(abdomen()))
+@pytest.mark.parametrize("kind", ["BINARY", "LABELMAP"])
+def test_segments_lie_where_they_were_drawn_on_slices_without_any_too(kind: str) -> None:
+    found = segments_on(kept(mask(abdomen(), kind=kind)), volume(abdomen()))
     assert set(found) == {"liver", "mass"}
     assert np.array_equal(found["liver"], as_volume(drawing()) == 1)
     assert np.array_equal(found["mass"], as_volume(drawing()) == 2)
@@ -48,6 +49,15 @@ def test_the_order_of_the_slices_and_of_the_frames_says_nothing() -> None:
     assert np.array_equal(found["liver"], as_volume(drawing()) == 1)
 
 
+@pytest.mark.parametrize("kind", ["BINARY", "LABELMAP"])
+@pytest.mark.parametrize("places", [[1, 3], [0, 4], [2]])
+def test_segments_on_slices_that_are_no_neighbours_lie_where_they_were_drawn(places: list[int], kind: str) -> None:
+    drawn = np.zeros((5, 64, 64), np.uint8)
+    drawn[places, 10:20, 30:50] = 1
+    found = segments_on(kept(mask(abdomen(), drawn, kind=kind)), volume(abdomen()))
+    assert np.array_equal(found["liver"], as_volume(drawn) == 1)
+
+
 def test_segments_that_overlap_are_both_there() -> None:
     drawn = np.zeros((5, 64, 64, 2), np.uint8)
     drawn[2, 10:20, 10:20, 0] = 1
@@ -56,12 +66,13 @@ def test_segments_that_overlap_are_both_there() -> None:
     assert (found["liver"] & found["mass"]).sum() == 25
 
 
-def test_a_mask_of_another_frame_of_reference_is_refused_although_its_grid_is_the_same() -> None:
+@pytest.mark.parametrize("kind", ["BINARY", "LABELMAP"])
+def test_a_mask_of_another_frame_of_reference_is_refused_although_its_grid_is_the_same(kind: str) -> None:
     other = abdomen(frame="1.4.2")
     with pytest.raises(MaskMisfitError, match="mask_frame"):
-        segments_on(kept(mask(other)), volume(abdomen()))
+        segments_on(kept(mask(other, kind=kind)), volume(abdomen()))
     with pytest.raises(MaskMisfitError, match="mask_frame"):
-        segments_of(kept(mask(other)), WHO.apply(abdomen()[1]))
+        segments_of(kept(mask(other, kind=kind)), WHO.apply(abdomen()[1]))
 
 
 def test_the_library_alone_would_take_it() -> None:
@@ -84,15 +95,16 @@ CHANGES: dict[str, Callable[[Dataset, int], Any]] = {
 }
 
 
+@pytest.mark.parametrize("kind", ["BINARY", "LABELMAP"])
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_mask_on_another_grid_is_refused(what: str) -> None:
+def test_a_mask_on_another_grid_is_refused(what: str, kind: str) -> None:
     other = abdomen()
     for number, one in enumerate(other):
         CHANGES[what](one, number)
         if "slices" in what:
             one.SliceThickness = 2
     with pytest.raises(MaskMisfitError, match="mask_geometry"):
-        segments_on(kept(mask(other)), volume(abdomen()))
+        segments_on(kept(mask(other, kind=kind)), volume(abdomen()))
 
 
 def test_what_is_no_mask_is_refused() -> None:
@@ -103,8 +115,9 @@ def test_what_is_no_mask_is_refused() -> None:
 # -- on one image
 
 
-def test_the_frames_of_an_image_are_those_that_refer_to_it() -> None:
-    payload = kept(mask(abdomen()))
+@pytest.mark.parametrize("kind", ["BINARY", "LABELMAP"])
+def test_the_frames_of_an_image_are_those_that_refer_to_it(kind: str) -> None:
+    payload = kept(mask(abdomen(), kind=kind))
     for number, one in enumerate(abdomen()):
         found = segments_of(payload, WHO.apply(one))
         assert np.array_equal(found["liver"], drawing()[number] == 1)

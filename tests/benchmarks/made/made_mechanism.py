@@ -1,4 +1,7 @@
-"""A mechanism that trains nothing: it adds 1 to a model of any length, to measure what a round carries."""
+"""A mechanism that trains nothing: it adds to a model of any length, to measure what a round carries.
+
+What it adds differs from piece to piece of a transfer, since Flower carries equal ones once.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,13 @@ class Made(Federated):
     def network(self, vector: Any = None, files: Any = None) -> Any:
         """None is built."""
 
-    def run_round(self, cohort: Any, update: Update, entropy: Any, bench: Any = None, files: Any = None) -> Update:
-        """The model with 1 added, in place where that may be."""
-        del cohort, entropy, bench, files
+    def run_round(
+        self, cohort: Any, update: Update, entropy: Any, bench: Any = None, *rest: Any, **more: Any
+    ) -> Update:
+        """The model with 0, 1, 2... added, in place where that may be."""
+        del cohort, entropy, bench, rest, more
         vector = update.vector if update.vector.flags.writeable else update.vector.copy()
-        vector += np.float32(1)
+        vector += np.arange(len(vector), dtype=np.float32)
         return Update(vector)
 
 

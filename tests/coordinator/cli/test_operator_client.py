@@ -17,7 +17,8 @@ from agent.gateway import enrolment
 from agent.storage import site_directory
 from coordinator.cli import operator_client
 from coordinator.errors import CoordinatorConfigError
-from coordinator.federation import run_controller
+from coordinator.federation import run_controller, site_checks
+from coordinator.federation.events import SignOfLife
 from coordinator.federation.run_manager import RunManager
 from coordinator.gateway.run_service import Operations
 from policies.review.policy import preset
@@ -35,7 +36,8 @@ from tests.support.site_world import MemoryVault
 @pytest.fixture
 def fed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Federation]:
     """A service on a port that is written in its settings, as an operator's command reads it."""
-    monkeypatch.setattr(run_controller, "conduct", conduct_here)
+    for module in (run_controller, site_checks):
+        monkeypatch.setattr(module, "conduct", conduct_here)
     port = free_port()
     made = Federation(tmp_path)
     with made:
@@ -154,7 +156,7 @@ def conducting(fed: Federation) -> dict[str, FederatedSite]:
         ward.folder.mkdir(exist_ok=True)
         ward.start()
     runs = RunManager(fed.root / "runs", Host(Grid(wards)), fed.intake, fed.shelf, fed.service.at.log)  # type: ignore[arg-type]
-    fed.service.at = replace(fed.service.at, conducting=Operations(runs))
+    fed.service.at = replace(fed.service.at, conducting=Operations(runs, dict))
     return wards
 
 
@@ -181,6 +183,81 @@ def test_a_run_is_planned_launched_watched_and_stopped_from_the_command_line(
     assert typed(fed, "round", "stop", "run-1") == 1
     assert "run-1: finished" in out(capsys)
     assert [ward.vault.reads for ward in conducting.values()] == [1, 1]
+
+
+def test_a_canary_is_shown_for_each_site_with_bytes_seconds_and_what_failed(
+    fed: Federation,
+    conducting: dict[str, FederatedSite],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, size = str(written(tmp_path)), 4 * federated().parameters
+    signs = {name: SignOfLife(0.0, 0, 0, 7.0, "", down=2.0, up=0.5) for name in conducting}
+    at = fed.service.at.conducting
+    fed.service.at = replace(fed.service.at, conducting=Operations(at.runs, lambda: signs))  # type: ignore[union-attr]
+    held = fed.store.state.size
+    assert typed(fed, "round", "check", path, "--canary", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["go"]
+    for one in told["sites"]:
+        assert (one["down_bytes"], one["down_seconds"], one["down"]) == (size, 2.0, size / 2)
+        assert (one["up_bytes"], one["up_seconds"], one["up"]) == (
+            size / 2,
+            0.5,
+            size,
+        )  # bfloat16 where none is named
+        assert (one["could"], one["aggregated"]) == (True, True)
+        assert one["round_seconds"] == pytest.approx(one["seconds"] + 2.5)
+    assert typed(fed, "round", "check", path, "--canary") == 0
+    said = out(capsys)
+    assert "at most 15 minutes" in said
+    assert "north 0.00 2.0 0.00" in said
+    assert "south: aggregated; no approval needed" in said
+    assert "the round went through at every site" in said
+    assert fed.store.state.size == held
+
+    conducting["south"].online = False
+    assert typed(fed, "round", "check", path, "--canary") == 1
+    said = out(capsys)
+    assert "south: not aggregated. The hospital's agent was not connected." in said
+    assert "did not go through at every site" in said
+    assert typed(fed, "round", "check", path, "--canary", "--json") == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [(one["site"], one["code"], one["aggregated"]) for one in told["sites"]] == [
+        ("north", "", True), ("south", "offline", False),
+    ]  # fmt: skip
+    assert typed(fed, "round", "check", path, "--json") == 1
+    assert not any(one["down_bytes"] for one in json.loads(capsys.readouterr().out)["sites"])
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_canarys_figures_stand_on_one_line_of_80_columns_for_sites_of_long_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, secure: bool
+) -> None:
+    """The largest model, an hour each way; a masked job's output says what it leaves out."""
+    monkeypatch.setattr(operator_client.OUT, "_width", 80)
+    names = [f"university-hospital-{n}"[-20:] for n in range(2)]
+    figures = {"down_bytes": 4 * 10**8, "down_seconds": 3600.0, "up_bytes": 8 * 10**8, "up_seconds": 3599.9}
+    sites = [
+        gateway_pb2.CheckedSite(site=name, plan="waiting", seconds=86_400.0, could=True, aggregated=True, **figures)
+        for name in names
+    ]
+    sites += [
+        gateway_pb2.CheckedSite(site="slow", plan="approved", could=False, wrong=["labels", "disk"], **figures),
+        gateway_pb2.CheckedSite(site="gone", code="offline"),
+    ]
+    operator_client._show_canary(gateway_pb2.CheckReply(sites=sites), False, secure)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for name in names:
+        (figures_of,) = [line for line in lines if line.startswith(f"{name} ")]
+        assert figures_of.split() == [name, "381.47", "3600.0", "0.11", "86400", "762.94", "3599.9", "0.21"]
+        assert f"{name}: aggregated; persons decide" in lines
+    said = " ".join(lines)
+    assert "gone: not aggregated. The hospital's agent was not connected." in said
+    assert "slow: not aggregated; approved; the label table of the task is not there" in said
+    assert ("exchanges no keys" in said) is secure
 
 
 def test_a_run_with_looks_shows_what_they_found_as_it_goes(

@@ -12,17 +12,24 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.cli import main
 from coordinator.cli import report as report_commands
 from coordinator.cli.options import build_parser
 from coordinator.reports.catalog import REPORTS
 from coordinator.reports.document import ReportError
-from tests.support.report_world import Stage, stage
+from tests.support.report_world import Stage, keep_run, stage
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with stage(tmp_path_factory.mktemp("hub")) as shown:
         yield shown
+
+
+def typed_round(world: Stage, *words: object) -> int:
+    """Exit status of ``round report``."""
+    arguments = build_parser().parse_args(["--home", str(world.home.root), "round", "report", *map(str, words)])
+    return main.carry_out(arguments)
 
 
 def typed(world: Stage, *words: object) -> int:
@@ -112,3 +119,41 @@ def test_a_terminal_shows_what_is_being_done_and_a_file_gets_nothing_of_it(
     assert "reading the ledger" in text
     assert f"making denied of {world.store.state.size} entries" in text
     assert (tmp_path / "watched.json").read_bytes().startswith(b"{")
+
+
+def test_a_runs_report_is_a_page_and_a_json_in_a_folder(
+    world: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep_run(world)
+    out = tmp_path / "a" / "b"
+    assert typed_round(world, "trial", "--out", out) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["report.html", "report.json"]
+    assert (out / "report.html").read_bytes().startswith(b"<!doctype")
+    assert json.loads((out / "report.json").read_text())["run"] == "trial"
+    assert "Finished: all 2 rounds are closed; wrote report.html and report.json" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_is_reported_as_not_ended(
+    world: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = keep_run(world)
+    (folder / "end.json").unlink()
+    assert typed_round(world, "trial", "--out", tmp_path) == 0
+    assert capsys.readouterr().out.startswith("Not ended: 2 of 2 rounds are closed")
+    assert "Not ended" in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_that_cannot_be_reported_leaves_what_was_there_as_it_was(world: Stage, tmp_path: Path) -> None:
+    folder = keep_run(world)
+    (tmp_path / "report.html").write_text("of before")
+    (folder / "round-2.sites").write_bytes(b"{")
+    for run, out, why in (
+        ("nothing", tmp_path, "there is no run of that name"),
+        ("trial", tmp_path, "trial: a file of the run is damaged"),
+        ("trial", tmp_path / "new", "trial: a file of the run is damaged"),
+        ("trial", tmp_path / "report.html", "report.html is a file: name a folder"),
+    ):
+        with pytest.raises(ReportError, match=why):
+            typed_round(world, run, "--out", out)
+        assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+        assert (tmp_path / "report.html").read_text() == "of before"

@@ -93,6 +93,7 @@ def test_bad_input_is_one_sentence_and_the_next_command_goes_on(
     assert typed("setup", "--address", f"localhost:{free_port()}", *PEOPLE)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_kill_before_any_write_loses_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     for number in range(1, 200):

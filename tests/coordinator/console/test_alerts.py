@@ -10,6 +10,7 @@ from coordinator.console import alerts
 from coordinator.console.alerts import DAY, GRAVE, MILD, CosignedHead
 from coordinator.console.budgets import AccountBudget, budget_of
 from coordinator.console.keys import Key
+from coordinator.operations.attendance import newest_certificates
 from policies.index.search import RuleRefusals
 from policies.ledger.entries import Appointed, Enrolled, Issued, Opened
 from policies.ledger.state import Account, State
@@ -115,7 +116,7 @@ def test_a_sites_ended_certificate_is_said_and_a_revoked_sites_is_not() -> None:
     state.sites = {site: Enrolled(site, b"", b"", b"", "") for site in ("north", "south")}
     state.issued = {n: Issued("north", n, b"", at) for n, at in (("a", 5), ("b", 9), ("c", 99))}
     state.revoked = {"c"}
-    assert alerts.newest_certificates(state) == {"north": 9, "south": None}
+    assert newest_certificates(state) == {"north": 9, "south": None}
 
 
 @pytest.mark.parametrize(

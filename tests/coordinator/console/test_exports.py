@@ -12,6 +12,7 @@ from policies.audit import certificate_check
 from policies.audit.certificate import read
 from tests.support.browser import chromium, sideways
 from tests.support.coordinator_console import ROLES, Served, serving, words_of
+from tests.support.coordinator_runs import agents, job
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,33 @@ def test_a_researcher_takes_no_report_that_holds_refusals(served: Served, releas
             assert answer.status_code == 403
             assert "not shown to researchers" in words_of(answer)
         assert rita.get("/exports/card.md", release=release).status_code == 200
+
+
+@agents
+def test_a_runs_page_leads_to_its_report_for_every_role_that_reads(served: Served) -> None:
+    list(served.hub.runs.launch(job(1, run="run-x")))
+    for name in ROLES:
+        with served.as_(name) as caller:
+            page = caller.text("/rounds/run-x")
+            for form, begins in (("html", "<!doctype"), ("json", "{")):
+                assert f'href="/rounds/run-x/report.{form}"' in page
+                answer = caller.get(f"/rounds/run-x/report.{form}")
+                assert answer.status_code == 200, words_of(answer)
+                assert answer.headers["content-disposition"] == f'attachment; filename="run-run-x.{form}"'
+                assert answer.text.startswith(begins)
+                assert "all 3 sites are in all 1 rounds" in answer.text
+
+
+def test_a_run_that_is_not_there_has_no_report(served: Served) -> None:
+    with served.as_("otto") as caller:
+        for path, why in (
+            ("nothing/report.html", "There is no run of that name"),
+            ("..%2Fx/report.json", ""),
+            ("nothing/report.pdf", "A run's report is a page (html) or JSON."),
+        ):
+            answer = caller.get(f"/rounds/{path}")
+            assert answer.status_code == 404
+            assert why in words_of(answer)
 
 
 def test_a_report_is_a_file_with_a_safe_name(served: Served, release: str) -> None:

@@ -63,7 +63,7 @@ def test_all_that_is_wrong_is_said_at_once_and_nan_is_no_number() -> None:
         "Noise multiplier: a number",
         "Task: training.clip: ",
         "Task: training.rounds: ",
-        "Task: network",
+        "Task: task.kind",
         "Rounds: a whole",
     ):
         assert words in told

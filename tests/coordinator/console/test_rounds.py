@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from coordinator.console import job_form, rounds
+from coordinator.federation.run_journal import JOURNAL
 from tests.support.coordinator_console import Caller, Served, serving, words_of
 from tests.support.coordinator_runs import SITES, agents, job
 
@@ -145,6 +146,31 @@ def test_a_stop_holds_and_a_resume_goes_on(served: Served) -> None:
         assert "finished" in operator.text("/rounds/run-d")
         assert "Only a run that was stopped" in words_of(operator.post("/rounds/run-d/resume"))
         operator.done("/rounds/run-d/stop")
+
+
+@agents
+def test_a_page_after_a_restart_shows_what_was_before_it_and_names_a_damaged_journal(served: Served) -> None:
+    """Another process has no feed of the run: the journal alone tells who was asked, what it carried, and when."""
+    with served.as_("olga") as operator:
+        launch(served, operator, "run-f")
+        folder = served.hub.runs.root / "run-f"
+        lines = [json.loads(line) for line in (folder / JOURNAL).read_text().splitlines()]
+        for n, line in enumerate(lines):
+            if line["links"] or line["state"] in ("granted", "sent", "closed"):
+                line["links"] = {SITES[0]: [n * 2**20, 3 * n * 2**20, line["at"]]}
+        (folder / JOURNAL).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        del served.hub.runs._feeds["run-f"]
+        page = operator.text("/rounds/run-f")
+        table = page.split("<caption>Hospitals")[1].split("</table>")[0]
+        assert "answered, " in table.split(SITES[0])[1].split("<tr>")[0]
+        assert re.search(r">\d+\.0, \d+\.0<", table), "bytes of the run"
+        assert "none in this run" in table.split(SITES[1])[1]
+        assert "not kept" not in page
+        (folder / JOURNAL).write_bytes(b"{}\n")
+        page = operator.text("/rounds/run-f")
+        assert "is damaged" in page
+        assert "finished" in page
+        assert "not kept" in page
 
 
 @pytest.mark.parametrize("name", ["otto", "dora", "hugo"])

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 
-import coordinator
-from coordinator.console import run_status
-from coordinator.console.run_status import RunEntries, board_of
+from coordinator.console.run_status import RunEntries, RunFolder, board_of
 from coordinator.explanations import RULES
 from coordinator.federation.events import RunEvent
-from protos.federation.messages import CODES
+from coordinator.federation.run_journal import KeptEvent
 from tests.support.coordinator_runs import SITES, job
 
 JOB = job()
@@ -101,21 +97,65 @@ def test_after_a_restart_the_ledger_alone_tells_the_rounds() -> None:
     assert [seat.rounds for seat in made.seats] == [3, 3, 2]
 
 
-def test_every_code_of_a_round_has_its_sentence() -> None:
-    """The codes of sites, and those that the coordinator's own modules give."""
-    source = "".join(
-        (Path(coordinator.__file__).parent / "federation" / name).read_text()
-        for name in ("strategy.py", "secure_strategy.py", "replies.py", "run_controller.py", "run_process.py")
+def kept(at: float, number: int, state: str, *sites: str, reason: str = "", **missing: str) -> KeptEvent:
+    return KeptEvent(at, number, state, sites, reason, missing)
+
+
+BEFORE = [
+    kept(1.0, 0, "granted", *SITES),
+    kept(2.0, 1, "sent", *SITES),
+    kept(32.0, 1, "closed", *SITES),
+    kept(40.0, 2, "sent", *SITES),
+    kept(50.0, 2, "waiting", "south", "west", reason="too_few_updates", south="no_reply", west="no_reply"),
+]
+
+
+def test_after_a_restart_the_journal_tells_what_an_earlier_process_has_seen() -> None:
+    made = board_of(JOB, "open", ledger(1, HELD, r1=SITES), [], folder=RunFolder(journal=BEFORE))
+    assert made.state == "queued", "it is not at work in this process"
+    assert [(row.number, row.asked, row.seconds) for row in made.rows] == [(2, SITES, 0.0), (1, SITES, 30.0)]
+    assert [(out.site, out.code) for out in made.rows[0].out] == [("south", "no_reply"), ("west", "no_reply")]
+    assert {seat.site: seat.out is not None for seat in made.seats} == {"north": False, "south": True, "west": True}
+
+
+def test_a_run_that_was_stopped_by_an_earlier_process_still_says_why() -> None:
+    end = kept(60.0, 2, "stopped", "south", reason="too_few_sites_online", south="offline")
+    made = board_of(JOB, "stopped", ledger(1, HELD, r1=SITES), [], folder=RunFolder(journal=[*BEFORE, end]))
+    assert (made.state, made.reason) == ("stopped", "Too few hospitals were connected.")
+
+
+def test_who_was_away_at_the_price_of_a_run_that_goes_on_is_out_of_its_next_round_until_it_is_asked() -> None:
+    again = [kept(70.0, 0, "declined", "west", reason="offline"), kept(71.0, 0, "granted", "north", "south")]
+    events = [event(0, "declined", "west", reason="offline"), event(0, "granted", "north", "south")]
+    made = board_of(JOB, "open", ledger(1, HELD, r1=SITES), events, folder=RunFolder(journal=[*BEFORE, *again]))
+    assert (made.state, made.rows[0].number) == ("running", 2)
+    assert [(out.site, out.code) for out in made.rows[0].out] == [("west", "offline")]
+    later = [*again, kept(72.0, 2, "sent", *SITES)]
+    events.append(event(2, "sent", *SITES))
+    made = board_of(JOB, "open", ledger(1, HELD, r1=SITES), events, folder=RunFolder(journal=[*BEFORE, *later]))
+    assert made.rows[0].out == ()
+
+
+def test_a_journal_that_lacks_what_this_process_has_seen_is_not_followed() -> None:
+    """The disk was full."""
+    events = [event(0, "granted", *SITES), event(1, "sent", *SITES)]
+    made = board_of(JOB, "open", ledger(0, HELD), events, folder=RunFolder(journal=BEFORE[:1]))
+    assert (made.state, made.rows[0].asked) == ("running", SITES)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"), [("frozen", "its receipts are awaited"), ("too_few_grants", "not asked yet")]
+)
+def test_a_run_that_waits_has_asked_nobody_who_is_then_not_in_it(reason: str, words: str) -> None:
+    waits = kept(1.0, 0, "waiting", *SITES, reason=reason, **dict.fromkeys(SITES, reason))
+    made = board_of(
+        JOB, "open", ledger(0, {}), [event(0, "waiting", *SITES, reason=reason)], folder=RunFolder((), [waits])
     )
-    given = set(re.findall(r'_fail\([^,]+, "([a-z_]+)"', source)) | set(
-        re.findall(r'InvalidReplyError\("([a-z_]+)"\)', source)
-    )
-    given |= set(re.findall(r'_lost\[site\] = "([a-z_]+)"', source)) | {"another_round", "not_granted", "not_finite"}
-    assert {"too_few_grants", "schema"} <= given
-    for code in sorted(given | set(CODES)):
-        why, todo = run_status.explain_code(code)
-        assert why, code
-        assert "recorded as" not in why, code
-        assert todo, code
-        assert "See its refusals" not in todo, f"{code}: a researcher reads this page too, and no refusal"
-    assert run_status.explain_code("a_new_code")[0] == "The reason is recorded as “a_new_code”."
+    assert {seat.state for seat in made.seats} == {words}
+
+
+def test_a_stopped_run_has_no_other_events_reason_as_its_own() -> None:
+    """It was asked to stop, and killed before its end was written."""
+    out = kept(45.0, 2, "declined", "west", reason="unavailable")
+    made = board_of(JOB, "stopped", ledger(1, HELD, r1=SITES), [], folder=RunFolder(journal=[*BEFORE, out]))
+    assert (made.state, made.reason) == ("stopped", "")

@@ -853,6 +853,17 @@ def test_the_coordinators_own_certificate_is_renewed_in_its_last_third(context: 
     assert names.get_values_for_type(x509.DNSName) == ["localhost", "hub.example"]
 
 
+def test_the_coordinators_own_certificate_is_for_the_address_at_which_it_listens_now(context: Desk) -> None:
+    before = homes.own_certificate(context.home, context.now)[1]
+    path = context.home.root / "coordinator.toml"
+    path.write_text(path.read_text().replace("hub.example", "moved.example"))
+    after = homes.own_certificate(context.home, context.now)[1]
+    names = certificates.leaf_of(after).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert "moved.example" in names.get_values_for_type(x509.DNSName)
+    assert after != before
+    assert homes.own_certificate(context.home, context.now)[1] == after
+
+
 def test_after_a_long_rest_the_coordinator_and_its_operator_have_certificates_again(context: Desk) -> None:
     later = context.now + 100 * DAY
     for made, name, stem in (

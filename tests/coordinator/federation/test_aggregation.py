@@ -20,6 +20,7 @@ from coordinator.federation.aggregation import (
     STRATEGIES,
     FedAdam,
     FedAvg,
+    FedAvgM,
     FedProx,
     FedYogi,
     Krum,
@@ -121,9 +122,10 @@ def test_there_is_no_mean_of_nothing(vectors: list[NDArray[np.float32]]) -> None
 
 ADAM = FedAdam(server_lr=0.1, beta1=0.9, beta2=0.99, tau=1e-3)
 YOGI = FedYogi(server_lr=0.01, beta1=0.9, beta2=0.99, tau=1e-3)
+PUSHED = FedAvgM(server_lr=0.5, beta1=0.8)
 WEIGHTED = FedAvg({"a": 5.0, "b": 2.0, "c": 2.0, "d": 1.0, "e": 1.0, "f": 1.0, "g": 1.0}, 0.3)
-ALL = [FedAvg(), WEIGHTED, FedProx(0.1), ADAM, YOGI, TrimmedMean(2), Krum(2, 1), Krum(2, 2)]
-STATELESS = [s for s in ALL if s not in (ADAM, YOGI)]
+ALL = [FedAvg(), WEIGHTED, FedProx(0.1), PUSHED, ADAM, YOGI, TrimmedMean(2), Krum(2, 1), Krum(2, 2)]
+STATELESS = [s for s in ALL if s not in (PUSHED, ADAM, YOGI)]
 PARAMETERS = 50
 
 
@@ -192,7 +194,7 @@ def test_a_run_that_is_resumed_from_its_checkpoint_goes_on_bit_for_bit(strategy:
     assert (state.t, state.to_bytes()) == (4, after.to_bytes())
 
 
-@pytest.mark.parametrize("strategy", [FedAvg(), ADAM, YOGI], ids=str)
+@pytest.mark.parametrize("strategy", [FedAvg(), PUSHED, ADAM, YOGI], ids=str)
 def test_the_mean_change_alone_leads_to_the_same_parameters(strategy: Any) -> None:
     # what secure aggregation shows is enough
     start, updates, state = _start(), _updates(np.random.default_rng(0)), Moments()
@@ -262,8 +264,10 @@ def test_moments_of_another_strategy_or_model_are_refused() -> None:
     updates = _updates(np.random.default_rng(0))
     _, adaptive, _ = ADAM.step(_start(), updates, Moments())
     _, counted, _ = FedAvg().step(_start(), updates, Moments())
-    cases: list[tuple[Any, Moments]] = [(s, adaptive) for s in STATELESS]
-    for strategy, state in [*cases, (ADAM, counted), (YOGI, Moments(1, np.ones(3), np.ones(3)))]:
+    _, pushed, _ = PUSHED.step(_start(), updates, Moments())
+    cases: list[tuple[Any, Moments]] = [(s, other) for s in STATELESS for other in (adaptive, pushed)]
+    cases += [(ADAM, counted), (ADAM, pushed), (PUSHED, counted), (PUSHED, adaptive)]
+    for strategy, state in [*cases, (YOGI, Moments(1, np.ones(3), np.ones(3))), (PUSHED, Moments(1, np.ones(3)))]:
         with pytest.raises(NoAggregateError, match="moments"):
             strategy.step(_start(), updates, state)
 
@@ -335,7 +339,8 @@ def _flower(strategy: Any, start: Any, updates: list[tuple[str, Any]], index: in
         metrics = MetricRecord({"num-examples": 1 if examples is None else examples[number]})
         content = RecordDict({"arrays": ArrayRecord([vector]), "metrics": metrics})
         replies.append(Message(content, number + 1, "train"))
-    strategy.current_arrays = {"0": start.astype(np.float64)}
+    there = start.astype(np.float64)
+    strategy.current_arrays = ArrayRecord([there]) if isinstance(strategy, flower.FedAvgM) else {"0": there}
     record, _ = strategy.aggregate_train(index, replies)
     return record["0"].numpy()
 
@@ -356,6 +361,14 @@ def _like(kind: Any, ours: Any, **changes: Any) -> Any:
     theirs = kind(**{**values, **changes})
     theirs.v_t = {"0": np.full(PARAMETERS, ours.tau**2)}  # Flower's own start, 0, is below the paper's least
     return theirs
+
+
+def test_server_momentum_is_flowers_and_with_none_of_it_the_mean() -> None:
+    theirs = flower.FedAvgM(server_learning_rate=PUSHED.server_lr, server_momentum=PUSHED.beta1)
+    _against_flower(PUSHED, theirs)
+    updates = _updates(np.random.default_rng(0))
+    plain, mean = FedAvgM(server_lr=1.0, beta1=0.0), FedAvg()
+    assert np.allclose(plain.step(_start(), updates, Moments())[0], mean.step(_start(), updates, Moments())[0])
 
 
 def test_yogi_is_flowers_once_it_starts_where_the_paper_does() -> None:

@@ -23,6 +23,7 @@ from coordinator.federation.job import (
     job_from,
     quorum,
     with_noise,
+    with_precision,
 )
 from policies.accounting.accountant import epsilon_of, order_for
 from policies.accounting.claims import DistributedGaussian, Evaluated, SubsampledGaussian
@@ -33,6 +34,7 @@ from policies.review.policy import parse, preset
 from policies.review.rules import TERMS, AccountContext, review_reservation
 from policies.statements import Reservation
 from policies.tasks.evaluation import EvaluationPlan
+from protos.common.canonical_json import canonical
 from protos.secagg.ring import Ring
 from protos.secagg.session import Quorum
 from tests.support.small_tasks import changed, classification
@@ -156,10 +158,11 @@ def test_a_secure_job_that_cannot_keep_its_promise_is_refused(changes, why):
         _secure(**changes)
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedadam", "fedyogi"])
+@pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "fedadam", "fedyogi"])
 def test_a_secure_job_takes_the_strategies_that_need_the_sum_alone(strategy):
-    adaptive = {"server_lr": 0.1, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3} if strategy != "fedavg" else {}
-    job = _secure(strategy=json.dumps({"name": strategy, **adaptive}))
+    momentum = {"server_lr": 0.1, "beta1": 0.9}
+    keys = {"fedavg": {}, "fedavgm": momentum}.get(strategy, {**momentum, "beta2": 0.99, "tau": 1e-3})
+    job = _secure(strategy=json.dumps({"name": strategy, **keys}))
     assert hasattr(job.aggregator(), "advance")
 
 
@@ -229,6 +232,8 @@ def test_the_keys_of_a_configuration_are_those_of_the_mechanism():
     for mechanism in (PLAIN, MASKED):
         assert KEYS[mechanism.name].keys() == {f.name for f in dataclasses.fields(mechanism)} - {"evaluate"}
         values = json.loads(mechanism.to_json())
+        if mechanism is PLAIN:  # float32, as before there was a choice: it is left out
+            values |= json.loads(dataclasses.replace(mechanism, update_precision="bfloat16").to_json())
         assert all(type(values[key]) is kind for key, kind in KEYS[mechanism.name].items())
         assert TERMS[mechanism.name].claim is type(mechanism.claim())
 
@@ -260,6 +265,43 @@ def test_a_configuration_of_before_tasks_is_refused_with_what_to_do():
         _job(config=old)
     with pytest.raises(FederatedConfigError, match=r"write a task file .* `lazaret-agent task check FILE`"):
         Federated.from_json(old)
+
+
+# --- the precision of updates
+
+
+def test_a_job_that_names_no_precision_gets_bfloat16_and_one_that_does_keeps_it():
+    assert with_precision(_job()).update_precision == "bfloat16"
+    named = _job(config=canonical({**json.loads(PLAIN.to_json()), "update_precision": "float32"}).decode())
+    assert with_precision(named) == named
+    assert with_noise(named, {}) == named
+    assert Federated.from_json(named.config_for_sites) == PLAIN
+    assert "update_precision" not in named.config_for_sites, "an earlier agent would refuse the key"
+    half = with_precision(_job())
+    assert half.config_for_sites == half.config
+    assert with_noise(_job(), {}).update_precision == "bfloat16"
+
+
+def test_a_run_of_before_there_was_a_choice_and_a_masked_one_stay_as_they_are():
+    assert _job().update_precision == "float32"
+    assert with_precision(_secure()) == _secure()
+
+
+@pytest.mark.parametrize("word", ["float16", "", 16, None])
+def test_another_precision_is_refused_on_both_sides(word):
+    config = json.dumps({**json.loads(PLAIN.to_json()), "update_precision": word})
+    with pytest.raises(JobError, match="update_precision"):
+        _job(config=config)
+    with pytest.raises(FederatedConfigError, match="update_precision"):
+        Federated.from_json(config)
+
+
+def test_a_masked_run_has_no_precision():
+    config = json.dumps({**json.loads(MASKED.to_json()), "update_precision": "bfloat16"})
+    with pytest.raises(JobError, match="update_precision: unknown"):
+        _secure(config=config)
+    with pytest.raises(FederatedConfigError, match="update_precision"):
+        FederatedMasked.from_json(config)
 
 
 # --- the noise for an epsilon
@@ -316,7 +358,7 @@ def test_an_epsilon_that_no_run_can_have_is_refused(epsilon):
 
 
 def test_an_epsilon_below_what_the_accounts_order_alone_costs_has_no_noise():
-    with pytest.raises(JobError, match=r"no noise keeps the run under epsilon 3: .* worth 3\.4, "):
+    with pytest.raises(JobError, match=r"no noise keeps it under epsilon 3: .* worth 3\.4, "):
         with_noise(_asking(3.0), {site: AccountContext(_account()) for site in SITES})
 
 

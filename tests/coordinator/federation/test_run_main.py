@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +35,10 @@ from coordinator.federation.run_messages import TO_RUN, Pipe, RunFrameError, Run
 from coordinator.federation.run_process import RunLostError, RunProcess, RunRequestHandler
 from coordinator.federation.strategy import RoundFailedError, RoundModel, RoundPlan, RoundProgress
 from coordinator.federation.superlink_listeners import KEY_HEADER, PrivateGate
-from protos.artifacts.arrays import pack_vector
+from protos.artifacts.arrays import pack_update, pack_vector
+from protos.artifacts.bfloat16 import BFLOAT16, rounded
 from protos.artifacts.strict_safetensors import pack_ring
+from protos.federation.site_check import SiteCheck
 from tests.support.federation_world import Federation as Books
 from tests.support.federation_world import Site, vector
 from tests.support.flower.federation import ADD, SITES, FlowerFederation
@@ -91,6 +93,9 @@ class Gate:
         self._hear("done", round_index, used, dict(refused))
         self.models.append(model)
 
+    def checked(self, told: Mapping[str, SiteCheck], lost: Mapping[str, str], aggregated: tuple[str, ...]) -> None:
+        self._hear("checked", dict(told), dict(lost), aggregated)
+
     def progress(self, event: RoundProgress) -> None:
         self._hear("progress", event.stage)
         self.events.append(event)
@@ -143,6 +148,8 @@ def pipes() -> Iterator[tuple[Pipe, Pipe, socket.socket]]:
         replace(PLAN, config=bytes(range(256)), roster={site: bytes([i] * 32) for i, site in enumerate(SITES)}),
         replace(PLAN, model=RoundModel(START, Moments(3, np.ones(10), np.full(10, 0.1)))),
         replace(PLAN, looks=frozenset({1}), sums=3),
+        replace(PLAN, update_precision=BFLOAT16),
+        replace(PLAN, checks="canary"),
         replace(PLAN, looks=frozenset({1}), sums=3, lattice=(64.0, 18), roster=dict.fromkeys(SITES, bytes(32))),
     ],
 )
@@ -243,6 +250,7 @@ def safetensors(vector: NDArray[Any]) -> bytes:
         admit("north", artifact=pack_vector(START[:-1])),
         admit("north", artifact=safetensors(NAN)),
         admit("north", artifact=pack_vector(START) + b"\0"),
+        admit("north", artifact=pack_update(rounded(START))),  # in a run of float32
         admit("north", artifact=pack_ring(np.arange(10, dtype=np.uint32))),
         RunMessage("admit", {"site": ["north"], "round": 0}, b"e", pack_vector(START)),
         RunMessage("admit", {"site": "north", "round": False}, b"e", pack_vector(START)),
@@ -267,6 +275,37 @@ def test_nonsense_of_a_runs_process_is_refused_and_never_reaches_the_gate(frame:
     with pytest.raises(RunFrameError):
         made.take(frame)
     assert gate.asked == before
+
+
+def test_what_a_check_found_is_passed_on() -> None:
+    made, gate = context(replace(PLAN, checks="canary"))
+    one = SiteCheck("0.1.0", "none", "cpu", 1.5, 2.0)
+    told = {"told": {"north": asdict(one)}, "lost": {"west": "size"}, "aggregated": ["north"]}
+    made.take(RunMessage("checked", json.loads(json.dumps(told))))
+    assert gate.asked == [("checked", {"north": one}, {"west": "size"}, ("north",))]
+    with pytest.raises(RunFrameError, match="not asked"):
+        context()[0].take(RunMessage("checked", told))
+
+
+@pytest.mark.parametrize("checks", ["check", "canary"])
+@pytest.mark.parametrize(
+    "frame",
+    [
+        RunMessage("reserve", {"least": 2, "sealed": [["north", 1]]}, b"n"),
+        RunMessage("admit", {"site": "north", "round": 0}, b"e", pack_vector(START)),
+        RunMessage("looked", {"round": 0}),
+        RunMessage("done", {"round": 0, "used": ["north"], "refused": {}}, pack_vector(START), NONE),
+        RunMessage("progress", {"stage": "done", "round": 0, "sites": [], "refused": {}}),
+        RunMessage("checked", {"told": {}, "lost": {}, "aggregated": ["north"]}),
+    ],
+    ids=lambda frame: frame.word,
+)
+def test_the_process_of_a_check_has_nothing_held_admitted_or_closed(frame: RunMessage, checks: str) -> None:
+    """Nor is a site aggregated that sent no report."""
+    made, gate = context(replace(PLAN, checks=checks))
+    with pytest.raises(RunFrameError):
+        made.take(frame)
+    assert gate.asked == []
 
 
 @pytest.mark.parametrize(
@@ -411,6 +450,19 @@ def test_a_masked_update_is_as_many_elements_of_the_ring() -> None:
     for artifact in (pack_ring(np.arange(9, dtype=np.uint64)), pack_vector(START)):
         with pytest.raises(RunFrameError):
             made.take(admit("south", artifact=artifact))
+
+
+def test_an_update_of_16_bits_is_admitted_where_the_run_says_so_and_sums_are_not_rounded() -> None:
+    made, _ = priced(replace(PLAN, update_precision=BFLOAT16, looks=frozenset({1}), sums=3))
+    said = pack_update(rounded(START))
+    with pytest.raises(RunFrameError):
+        made.take(admit("north"))  # float32
+    for site in ("north", "south"):
+        assert made.take(admit(site, artifact=said)) == ("answer", {"code": None})
+    made.take(done(0, "north", "south"))
+    with pytest.raises(RunFrameError):
+        made.take(admit("north", 1, artifact=pack_update(rounded(START[:3]))))
+    assert made.take(admit("north", 1, artifact=pack_vector(START[:3]))) == ("answer", {"code": None})
 
 
 def test_what_a_gate_raises_stays_with_the_coordinator() -> None:

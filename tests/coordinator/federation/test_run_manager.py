@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import Message
+from flwr.app import Array, ArrayRecord, Message
 
 from agent.federation import run_plan
 from coordinator.federation import run_controller
 from coordinator.federation.events import RunEvent
 from coordinator.federation.job import JobError
-from coordinator.federation.strategy import pack
 from coordinator.gateway.run_service import Operations
 from policies.audit.verify import verify
 from policies.governance import decisions
@@ -507,8 +506,8 @@ def test_a_poisoned_site_does_not_move_the_model_far_under_a_robust_strategy(
     bad = fed.wards[sites[-1]].part.participant
     honest_run = type(federated()).run_round
 
-    def far_away(self: Any, cohort: Any, start: Any, entropy: Any, *rest: Any) -> Any:
-        update = honest_run(self, cohort, start, entropy, *rest)
+    def far_away(self: Any, cohort: Any, start: Any, entropy: Any, *rest: Any, **more: Any) -> Any:
+        update = honest_run(self, cohort, start, entropy, *rest, **more)
         return replace(update, vector=update.vector + np.float32(1000)) if entropy is bad.entropy else update
 
     monkeypatch.setattr(type(federated()), "run_round", far_away)
@@ -534,7 +533,7 @@ def test_an_update_that_is_not_the_one_that_was_sealed_or_of_another_round_is_no
         if message.metadata.message_type != "train":
             return [reply]
         if site == "west":
-            reply.content["parameters"] = pack(np.zeros(195, np.float32))
+            reply.content["parameters"] = ArrayRecord({"flat": Array(np.zeros(195, np.uint16))})
         if site == "south" and message.metadata.group_id == "1":
             reply.content["answer"] = kept["south"]
         kept[site] = reply.content["answer"]
@@ -555,7 +554,7 @@ def test_an_update_that_is_not_the_one_that_was_sealed_or_of_another_round_is_no
 
 
 def test_an_operators_requests_are_answered_in_words(fed: Federation) -> None:
-    at = Operations(fed.runs)
+    at = Operations(fed.runs, dict)
     good = job(rounds=1)
     request = gateway_pb2.LaunchRequest(
         run="run-1",
@@ -582,3 +581,52 @@ def test_an_operators_requests_are_answered_in_words(fed: Federation) -> None:
 def test_the_jobs_of_the_tests_are_what_the_agents_mechanisms_write() -> None:
     assert (job(2).config, job(2).parameters) == (federated(2).to_json(), federated(2).parameters)
     assert (secret_job(2).config, secret_job(2).parameters) == (masked(2).to_json(), masked(2).parameters)
+
+
+# models of the task
+
+
+def test_only_the_operators_launch_approves_models_and_before_a_folder_is_made(fed: Federation) -> None:
+    asked, there = list[str](), list[bool]()
+
+    def approve(one: Any) -> None:
+        asked.append(one.run)
+        there.append((fed.runs.root / one.run).exists())
+
+    fed.runs.approve = approve
+    list(fed.runs.launch(job(rounds=1, run="run-1")))
+    list(fed.runs.launch(job(rounds=1, run="run-2"), {"person": "res-1", "role": "researcher", "at": 1}))
+    list(fed.runs.launch(job(rounds=1, run="run-3"), {"person": "ops-1", "role": "operator", "at": 1}))
+    assert (asked, there) == (["run-1", "run-3"], [False, False])
+    assert fed.runs.launched_by("run-2") == {"person": "res-1", "role": "researcher", "at": 1}
+    list(fed.runs.launch(job(rounds=1, run="run-2")))
+    assert asked[2:] == ["run-2"], "the operator has launched the same job"
+
+
+def test_a_launch_whose_models_cannot_be_approved_makes_nothing(fed: Federation) -> None:
+    def refuses(_: Any) -> None:
+        raise JobError("models of the task cannot be approved: another architecture has the name")
+
+    fed.runs.approve = refuses
+    with pytest.raises(JobError, match="cannot be approved"):
+        fed.runs.launch(job(rounds=1, run="run-1"))
+    assert not (fed.runs.root / "run-1").exists()
+    asked = job(rounds=1, run="run-1")
+    words = {
+        name: getattr(asked, name) for name in ("run", "mechanism", "parameters", "sites", "rounds", "min_sites")
+    }
+    request = gateway_pb2.LaunchRequest(**words, config=asked.config.encode())
+    (told,) = Operations(fed.runs, dict).launch(request)
+    assert (told.state, "cannot be approved" in told.reason) == ("failed", True)
+
+
+def test_runs_of_before_an_upgrade_have_their_models_approved_at_the_start_once(fed: Federation) -> None:
+    list(fed.runs.launch(job(rounds=1, run="run-1")))
+    list(fed.runs.launch(job(rounds=1, run="run-2"), {"person": "res-1", "role": "researcher", "at": 1}))
+    (fed.runs.root / "run-1" / "models-approved").unlink()  # an earlier version knew of none
+    asked = list[str]()
+    fed.runs.approve = lambda one: asked.append(one.run)
+    fed.runs.resume_all()
+    assert asked == ["run-1"]
+    fed.runs.resume_all()
+    assert asked == ["run-1"], "who removed the file meanwhile has undone it"

@@ -201,11 +201,11 @@ def test_a_training_turn_takes_no_evaluation_and_a_look_no_update(fed: Federatio
 
     envelope = one.join("run-1", evaluated(2))
     assert fed.intake.reserve_run("run-1", {"north": envelope}, 1)["north"].admitted
-    first, _ = one.train("run-1", 1, START)
+    first = one.train("run-1", 1, START)
     assert controller.admit("north", 0, first.envelope, first.artifact) is None
-    update, _ = one.train("run-1", 2, START)
+    update = one.train("run-1", 2, START)
     assert controller.admit("north", 1, update.envelope, update.artifact) == "artifact_type"
-    looked, _ = one.look("run-1", 3, START)
+    looked = one.look("run-1", 3, START)
     assert controller.admit("north", 2, looked.envelope, looked.artifact) == "artifact_type"
 
 

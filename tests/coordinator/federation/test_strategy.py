@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.app.message import make_message
 from flwr.supercore.task_identity import TaskIdentity
 
 from coordinator.federation.replies import pack
 from coordinator.federation.strategy import GatedStrategy, RoundFailedError, RoundModel, RoundPlan, RoundProgress
-from protos.artifacts.arrays import unpack_vector
+from protos.artifacts.arrays import pack_update, unpack_vector
+from protos.artifacts.bfloat16 import BFLOAT16, rounded, widened
+from protos.federation import flat_arrays
 from protos.federation import messages as wire
 from protos.federation.round_times import RoundTerms
 
@@ -247,6 +249,34 @@ def test_a_silent_site_is_asked_again_only_after_a_sign_of_life() -> None:
     assert ledger.refused == [{"west": "no_reply"}, {"west": "offline"}, {}]
 
 
+def test_a_silent_site_that_is_back_is_waited_for_until_its_next_heartbeat() -> None:
+    """It came back within the round that it was silent in: the next one has it, and not the one after."""
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+    plan, ledger = replace(PLAN, rounds=2, node_wait_s=30.0), Books()
+    strategy, silent = GatedStrategy(plan, ledger), [True]
+
+    def answer(site: str, m: Message) -> list[Message]:
+        return [] if site == "west" and m.metadata.message_type == "train" and silent[0] else [_good(m)]
+
+    sites = Sites(answer)
+    grid: Any = sites
+    strategy.price(grid)
+    arrays = pack(plan.model.vector)
+    nodes = sites.get_nodes
+    for number in (1, 2):
+        replies = grid.send_and_receive(strategy.configure_train(number, arrays, ConfigRecord(), grid))
+        strategy.aggregate_train(number, replies)
+        silent[0], looks = False, iter(range(9))
+
+        def beating(looks: Any = looks) -> Any:
+            if next(looks) == 1:
+                sites.until["west"] += 8.0
+            return nodes()
+
+        sites.get_nodes = beating  # type: ignore[method-assign]
+    assert ledger.refused == [{"west": "no_reply"}, {}]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -325,6 +355,80 @@ def test_what_the_gate_reviews_are_the_very_bytes_that_are_aggregated() -> None:
     assert model.vector.tolist() == [3.0] * 4
 
 
+def test_the_numbers_that_were_sent_are_not_kept_beside_the_model_until_the_round_is_over() -> None:
+    done = _conduct(_train_only(lambda _, m: [_good(m, 5.0)]), replace(PLAN, rounds=2))
+    ((_, first, _), (_, second, _)) = done.gate.closed  # type: ignore[attr-defined]
+    assert first.vector.tolist() == second.vector.tolist() == [5.0] * 4
+    record = done._next()
+    assert not done.model.vector.flags.writeable
+    assert np.shares_memory(np.frombuffer(record[wire.FLAT].data, np.uint8), done.model.vector)
+
+
+# --- updates of 16 bits
+
+HALF = replace(PLAN, update_precision=BFLOAT16)
+LONG = np.array([1.0, -2.0, 3.14159, 1e-30], np.float32)
+
+
+def _bits(message: Message, bits: np.ndarray, name: str = "uint16") -> Message:
+    array = Array(name, (int(bits.size),), "numpy.ndarray", flat_arrays.packed(bits))
+    parameters = ArrayRecord({"flat": array})
+    return Message(
+        RecordDict({"answer": ConfigRecord({"envelope": b"e"}), "parameters": parameters}), reply_to=message
+    )
+
+
+def test_bits_of_bfloat16_are_reviewed_as_they_came_and_averaged_as_float32() -> None:
+    reviewed = list[bytes]()
+
+    class Reader(Books):
+        def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
+            reviewed.append(artifact)
+            return None
+
+    done = _conduct(_train_only(lambda _, m: [_bits(m, rounded(LONG))]), HALF, Reader())
+    assert reviewed == [pack_update(rounded(LONG))] * 3
+    assert len(reviewed[0]) == len(pack_update(LONG)) - 2 * LONG.size
+    assert done.model.vector.dtype == np.float32
+    np.testing.assert_array_equal(done.model.vector, widened(rounded(LONG)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "sent", "code"),
+    [
+        (HALF, LONG, "schema"),
+        (HALF, rounded(LONG)[:3], "schema"),
+        (HALF, np.array([0x3F80, 0x7F80, 0, 0], np.uint16), "not_finite"),
+        (HALF, np.array([0x3F80, 0xFFC1, 0, 0], np.uint16), "not_finite"),
+        (PLAN, rounded(LONG), "schema"),
+    ],
+    ids=["float32", "short", "infinite", "not a number", "bits where float32 was agreed"],
+)
+def test_a_precision_that_was_not_agreed_or_bits_of_no_number_are_refused(
+    plan: RoundPlan, sent: np.ndarray, code: str
+) -> None:
+    odd = _train_only(lambda site, m: [_bits(m, sent, sent.dtype.name)] if site == "west" else [_agreed(plan, m)])
+    assert _conduct(odd, plan, Numb()).gate.refused == [{"west": code}]
+
+
+def test_an_array_that_says_bits_and_holds_float32_is_refused() -> None:
+    odd = _train_only(lambda site, m: [_bits(m, LONG, "uint16")] if site == "west" else [_agreed(HALF, m)])
+    assert _conduct(odd, HALF, Numb()).gate.refused == [{"west": "schema"}]
+
+
+def _agreed(plan: RoundPlan, message: Message) -> Message:
+    numbers = rounded(LONG) if plan.update_precision == BFLOAT16 else LONG
+    return _bits(message, numbers, numbers.dtype.name)
+
+
+class Numb(Books):
+    """Admits all, and reads nothing of it."""
+
+    def admit(self, site: str, round_index: int, envelope: bytes, artifact: bytes) -> str | None:
+        """Yes."""
+        return None
+
+
 # --- times, and runs that persons approve
 
 TERMS = RoundTerms(3_600, 1_000)
@@ -394,3 +498,25 @@ def test_each_message_has_its_own_time_and_says_how_long_a_round_may_take() -> N
     assert seen[wire.EVALUATE] == (4_000.0, 3_600)
     _conduct(answer)
     assert seen[wire.TRAIN] == (5.0, None), "as before jobs named their times"
+
+
+def test_no_price_is_held_for_a_run_that_a_required_site_cannot_begin() -> None:
+    ledger = Books()
+    with pytest.raises(RoundFailedError, match="pricing: required_site_missing") as failure:
+        _conduct(lambda site, m: [] if site == "west" else [_good(m)], replace(PLAN, required=("west",)), ledger)
+    assert failure.value.refused == {"west": "no_reply"}
+    assert ledger.priced == []
+
+
+@pytest.mark.parametrize("required", [(), ("north",), ("west",)])
+def test_a_round_without_a_required_site_is_not_closed(required: tuple[str, ...]) -> None:
+    ledger = Books()
+    answer = _train_only(lambda site, m: [] if site == "west" else [_good(m)])
+    if "west" not in required:
+        assert _conduct(answer, replace(PLAN, required=required), ledger).model.vector.tolist() == [1.0] * 4
+        assert ledger.used == [("north", "south")]
+        return
+    with pytest.raises(RoundFailedError, match="round 0: required_site_missing") as failure:
+        _conduct(answer, replace(PLAN, required=required), ledger)
+    assert failure.value.refused == {"west": "no_reply"}
+    assert ledger.closed == []

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.cli.ledger import records
 from coordinator.cli.main import main
-from coordinator.operations.control import ACTS, coordinator_app
+from coordinator.operations.control import ABSENT, ACTS, coordinator_app
 from coordinator.storage.directory import CoordinatorDirectory, open_ledger
 from protos.identity.key_files import pem, write_private
 from protos.service.control_client import SOCKET
@@ -81,4 +81,4 @@ def test_the_socket_knows_the_acts_and_no_others(tmp_path: Path) -> None:
     assert main(["--home", str(tmp_path / "home"), "init", "--policy", "internal"]) == 0
     with open_ledger(CoordinatorDirectory(tmp_path / "home")) as store:
         paths = coordinator_app(store, None).openapi()["paths"]
-    assert {path.removeprefix("/v1").removeprefix("/") for path in paths} == {"", "health", *ACTS}
+    assert {path.removeprefix("/v1").removeprefix("/") for path in paths} == {"", "health", ABSENT, *ACTS}

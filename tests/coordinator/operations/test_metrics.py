@@ -37,6 +37,7 @@ def watched(tmp_path: Path) -> Iterator[MonitoredCoordinator]:
             home,
             register.store,
             NotificationStreams(Quiet()),
+            dict,
             home.root / "runs",
             home.root / "uploads",
             lambda: NOW,

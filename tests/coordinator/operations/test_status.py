@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import re
 import shutil
@@ -11,10 +12,12 @@ import pytest
 
 from coordinator.cli.main import main
 from coordinator.cli.options import build_parser
+from coordinator.storage import directory as coordinator_home
 from coordinator.storage.directory import CoordinatorDirectory, open_ledger
 from policies.governance import decisions
 from tests.support.coordinator_serving import serving
-from tests.support.ledger_world import Person
+from tests.support.federation_world import Federation
+from tests.support.ledger_world import Person, policy
 from tests.support.ports import free_port
 
 
@@ -47,3 +50,16 @@ def test_each_stage_names_what_comes_next(tmp_path: Path, capsys: pytest.Capture
     with serving(["--home", str(home)]):
         assert set(told(home, capsys)) == {"sites"}
     assert set(told(home, capsys)) == {"service", "sites"}
+
+
+def test_a_site_that_is_not_here_is_named_with_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    coordinator_home.create(tmp_path / "coordinator", f'listen = "{listen}"\n', policy(), dt.datetime.now(dt.UTC))
+    federation = Federation(tmp_path)
+    with federation:
+        federation.join("north", policy())
+    home = ["--home", str(federation.root / "coordinator")]
+    with serving(home):
+        assert main([*home, "status"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "north is missing since the coordinator's start: its agent has not connected" in said, said

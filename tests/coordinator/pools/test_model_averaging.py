@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor, nn
 
 from agent.models.weights import pack, unpack
@@ -23,28 +21,21 @@ from coordinator.gateway.service import inspect_artifact
 from coordinator.pools.architectures import approve_architecture, architecture_of
 from coordinator.pools.export import export_pool, list_releases
 from coordinator.pools.model_averaging import average_runs
-from coordinator.pools.selection import PoolLedger, PoolRefusedError, SelectionCriteria, books_of
+from coordinator.pools.selection import PoolRefusedError, SelectionCriteria
 from coordinator.reports.overview import UnsoundReportError, views
-from coordinator.storage.directory import CoordinatorDirectory
-from coordinator.storage.release_store import WORDING, ReleaseStore
-from coordinator.storage.uploads import Uploads
-from policies.accounting.claims import Claim, NoClaim, SubsampledGaussian
+from coordinator.storage.release_store import WORDING
+from policies.accounting.claims import NoClaim, SubsampledGaussian
 from policies.accounting.rdp import epsilon_nano
-from policies.audit.display import as_json
-from policies.ledger_service import ArtifactFindings, LedgerService
-from policies.review.policy import parse
 from policies.statements import Release, claim_json
 from protos.artifacts.arrays import pack_images
 from protos.artifacts.strict_safetensors import Architecture
 from tests.support.image_sets import labels, scene
-from tests.support.ledger_world import COMPONENTS, K5, Hospital, open_register, policy
+from tests.support.ledger_world import K5, Hospital
+from tests.support.pool_world import MEASURED, World
 from tests.support.report_world import page_of
-from tests.support.upload_server import staged
 
 STEPS = SubsampledGaussian(0.05, 2.0, 400)
-LAX = policy(components='["public", "private"]', levels='["A", "B", "C"]', max_releases_per_patient=9)
 CONFIG = {"latent": [4, 8, 8], "scale": 0.7512, "conditions": ["none", "edema+effusion"]}
-MEASURED = {"vetted_against": "private", "reid_rate": "0.0312", "vetting_power": "0.9559"}
 SAID = (
     "empirical only: at most 3.2 % (upper end of a 95 % interval) re-identified by an unseen verifier; "
     "95.5 % or more (lower end of one) of planted copies caught"
@@ -70,62 +61,6 @@ def state(seed: int = 0) -> dict[str, Tensor]:
 
 def student(seed: int = 0, config: dict[str, Any] | None = None, **notes: Any) -> bytes:
     return pack("latent-diffusion", config or CONFIG, notes, state(seed))
-
-
-@dataclass
-class World:
-    """A coordinator's home with a ledger, a shelf and two hospitals whose policies admit level C."""
-
-    root: Path
-    register: LedgerService = field(init=False)
-    home: CoordinatorDirectory = field(init=False)
-    shelf: ReleaseStore = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.home = CoordinatorDirectory(self.root / "home")
-        self.home.releases.mkdir(parents=True)
-        (self.home.root / "coordinator.toml").write_text('listen = "127.0.0.1:0"\n')
-        self.north, self.south = Hospital("north", LAX), Hospital("south", LAX)
-        key, agreed = Ed25519PrivateKey.generate(), parse(LAX, "lax")
-        register = open_register(self.home.ledger, self.north, self.south, key=key)
-        self.register = replace(register, policy_of=lambda _site: agreed)
-        self.shelf = ReleaseStore(self.home.releases, self.register.store)
-        self.uploads = Uploads(self.shelf.staging, lambda: 0.0, keep_free=0)
-
-    @property
-    def pool_ledger(self) -> PoolLedger:
-        store = self.register.store
-        return books_of(store.line(i).record for i in range(store.state.size))
-
-    def admit(
-        self,
-        site: Hospital,
-        grant: str,
-        body: bytes,
-        mechanism: str = "distill",
-        claim: Claim | None = None,
-        **more: Any,
-    ) -> Release:
-        """Reserve, upload, review and put on the shelf, as the service does."""
-        claim = claim or NoClaim()
-        components = more.pop("components", COMPONENTS[mechanism])
-        asked = replace(site.reservation(grant, claim, mechanism), components=components)
-        assert self.register.reserve(f"r-{grant}", asked, site.seal(asked)).admitted
-        facts = {"artifact_type": "model", **(MEASURED if mechanism == "distill" else {}), **more}
-        release = site.release(
-            grant, mechanism=mechanism, claim=claim, components=components,
-            artifact_sha256=hashlib.sha256(body).hexdigest(), artifact_bytes=len(body), **facts,
-        )  # fmt: skip
-        path, envelope = staged(self.uploads, site.name, body), site.seal(release)
-        verdict = self.register.admit(f"s-{grant}", release, envelope, ArtifactFindings())
-        assert verdict.admitted, verdict
-        self.shelf.settle(path, release, envelope, verdict)
-        self.uploads.drop(site.name, release.artifact_sha256)
-        return release
-
-    def ledger(self) -> dict[str, Any]:
-        store = self.register.store
-        return as_json("lazaret/test", [store.line(i).record for i in range(store.state.size)])
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from coordinator.reports.document import (
 )
 from coordinator.reports.html_renderer import as_html, drawn
 from coordinator.reports.ledger_view import LedgerView
+from coordinator.reports.model_facts import ModelFacts
 from coordinator.reports.pdf_renderer import as_pdf
 from coordinator.reports.report_inputs import Item, Particulars, ReportInputs, books_of
 from policies.accounting.rounding import epsilon_text
@@ -356,6 +357,7 @@ def test_a_card_says_what_it_is_not_for_and_what_nobody_measured(world: Stage) -
     assert model.startswith("# Model card: trial")
     assert "Diagnosis or treatment of a patient: it was not tested for that." in model
     assert "metrics of a model are a release of their own" in model
+    assert "It may leave: the ledger admitted it under the policies of the federation" in model
     tested = made(world, "card", "md", world.names["taught"])
     assert "at most 3 %" in tested
     assert "Empirical only: tested by attacks, without a guarantee." in tested
@@ -539,12 +541,14 @@ def test_a_card_says_what_was_revoked_of_the_hospitals_behind_it(world: Stage, i
         (told,) = revocations(Item(subject, {**whole.facts, "revoked": [gone]}))
         assert told.tone == "warn"
         assert told.text.startswith("The site north was revoked on ")
-        make_card = model_cards._model_card if model_cards.is_model(whole) else model_cards._datasheet
-        assert what in (before := as_markdown(make_card(inputs, whole)))
-        assert "was revoked" not in before
-        assert "The site north was revoked on " in as_markdown(
-            make_card(inputs, Item(subject, {**whole.facts, "revoked": [gone]}))
-        )
+
+        def card(item: Item) -> str:
+            made = model_cards._model_card(inputs, item, ModelFacts()) if model_cards.is_model(item) else None
+            return as_markdown(made or model_cards._datasheet(inputs, item))
+
+        assert what in card(whole)
+        assert "was revoked" not in card(whole)
+        assert "The site north was revoked on " in card(Item(subject, {**whole.facts, "revoked": [gone]}))
 
 
 def test_only_methods_that_were_used_are_methods_in_use(world: Stage, inputs: ReportInputs) -> None:

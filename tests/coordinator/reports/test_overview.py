@@ -168,7 +168,17 @@ MEASURED: dict[str, Any] = {
     "title": "A trial of two hospitals",
     "steps": [{"name": "ingest", "seconds": 3.25}, {"name": "rounds", "seconds": 12.5}],
     "ingest": {"north": {"kept": 310, "duplicates": 4, "quarantined": {"burned_in_risk": 7, "not_dicom": 2}}},
-    "accuracy": {"private": 0.71, "non_private": 0.83, "chance": 0.1, "test_images": 1000},
+    "network": {"name": "small-cnn", "trained": "bias-and-norms", "parameters": 1458},
+    "accuracy": {"private": 0.71, "public_start": 0.66, "non_private": 0.83, "chance": 0.1, "test_images": 1000},
+    "evaluation": {
+        "figure": "accuracy",
+        "value": 0.69,
+        "low": 0.55,
+        "high": 0.8,
+        "after_round": 2,
+        "held_out": 20,
+        "noise": 4.0,
+    },
     "epsilon": {"filter": 5.5, "tight": 4.25, "delta": 4e-6, "order": 4},
     "rounds": [
         {"round": 1, "epsilon": 4.5, "accuracy": 0.4, "sites": ["north", "south"]},
@@ -478,7 +488,13 @@ def test_what_was_measured_is_plotted_and_told(world: World) -> None:
     (x1, y1), _, (x2, y2), *_ = (tuple(map(float, p.split())) for p in drawn.removeprefix("M").split("L"))
     assert x1 < x2
     assert y1 > y2  # higher on the page is more accurate
-    for text in ("same training without noise: 83.0", "guessing: 10.0", "1000 test images", "epsilon 5.5"):
+    for text in ("the same network without privacy: 83.0", "guessing: 10.0", "1000 test images", "epsilon 5.5"):
+        assert text in page.text
+    for text in (
+        "the public start, before the first round 66.0 %",
+        "Network small-cnn, trained part: bias-and-norms, 1,458 trained parameters",
+        "Private evaluation accuracy 69.0 %, 95 % interval 55.0 % to 80.0 %: of the model after round 2, on the 20 %",
+    ):
         assert text in page.text
     assert page.table("duplicates") == [
         ["north", "310", "4", "9", "7 × the image itself may show a name; 2 × neither DICOM nor NIfTI"]
@@ -486,14 +502,22 @@ def test_what_was_measured_is_plotted_and_told(world: World) -> None:
     assert [r[:2] for r in page.table("seconds")] == [["ingest", "3.2"], ["rounds", "12.5"]]
 
 
+def test_a_look_that_says_nothing_is_told_with_its_whole_range(world: World) -> None:
+    silent = {**MEASURED["evaluation"], "value": None, "low": 0.0, "high": 1.0}
+    page = Page(page_of(world.store, (), {**MEASURED, "evaluation": silent}))
+    assert "Private evaluation accuracy cannot be told, 95 % interval 0.0 % to 100.0 %" in page.text
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1, "0.9", None, True, [], 10**400])
 def test_what_is_not_a_number_is_never_drawn(world: World, bad: Any) -> None:
     measured = copy.deepcopy(MEASURED)
     measured["rounds"][0]["accuracy"] = measured["rounds"][1]["epsilon"] = bad
     measured["accuracy"] = dict.fromkeys(measured["accuracy"], bad)
+    measured["network"]["parameters"] = measured["evaluation"]["high"] = bad
     measured["steps"][0]["seconds"] = measured["ingest"]["north"]["kept"] = bad
     page = page_of(world.store, (), measured)
     assert "<figure>" not in page.rpartition("What privacy cost")[2]
+    assert "Private evaluation" not in page
     assert "nan" not in Page(page).text.lower().split()
     for junk in (bad, {"rounds": bad, "steps": bad, "ingest": bad, "accuracy": bad, "epsilon": bad}):
         Page(page_of(world.store, (), junk))
@@ -509,6 +533,7 @@ def _poisoned(value: Any) -> Any:
 
 
 _KNOWN = {*MEASURED, *MEASURED["rounds"][0], *MEASURED["steps"][0], *MEASURED["accuracy"], *MEASURED["epsilon"]}
+_KNOWN |= {*MEASURED["network"], *MEASURED["evaluation"]}
 _KNOWN |= {"kept", "duplicates", "quarantined", "release", "site", "mechanism", "level", "meaning", "claim"}
 _KNOWN |= {"artifact_sha256", "statement_sha256", "kind", "k", "l_diversity", "releases_per_patient"}
 

@@ -504,6 +504,7 @@ def features_file(folder: Path, name: str) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
+@pytest.mark.slow
 def test_published_networks_are_named_as_they_are_typed_and_the_table_says_which(
     aptos_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

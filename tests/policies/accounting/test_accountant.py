@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from policies.accounting import accountant as accounting
 from policies.accounting.accountant import (
+    ORDERS,
     REFERENCE,
     AccountantsDisagreeError,
     NoiseNotFoundError,
@@ -433,12 +434,20 @@ def test_a_full_allowance_is_at_most_the_budget() -> None:
 
 @pytest.mark.parametrize(("budget", "order"), [(8.0, 4), (3.0, 7)])
 def test_the_filters_order_is_the_one_that_serves_the_budget(budget: float, order: int) -> None:
-    """It admits 4/5 of the steps that a loss distribution would admit, and half or twice the order far fewer."""
+    """It admits 4/5 of the steps that a loss distribution would; half the order none, twice the order far fewer."""
     assert order_for(budget, DELTA) == order
     steps = {a: allowance(budget, DELTA, a) // cost(REFERENCE, a) for a in (order // 2, order, 2 * order)}
-    assert steps[order // 2] == 0 < steps[2 * order] < 0.6 * steps[order]
+    assert steps[order // 2] == 0 < steps[2 * order] < 2 / 3 * steps[order]
     assert bracket(replace(REFERENCE, steps=steps[order]))[1] < budget
     assert bracket(replace(REFERENCE, steps=steps[order] * 5 // 4))[1] > budget
+
+
+@pytest.mark.parametrize("budget", [8.0, 4.0, 3.0, 1.0])
+def test_an_account_admits_as_many_full_batches_as_another_order_would_but_for_a_tenth(budget: float) -> None:
+    """The default recipe of the rounds takes full batches; at epsilon 1 order 12 would admit half of them."""
+    whole = SubsampledGaussian(1.0, 50.0, 1)
+    steps = {a: allowance(budget, 4e-6, a) / cost(whole, a) for a in ORDERS}
+    assert steps[order_for(budget, 4e-6)] > 0.9 * max(steps.values())
 
 
 # --- the noise of a planned job ------------------------------------------------------------------------------------

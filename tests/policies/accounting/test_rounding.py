@@ -144,6 +144,17 @@ EXACT = "the exact text, beside the words that persons sign: they compare it"
 NO_LOSS = "no epsilon, but a part of what is said of one"
 KEY = "in the name under which an experiment keeps its numbers: nobody reads it"
 EXCEPTIONS = {
+    ("coordinator/cli/simulate.py", "'best site alone':>18"): "text of a price, by epsilon_text",
+    ("coordinator/cli/simulate.py", "'each site alone':>18"): "text of a price, by epsilon_text",
+    ("coordinator/cli/simulate.py", "'epsilon ' + row['epsilon']"): "text of a price, by epsilon_text",
+    (
+        "coordinator/cli/simulate.py",
+        "'epsilon ' + row['epsilon']:22",
+    ): "text of a price, by epsilon_text",
+    ("coordinator/cli/simulate.py", "row['epsilon']"): "text of a price, by epsilon_text",
+    ("coordinator/cli/simulate.py", "seen.epsilon"): "text of a price, by epsilon_text",
+    ("coordinator/cli/simulate.py", "t.epsilon"): "text of a price, by epsilon_text",
+    ("coordinator/reports/simulation_plots.py", "epsilon"): "text of a price, by epsilon_text",
     ("coordinator/reports/overview.py", "alone"): "how many releases are of one hospital",
     ("coordinator/reports/overview.py", "head['with_epsilon']"): "how many releases an epsilon covers",
     ("coordinator/reports/overview.py", "format_rounded_up(epsilon['order'])"): "the order of the filter",
@@ -151,7 +162,6 @@ EXCEPTIONS = {
     ("agent/mechanisms/centroids/mechanism.py", "TIGHT_LIMIT:g"): "a constant of the program",
     ("policies/accounting/accountant.py", "TIGHT_LIMIT"): "a constant of the program",
     ("coordinator/federation/job.py", "MOST_EPSILON:g"): "a constant of the program",
-    ("coordinator/console/job_form.py", "EPSILON"): "the name of a field",
     ("deploy/reproduction/distillation.py", "d:g"): "a verifier's threshold: no delta of a claim",
     ("deploy/reproduction/privimage_experiment.py", "release.epsilon:g"): KEY,
     ("deploy/reproduction/privimage_experiment.py", "self.epsilon:g"): KEY,

@@ -156,6 +156,7 @@ def test_the_terms_of_the_mechanisms_are_these() -> None:
         "anonfaces": Terms(KAnonymous, images, parts | {"recogniser"}, **whole),
         "federated": Terms(SubsampledGaussian, ("update", "evaluation"), ends, rounds=True),
         "federated-masked": Terms(DistributedGaussian, ("masked-update", "masked-evaluation"), ends, rounds=True),
+        "model": Terms(SubsampledGaussian, ("model",), frozenset({"initial"}), looked=True, **whole),
         "privimage": Terms(Composed, images, frozenset({"semantics", "pretraining"}), **whole),
         "centroids": Terms(Composed, images, parts | {"codebook"}, **whole),
         "distill": Terms(NoClaim, either, judges | {"teacher"}, vetted="private", stays=kept, **whole),
@@ -163,7 +164,7 @@ def test_the_terms_of_the_mechanisms_are_these() -> None:
         "distill-dp": Terms(SubsampledGaussian, either, judges | {"pretraining"}, vetted="public", **whole),
     }
     kinds = dict.fromkeys(("ksame", "ksalsa", "anonfaces", "distill", "remodel"), "k")
-    kinds |= dict.fromkeys(("federated", "federated-masked", "privimage", "centroids", "distill-dp"), "rdp")
+    kinds |= dict.fromkeys(("federated", "federated-masked", "model", "privimage", "centroids", "distill-dp"), "rdp")
     assert {name: terms.kind for name, terms in TERMS.items()} == kinds
     assert {"image-set", "volume-set", "update", "masked-update", "model", "evaluation"} == (
         ARTIFACT_TYPES - {"masked-evaluation"}
@@ -766,6 +767,8 @@ def test_only_a_training_in_rounds_is_looked_at() -> None:
     assert not TERMS["federated"].admits(ONE)
     assert TERMS["federated-masked"].admits(SUM_LOOKED)
     assert TERMS["distill-dp"].admits(WHOLE)
+    assert TERMS["model"].admits(LOOKED), "made at once, and looked at when it is made"
+    assert not TERMS["model"].admits(SUM_LOOKED)
     assert not TERMS["distill-dp"].admits(LOOKED), "made at once: there is no round to look after"
     assert asked(replace(ASKED_DP, claim=SUM_LOOKED), policy=STARRED) == ["claim_kind"]
 

@@ -84,6 +84,14 @@ def test_every_network_has_defaults_and_names_them_in_its_canonical_form() -> No
         ({"name": "frozen-features", "parts": 3}, ["network.parts: must be a list"]),
         ({"name": "frozen-features", "parts": [{"name": "resnet18"}]}, ["network.parts.0.weights: missing"]),
         (
+            {
+                "name": "frozen-features",
+                "options": {"evened": 1},
+                "parts": [{"name": "resnet18", "weights": "a" * 64}],
+            },
+            ["network.options.evened: needs options.centred = 1"],
+        ),
+        (
             {"name": "frozen-features", "parts": [{"name": "unet", "weights": PUBLIC}, {"name": 3}]},
             ["network.parts.1.name: must be one of"],
         ),

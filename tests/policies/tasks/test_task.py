@@ -188,6 +188,15 @@ def test_a_linear_layer_may_go_farther_than_a_whole_network() -> None:
     assert head.rate(100, 5.0) == 4 * whole.rate(100, 5.0)
 
 
+def test_a_linear_layer_that_begins_at_public_heads_has_less_far_to_go() -> None:
+    tables = changed("classification", network__name="small-cnn")
+    network = {**tables["network"], "trained": "head", "weights": "0" * 64}
+    begun, zeros = (task_from_table({**tables, "network": {**network, "options": {"head": n}}}) for n in (1, 0))
+    assert 3 * begun.rate(100, 5.0) == pytest.approx(zeros.rate(100, 5.0))
+    whole = task_from_table({**tables, "network": {**network, "trained": "all", "options": {"head": 1}}})
+    assert whole.rate(100, 5.0) < begun.rate(100, 5.0)
+
+
 @pytest.mark.parametrize(
     ("kind", "values", "told"),
     [
@@ -248,6 +257,14 @@ def test_what_is_wrong_is_told_with_its_file_and_key(kind: str, values: dict[str
 def test_a_quarter_turn_of_what_is_square_is_a_task() -> None:
     told = changed("classification", training__augmentation=[{"name": "RandRotate90"}])
     assert task_from_table(told, "t.toml").training.augmentation[0].name == "RandRotate90"
+
+
+def test_a_task_that_names_no_network_trains_one_linear_layer() -> None:
+    told = changed("classification")
+    assert task_from_table({key: value for key, value in told.items() if key != "network"}).network.name == "linear"
+    parts = [{"name": "resnet18", "weights": "a" * 64}]
+    on_public = task_from_table({**told, "network": {"parts": parts}})
+    assert (on_public.network.name, on_public.network.trained) == ("frozen-features", "head")
 
 
 def test_every_problem_of_every_table_is_told_at_once() -> None:

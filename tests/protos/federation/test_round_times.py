@@ -17,6 +17,7 @@ from protos.federation.round_times import (
     RoundTerms,
     answer_time,
     answer_times,
+    check_timeout,
     round_timeout,
     silence,
     step_timeout,
@@ -52,6 +53,7 @@ def test_what_one_time_tells_is_the_logarithm_of_their_number(seconds: int) -> N
 def test_a_coordinator_waits_longer_than_a_site_may_work_and_for_other_steps_less(seconds: int, size: int) -> None:
     assert round_timeout(seconds, size) >= seconds + 22
     assert step_timeout(size) >= 150
+    assert check_timeout(size) - step_timeout(size) == pytest.approx(750)  # made rounds in it, and the same two ways
     assert silence(seconds) <= min(300.0, seconds / 2)
 
 

@@ -34,6 +34,7 @@ PROPOSALS = [
     ("refuse", "rel-1", f"{SHA} quality"),
     ("release", "rel-1", SHA),
     ("run", "run-1", SHA),
+    ("use", "run-1", SHA),
     ("waive", "site-a", "2"),
     ("dismiss", "--out=/tmp/elsewhere", "--serial=other"),  # a hostile request's words, in an approver's terminal
     ("dismiss", "a b; rm -rf $HOME `id`", "'\"&&"),

@@ -3,9 +3,10 @@
     python -m tests.support.flower.agent_process settings.json
 
 The run's configuration is JSON: {"add": {site: x}, "decline": {site: code}, "die": {site: round},
-"raise": {site: round}, "rogue": {site: fault}, "sleep": {site: seconds}, "cut": {site: round}}. Training adds x to
-every parameter; "cut" kills the link's process while it waits for the answer. A line "renew" on standard input tells
-the link that its credentials were replaced.
+"raise": {site: round}, "rogue": {site: fault}, "sleep": {site: seconds}, "cut": {site: round}, "random": bool}.
+Training adds x to every parameter, or, "random", makes numbers that no two pieces have alike; "cut" kills the link's
+process while it waits for the answer. A line "renew" on standard input tells the link that its credentials were
+replaced.
 """
 
 # ruff: noqa: E402 - hush and guard come first, as in the product
@@ -20,6 +21,7 @@ import threading
 import time
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from protos.federation.flower_environment import configure_environment
 from tests.support.flower.loopback import guard
@@ -33,7 +35,8 @@ import numpy as np
 
 from agent.federation import supernode_process
 from agent.federation.supernode_process import LinkConfig, LinkError, SuperNodeLink
-from agent.federation.tasks import RoundAnswer, RoundTask, TaskDeclinedError
+from agent.federation.tasks import CARRYING, RoundAnswer, RoundTask, TaskDeclinedError
+from protos.federation.site_check import SiteCheck
 
 SITE = SETTINGS["site"]
 LINK = SuperNodeLink(
@@ -48,14 +51,14 @@ LINK = SuperNodeLink(
 
 
 def handle(task: RoundTask) -> RoundAnswer:
-    """Price with an envelope that names the run; train by adding this site's number; mask by reversing bytes."""
+    """Price with an envelope that names the run; train by adding this site's number."""
     config = json.loads(task.config)
     if task.kind == "price":
         if SITE in config.get("decline", {}):
             raise TaskDeclinedError(config["decline"][SITE])
         return RoundAnswer(f"grant {task.run} {SITE}".encode())
-    if task.kind == "secure":
-        return RoundAnswer(payload=task.step.encode() + task.payload[::-1])
+    if task.kind in CARRYING:
+        return carry(task, config)
     if config.get("die", {}).get(SITE) == task.round_index:
         os.kill(os.getpid(), signal.SIGKILL)
     if config.get("raise", {}).get(SITE) == task.round_index:
@@ -65,9 +68,22 @@ def handle(task: RoundTask) -> RoundAnswer:
     time.sleep(config.get("sleep", {}).get(SITE, 0.0))
     assert task.vector is not None
     vector = (task.vector + np.float32(config["add"][SITE])).astype(np.float32)
+    if config.get("random"):
+        vector += np.random.default_rng(1).standard_normal(vector.size, np.float32)
     if task.kind == "evaluate":  # the sums of a look: this site's number, and the first parameter that it was shown
         vector = np.array([config["add"][SITE], task.vector[0], 1.0], np.float32)
     return RoundAnswer(sha256(f"{task.run} {task.round_index} {SITE}".encode() + vector.tobytes()).digest(), vector)
+
+
+def carry(task: RoundTask, config: dict[str, Any]) -> RoundAnswer:
+    """Mask by reversing bytes; a canary gives numbers that no two pieces have alike: those are carried once."""
+    if task.kind == "secure":
+        return RoundAnswer(payload=task.step.encode() + task.payload[::-1])
+    model = np.frombuffer(task.payload, "<f4") if task.step else np.zeros(0, np.float32)
+    moved = model + np.random.default_rng(list(SITE.encode())).standard_normal(model.size, np.float32)
+    made = moved.tobytes() if task.step else bytes(len(task.payload))
+    told = SiteCheck("0.1.0", "none", "cpu", float(np.abs(model).sum()), LINK.rate).to_bytes()
+    return RoundAnswer(payload=told + b"\n" + made[: config.get("short", {}).get(SITE)])
 
 
 def say(state: str) -> None:

@@ -6,7 +6,7 @@ Commands: {"do": "conduct", ...plan}, {"do": "conduct", "runs": [{...plan}]}, {"
 {"do": "register", "site", "key"}. The gate admits an update whose envelope is the digest of its vector, run, round
 and site, and obeys the run's config: {"gate_refuses": {site: code}, "gate_breaks": [site], "disk_full": round}. Also
 {"do": "secure", "site", "step", "payload"} (hexadecimal), {"do": "revoke", "serial"}, {"do": "reports"},
-{"do": "nodes"}, {"do": "mail", "site"}.
+{"do": "nodes"}, {"do": "mail", "site"}, {"do": "signs"}.
 """
 
 # ruff: noqa: E402 - Flower is imported after hush and under the guard
@@ -35,6 +35,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from coordinator.federation import run_process, superlink
+from coordinator.federation.canary import made_model
 from coordinator.federation.fleet_proxy import Fleet
 from coordinator.federation.grid import BoundedGrid
 from coordinator.federation.run_process import RunLostError
@@ -42,9 +43,10 @@ from coordinator.federation.strategy import RoundFailedError, RoundModel, RoundP
 from coordinator.federation.superlink import FlowerHost, conduct
 from coordinator.federation.superlink_listeners import HostConfig
 from protos.artifacts.arrays import unpack_vector
-from protos.federation import messages
+from protos.federation import messages, round_times
 from protos.federation.messages import STUB_FILES, bundle
 from protos.federation.round_times import EARLIER_S, RoundTerms
+from protos.federation.site_check import SiteCheck
 from tests.support.flower.port import Port, serve
 
 
@@ -62,6 +64,7 @@ class Gate:
     began: float = field(default_factory=time.monotonic)
     vector: Any = None  # after the last round that was closed
     sums: list[list[float]] = field(default_factory=list)  # of the looks
+    found: dict[str, Any] = field(default_factory=dict)  # of a check
 
     def reserve(self, sealed: Mapping[str, bytes], least: int) -> Mapping[str, str]:
         """Every reservation that names run and site is good."""
@@ -97,6 +100,11 @@ class Gate:
         )
         self.vector = model.vector
 
+    def checked(self, told: Mapping[str, SiteCheck], lost: Mapping[str, str], aggregated: tuple[str, ...]) -> None:
+        """Keep what a check found."""
+        reports = {site: asdict(one) for site, one in told.items()}
+        self.found = {"told": reports, "lost": dict(lost), "aggregated": aggregated}
+
     def progress(self, event: RoundProgress) -> None:
         """Keep it, with its time."""
         self.events.append(asdict(event))
@@ -108,6 +116,10 @@ def run(host: FlowerHost, command: dict[str, Any]) -> dict[str, Any]:
     config = command["config"]
     size = command.get("size", 1000)
     start = np.arange(size, dtype=np.float32) if size <= 1000 else np.zeros(size, np.float32)
+    if config.get("random"):
+        start = np.random.default_rng(0).standard_normal(size, np.float32)
+    if command.get("checks") == messages.CANARY:
+        start = made_model(size)
     plan = RoundPlan(
         run=command["run"],
         sites=tuple(command["sites"]),
@@ -120,10 +132,16 @@ def run(host: FlowerHost, command: dict[str, Any]) -> dict[str, Any]:
         round_timeout_s=command.get("round_timeout_s", 120.0),
         node_wait_s=command.get("node_wait_s", 100.0),
         terms=RoundTerms(command.get("seconds", EARLIER_S)),
+        silence_s=round_times.silence(command.get("seconds", EARLIER_S), command.get("wait_seconds", 0)),
+        required=tuple(command.get("required", ())),
         looks=frozenset(command.get("looks", ())),
         sums=3 if command.get("looks") else 0,
+        checks=command.get("checks", ""),
     )
     gate = Gate(plan.run, config)
+    if plan.checks:
+        conduct(host, plan, gate)
+        return gate.found
     report: dict[str, Any] = {}
     try:
         conduct(host, plan, gate)
@@ -204,12 +222,19 @@ def obey(
             return {}
         case "reports":
             return reports
-        case "mail":
-            mail = vars(port.fleet)["_mail"][command["site"]][-1]
-            return {"message": mail.message, "run": str(mail.run), "object": min(mail.objects)}
+        case "mail" | "signs":
+            return seen(port.fleet, command)
         case "nodes":
             return {site: str(host.node_id(superlink.flower_key(key.encode()))) for site, key in keys.items()}
     return sorted(host.online())
+
+
+def seen(fleet: Fleet, command: dict[str, Any]) -> Any:
+    """The newest message to a site; or each site's last sign of life."""
+    if command["do"] == "signs":
+        return {site: asdict(sign) for site, sign in fleet.signs().items()}
+    mail = vars(fleet)["_mail"][command["site"]][-1]
+    return {"message": mail.message, "run": str(mail.run), "object": min(mail.objects)}
 
 
 def secure(host: FlowerHost, command: dict[str, Any]) -> str:

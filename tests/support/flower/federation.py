@@ -161,15 +161,15 @@ class FlowerFederation:
         return f"{x509.load_pem_x509_certificates(pem)[0].serial_number:x}"
 
     def start_agent(
-        self, site: str, digest: str | None = None, folder: str | None = None, proxy: str = ""
+        self, site: str, digest: str | None = None, folder: str | None = None, proxy: str = "", target: str = ""
     ) -> Process:
-        """An agent of ``site``; a replaced one gets a folder of its own."""
+        """An agent of ``site``; a replaced one gets a folder of its own. ``target``: another way to the port."""
         self.agents[site] = Process(
             "agent_process",
             self.folder / (folder or site),
             {
                 "site": site,
-                "target": f"127.0.0.1:{self.ready['port']}",
+                "target": target or f"127.0.0.1:{self.ready['port']}",
                 "keys": str(self.keys(site)),
                 "proxy": proxy,
                 "node_key": str(self.node_keys[site][0]),

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from agent.domain import Cohort, Example, Image, Patient, TaskCohort, TaskPatient, Update
-from agent.dp import dpsgd
+from agent.dp import clipping, dpsgd, per_example_gradients
 from agent.dp.clipping import PrivacyUnit, loop_engine
+from agent.dp.compute_device import ComputePlan, TaskMemoryError
+from agent.dp.gradient_recorder import GradientRecorder
 from agent.mechanisms.federated import task_training
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
 from agent.mechanisms.federated.task_training import (
     RoundSgd,
     engine_of,
+    fitted_engine,
     has_rules,
     labelled_examples,
     network_of,
@@ -112,15 +115,37 @@ def test_the_engine_that_is_chosen_gives_what_the_loop_gives(kind: str, name: st
     )
 
 
-def test_a_network_with_a_module_that_no_rule_covers_is_trained_by_vmap() -> None:
+def test_a_network_with_a_module_that_no_rule_covers_is_trained_by_vmap(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"width": 16, "layers": 1, "heads": 2, "patch": 8}
     task = task_of("classification", NetworkSpec("vit-s16", options))
     network, listed = made(task, patients("classification"))
+    assert has_rules(network), "class token, positions and attention, too"
+    sums = [engine_of(network, 8.0)(network.trained, row_losses(task), listed, 0.5)]
+    monkeypatch.delitem(per_example_gradients.RULES, nn.LayerNorm)  # type: ignore[misc]
     assert not has_rules(network)
-    found = engine_of(network, 8.0)(network.trained, row_losses(task), listed, 0.5)
-    torch.testing.assert_close(
-        found, loop_engine(network.trained, row_losses(task), listed, 0.5), rtol=1e-3, atol=1e-5
-    )
+    sums += [engine_of(network, 8.0)(network.trained, row_losses(task), listed, 0.5)]
+    for found in sums:
+        torch.testing.assert_close(
+            found, loop_engine(network.trained, row_losses(task), listed, 0.5), rtol=1e-3, atol=1e-5
+        )
+
+
+def test_large_features_go_through_few_patients_at_a_time_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = task_of("segmentation", replace(NETWORKS["segmentation"], trained="head"), public_patients=64)
+    network, listed = made(task, patients("segmentation", (1,) * 6))
+    numbers = listed[0].rows[0].numel()
+    assert numbers == 8 * 16 * 16
+    honest, seen = GradientRecorder.clipped_sum, []
+    monkeypatch.setattr(GradientRecorder, "clipped_sum", lambda *of: seen.append(len(of[2].counts)) or honest(*of))
+    for most, places in ((1, 1), (numbers, 1), (4 * numbers, 4), (task_training.CACHED, 32)):
+        monkeypatch.setattr(task_training, "CACHED", most)
+        engine = fitted_engine(task, network, ComputePlan())
+        seen.clear()
+        found = engine(network.trained, row_losses(task), listed, 0.5)
+        assert seen[-1] == places
+        torch.testing.assert_close(
+            found, loop_engine(network.trained, row_losses(task), listed, 0.5), rtol=1e-3, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
@@ -236,7 +261,7 @@ def test_the_frozen_part_sees_each_image_once_in_a_round(monkeypatch: pytest.Mon
     monkeypatch.setattr(TrainableNetwork, "prepare", lambda self, x: seen.append(len(x)) or honest(self, x))
     mechanism = Federated(task, network_of(task, {}.__getitem__).parameters, noise_multiplier=1.0)
     mechanism.run_round(patients("classification"), mechanism.initial(), UnsafeSeededEntropy(0))
-    assert seen == [1, 3, 2]
+    assert seen == [1, 1, 3, 2], "the first is made, to see whether it fits in memory"
 
 
 def test_a_fixed_transform_is_applied_and_what_it_cannot_take_is_left_out() -> None:
@@ -373,3 +398,43 @@ def test_the_loss_of_the_task_is_the_one_that_is_trained(monkeypatch: pytest.Mon
     network, listed = made(task, patients("regression"))
     loop_engine(network.trained, row_losses(task), listed, 1.0)
     assert len(called) == 3
+
+
+# -- memory
+
+
+def _fits(patch: pytest.MonkeyPatch, most: int) -> None:
+    """A machine on which no pass of more than ``most`` rows fits."""
+    losses = clipping.row_losses_of
+
+    def of(loss: clipping.RowLosses, model: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
+        if len(rows[0]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return losses(loss, model, rows)
+
+    patch.setattr(clipping, "row_losses_of", of)
+
+
+@pytest.mark.parametrize("counts", [(), (1, 2, 2)])
+def test_whether_a_round_fits_in_memory_hangs_on_no_patient(
+    counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The widest patient that the task allows is tried before any is here: a refusal would else tell of one."""
+    task = task_of("classification")
+    mechanism = Federated(task, network_of(task, {}.__getitem__).parameters, 1.0)
+    _fits(monkeypatch, task.training.images_per_patient - 1)
+    monkeypatch.setattr(clipping._Shapes, "halved", lambda _: None)
+    with pytest.raises(TaskMemoryError, match=r"task 'small': training\.images_per_patient"):
+        mechanism.run_round(patients("classification", counts), mechanism.initial(), UnsafeSeededEntropy(0))
+
+
+def test_a_round_on_a_small_machine_is_the_one_of_a_large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = task_of("classification")
+    mechanism = Federated(task, network_of(task, {}.__getitem__).parameters, 1.0)
+    made = []
+    for most in (1 << 20, 4):
+        with monkeypatch.context() as patch:
+            _fits(patch, most)
+            cohort = patients("classification", (1, 3, 2))
+            made.append(mechanism.run_round(cohort, mechanism.initial(), UnsafeSeededEntropy(0)).vector)
+    np.testing.assert_allclose(made[0], made[1], atol=1e-5)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load
 
 from agent.models.networks import build
 from agent.models.networks.public_training import (
@@ -18,9 +19,12 @@ from agent.models.networks.public_training import (
     UnlabelledPicturesError,
     named_targets,
 )
+from agent.models.networks.public_weights import COVARIANCE, MEANS
 from agent.models.training_loop import OtherRunError
+from agent.models.weights import WeightsError
 from policies.tasks.bounds import TaskError
 from policies.tasks.networks import NetworkSpec
+from protos.artifacts.strict_safetensors import pack_weights
 
 FILE = """
 [network]
@@ -65,6 +69,55 @@ def test_a_task_begins_at_the_head_of_what_was_trained_and_tells_new_pictures_ap
         found = net.module(x).argmax(dim=1)
     right = sum(("across", "down")[int(k)] == label for k, label in zip(found, labels[48:], strict=True))
     assert right / 32 > 0.9
+
+
+def _side_by_side(raw: bytes, **options: int) -> NetworkSpec:
+    spec = PublicTask.read(tomllib.loads(FILE)).network
+    part = NetworkSpec(spec.name, spec.options, weights=hashlib.sha256(raw).hexdigest())
+    return NetworkSpec("frozen-features", {"head": 1, **options}, parts=(part, part))
+
+
+@pytest.mark.parametrize("evened", [0, 1])
+def test_features_about_zero_leave_the_first_answers_and_evened_spread_more_evenly(
+    tmp_path: Path, evened: int
+) -> None:
+    raw, (images, _) = _trained(tmp_path), _pictures()
+    x = torch.from_numpy(images[:, None].astype(np.float32) / 255)
+    x = (x - x.mean(dim=(1, 2, 3), keepdim=True)) / x.std(dim=(1, 2, 3), keepdim=True, correction=0)
+    options: list[dict[str, int]] = [{}, {"centred": 1, "evened": evened}]
+    plain, moved = (build(_side_by_side(raw, **one), 1, (16, 16), 2, 0, lambda _: raw) for one in options)
+    rows, about = plain.prepare(x), moved.prepare(x)
+    assert rows.mean(dim=0).norm() > 0.5 * rows.norm(dim=1).mean(), "most of a row is what all rows share"
+    assert about.mean(dim=0).norm() < 1e-3 * rows.norm(dim=1).mean()
+    halves = (one[:, : one.shape[1] // 2].double() for one in (rows, about))
+    before, after = (torch.linalg.eigvalsh(torch.cov(half.T, correction=0)) for half in halves)
+    shrunk = ((before / before.mean() + 0.1) / 1.1).sqrt() if evened else 1.0
+    assert torch.allclose(after, before / shrunk, rtol=1e-3, atol=1e-6)
+    with torch.no_grad():
+        assert torch.allclose(plain.module(x), moved.module(x), atol=1e-4)
+    assert plain.parameters == moved.parameters
+
+
+@pytest.mark.parametrize(
+    ("missing", "option", "asked"),
+    [(MEANS, "centred", {"centred": 1}), (COVARIANCE, "evened", {"centred": 1, "evened": 1})],
+)
+def test_a_file_that_does_not_say_how_its_features_lie_serves_as_they_are(
+    tmp_path: Path, missing: str, option: str, asked: dict[str, int]
+) -> None:
+    state = load(_trained(tmp_path))
+    del state[missing]
+    raw = pack_weights(state)
+    build(_side_by_side(raw), 1, (16, 16), 2, 0, lambda _: raw)
+    with pytest.raises(WeightsError, match=rf"does not bring {missing}: leave out options\.{option}, or"):
+        build(_side_by_side(raw, **asked), 1, (16, 16), 2, 0, lambda _: raw)
+
+
+def test_features_of_which_none_varies_cannot_be_evened(tmp_path: Path) -> None:
+    state = load(_trained(tmp_path))
+    raw = pack_weights({**state, COVARIANCE: 0.0 * state[COVARIANCE]})
+    with pytest.raises(WeightsError, match=r"…: no feature varies"):
+        build(_side_by_side(raw, centred=1, evened=1), 1, (16, 16), 2, 0, lambda _: raw)
 
 
 def test_the_same_training_gives_the_same_file_and_another_one_does_not_go_on_with_it(tmp_path: Path) -> None:

@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from agent.models.networks import build
+from agent.models.networks.architectures import architecture
 from agent.models.networks.low_rank import LowRank
+from agent.models.networks.suitability import UnsuitableNetworkError
+from agent.models.networks.trainable import build_trained
 from agent.models.weights import WeightsError
 from policies.tasks.bounds import TaskError
 from policies.tasks.networks import NetworkSpec
@@ -81,6 +84,17 @@ def test_what_the_frozen_stages_make_of_a_picture_hangs_on_no_other_picture(name
     assert torch.equal(net.prepare(pictures.flip(0)).flip(0), alone)
 
 
+def test_what_the_frozen_stages_make_of_a_volume_hangs_on_no_other_volume() -> None:
+    spec = NetworkSpec("segresnet", {"width": 8, "levels": 2}, trained="head")
+    net = build(spec, 1, (8, 8, 8), 2, 0, no_files)
+    volumes = torch.randn(3, 1, 8, 8, 8, generator=torch.Generator().manual_seed(0))
+    rows = net.prepare(volumes)
+    assert rows.shape == (3, 8, 8, 8, 8)
+    assert torch.equal(rows, torch.cat([net.prepare(volume[None]) for volume in volumes]))
+    with torch.no_grad():
+        torch.testing.assert_close(net.trained(rows), net.module(volumes), rtol=1e-4, atol=1e-5)
+
+
 def test_only_the_part_that_is_named_is_trained() -> None:
     whole = built("resnet18").parameters
     sizes = {part: built("resnet18", **how).parameters for part, how in PARTS.items()}
@@ -134,6 +148,29 @@ def test_two_sites_have_the_same_start_bit_for_bit() -> None:
     words += f"from {__name__} import _starts; print(_starts())"
     there = subprocess.run([sys.executable, "-c", words], capture_output=True, check=True, text=True).stdout
     assert there.strip() == _starts()
+
+
+def test_the_network_of_a_finished_model_is_the_one_that_was_trained() -> None:
+    trained, used = (make(small("small-cnn"), 1, (16, 16), 2, 0, no_files) for make in (build, build_trained))
+    moved = np.random.default_rng(0).normal(0.0, 0.1, trained.parameters).astype(np.float32)
+    for one in (trained, used):
+        one.load(moved)
+    other = used.module.state_dict()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in trained.module.state_dict().items())
+
+
+def test_a_network_that_mixes_patients_is_refused_before_it_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On purpose: only a finished model, of which no gradient is taken, is built without the walk."""
+
+    def mixing(*words: Any) -> Any:
+        found: Any = architecture(*words)
+        found.net.add_module("mixing", torch.nn.BatchNorm2d(1))
+        return found
+
+    monkeypatch.setattr("agent.models.networks.trainable.architecture", mixing)
+    with pytest.raises(UnsuitableNetworkError):
+        built("small-cnn")
+    build_trained(small("small-cnn"), 1, (16, 16), 2, 0, no_files)
 
 
 def test_building_moves_nobodys_generator_and_another_seed_is_another_start() -> None:
