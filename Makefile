@@ -34,7 +34,7 @@ try: $(STAMP)  ## the demo; then a coordinator and a hospital go on running, to 
 # tests/conftest.py sorts them, and not those with the most tests (--no-loadscope-reorder).
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 test: $(STAMP)  ## every test but the slow ones; a file's tests stay in one process, which shares what they set up
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=60 --durations-min=5
 
 quick: $(STAMP)  ## the tests of the rooms that differ from the branch main; not of what imports them
 	$(BIN)/python -m tests.quick
@@ -90,6 +90,7 @@ bench: $(STAMP)  ## ratios against named peers
 	$(BIN)/python -m tests.benchmarks transport
 	$(BIN)/python -m tests.benchmarks rounds
 	$(BIN)/python -m tests.benchmarks ingest
+	$(BIN)/python -m tests.benchmarks federated
 
 verifier: $(STAMP)  ## lazaret-verify as one file for auditors
 	$(BIN)/python -m deploy.verifier build/lazaret-verify.pyz
