@@ -36,9 +36,12 @@ from agent.prediction.studies import MemoryStudies, folder_files, reading
 from agent.service.jobs import BUSY
 from agent.storage.site_directory import SiteDirectory
 from agent.storage.vault import Vault
+from agent.volumes.dicom_series import parsed
 from policies.tasks.task import SEGMENTATION
 
 if TYPE_CHECKING:
+    from pydicom import Dataset
+
     from agent.prediction.predictor import NotPredicted, Prediction
     from agent.prediction.results import Results
 
@@ -51,12 +54,12 @@ class VaultStudies:
     refused: ClassVar[Mapping[str, int]] = MappingProxyType({})  # nothing: it was read when it came
 
     def __getattr__(self, name: str) -> Any:
-        """All but :meth:`original` is the vault's."""
+        """All but :meth:`header` is the vault's."""
         return getattr(self.vault, name)
 
-    def original(self, name: str) -> bytes:
-        """The de-identified file."""
-        return self.vault.payload(name)
+    def header(self, name: str) -> Dataset:
+        """The header of the de-identified file. Raises: NotDefacedError, it is none of DICOM."""
+        return parsed(self.vault.payload(name), pixels_too=False)[0]
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydicom import Dataset
 
 from agent.domain import ExampleRule
 from agent.dp.compute_device import AcceleratorLostError, accelerator_failed
@@ -62,8 +63,8 @@ def of_accelerator() -> Iterator[None]:
 class OriginalStore(ExampleStore, Protocol):
     """A store that also knows each file as results shall name it."""
 
-    def original(self, name: str) -> bytes:
-        """The file that a result refers to."""
+    def header(self, name: str) -> Dataset:
+        """The header of the file that a result refers to. Raises: NotDefacedError, it is none of DICOM."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

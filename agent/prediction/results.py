@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pydicom import Dataset
-
 from agent.deidentify.attributes import text
 from agent.deidentify.segment_list import Segment
 from agent.errors import CommandError
@@ -25,7 +23,6 @@ from agent.prediction.segmentation_object import (
     segmentation,
 )
 from agent.reports.task_preview import LabelWord, PreviewCard, TaskPreview, planes_of, render
-from agent.volumes.dicom_series import parsed
 from agent.volumes.errors import NotDefacedError
 from policies.tasks.task import CLASSIFICATION, MULTI_LABEL, SEGMENTATION, Task
 
@@ -91,7 +88,7 @@ def _by_series(
         if not one.masks:
             lost.append(NotPredicted("a NIfTI file has no images that a DICOM SEG could refer to", len(one.names)))
         for name, drawn in one.masks:
-            header, _ = parsed(store.original(name), pixels_too=False)
+            header = store.header(name)
             volume = number if one.drawn is not None and one.drawn.ndim == 3 else -1
             alone = number if len(drawn) > 1 else -1  # highdicom takes one file of many frames
             key = (one.person, one.series, text(header, "FrameOfReferenceUID"), *drawn.shape[1:], volume, alone)
@@ -119,7 +116,7 @@ def table(task: Task, store: OriginalStore, found: Sequence[Prediction]) -> byte
 def _identity(store: OriginalStore, one: Prediction) -> list[str]:
     """Patient, study, series and the first image, as the files name them; of NIfTI, as the vault does."""
     try:
-        header: Dataset = parsed(store.original(one.names[0]), pixels_too=False)[0]
+        header = store.header(one.names[0])
     except NotDefacedError:
         return [one.person, one.study, one.series, one.names[0]]
     return [text(header, keyword) for keyword in _UIDS]

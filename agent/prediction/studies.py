@@ -1,7 +1,8 @@
 """Studies that live in memory for one prediction, read by the same confined process and rules as what comes in.
 
-A file becomes what the vault would hold of it, so that a network sees what it saw in training. The original is kept
-beside it, in memory too, because a segmentation has to name the images that it is of. Nothing of either is written.
+A file becomes what the vault would hold of it, so that a network sees what it saw in training. The original's header
+is kept beside it, in memory too, because a segmentation has to name the images that it is of. Nothing of either is
+written.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from pydicom import Dataset
 
 from agent.deidentify import nifti
 from agent.deidentify.errors import FileRejectedError
@@ -31,6 +33,8 @@ from agent.ingest.context import IngestContext
 from agent.ingest.parser_process import ParserProcess
 from agent.storage.instance_index import InstanceRecord, head_of
 from agent.storage.pixel_codec import packed, unpacked
+from agent.volumes.dicom_series import parsed
+from agent.volumes.errors import NotDefacedError
 
 MOST_BYTES: Final = 4 * 2**30  # of the files of one prediction
 _FILES_A_START: Final = 40  # whose reading costs as much as to start a reader; a MiB counts as one more
@@ -43,7 +47,7 @@ class MemoryStudies:
     """What was fetched, as an ``ExampleStore``."""
 
     records: Mapping[str, Record] = field(repr=False)
-    originals: Mapping[str, bytes] = field(repr=False)  # by the names of the records
+    headers: Mapping[str, Dataset | str] = field(repr=False)  # of the files as they came, or a code why there is none
     refused: Mapping[str, int]  # a code of ``agent.deidentify.errors.REASONS`` -> files
 
     def heads(self) -> Iterable[InstanceRecord]:
@@ -61,9 +65,16 @@ class MemoryStudies:
             raise KeyError(name)
         return unpacked(packed(pixels), pixels.shape)
 
-    def original(self, name: str) -> bytes:
-        """The file as it came."""
-        return self.originals[name]
+    def header(self, name: str) -> Dataset:
+        """The header of the file as it came.
+
+        Raises:
+            NotDefacedError: it cannot be read.
+        """
+        header = self.headers[name]
+        if isinstance(header, str):
+            raise NotDefacedError(header)
+        return header
 
     def barred(self) -> Set[str]:
         """Nothing is held back."""
@@ -133,14 +144,21 @@ def _count(files: Sequence[bytes], most: int) -> int:
 
 
 def _studies(read: Iterable[Future[tuple[Record | str, bytes]]]) -> MemoryStudies:
-    records, originals, refused = dict[str, Record](), dict[str, bytes](), Counter[str]()
+    records, headers, refused = dict[str, Record](), dict[str, Dataset | str](), Counter[str]()
     for one in read:
         found, body = one.result()
         if isinstance(found, str):
             refused[found] += found not in _NO_IMAGES
         elif found.kind != "mask":
-            records[found.name], originals[found.name] = found, body
-    return MemoryStudies(records, originals, dict(sorted((+refused).items())))
+            records[found.name], headers[found.name] = found, _header(body)  # while the next file is read
+    return MemoryStudies(records, headers, dict(sorted((+refused).items())))
+
+
+def _header(body: bytes) -> Dataset | str:
+    try:
+        return parsed(body, pixels_too=False)[0]
+    except NotDefacedError as refusal:
+        return refusal.code
 
 
 class _Readers:
