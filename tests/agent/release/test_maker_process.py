@@ -449,7 +449,7 @@ def test_a_process_that_waits_for_its_call_is_confined_by_then_and_makes_one() -
     assert maker(is_stage, "train"), "one that has ended is no fault"
     (waiting,) = maker._next
     status = Path(f"/proc/{waiting.pid}/status")
-    for _ in range(600):
+    for _ in range(2400):
         if "Seccomp:\t2" in status.read_text():
             break
         time.sleep(0.1)
