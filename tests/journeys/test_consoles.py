@@ -18,7 +18,7 @@ from protos.service.control_client import SOCKET
 from tests.support.browser import SCREENS, Chrome, Visitor, chromium
 from tests.support.process_world import AT_SITE, REVIEWED, ROLES, ConsoleWorld, console_world
 
-pytestmark = pytest.mark.timeout(2400)
+pytestmark = pytest.mark.timeout(4800)
 RUN = "console-1"
 
 
@@ -91,7 +91,7 @@ def test_a_round_is_planned_launched_and_followed(scene: ConsoleWorld, chrome: C
             head.page.set_input_files("input.key", str(scene.key("head-1")))
             head.page.get_by_role("button", name=re.compile("my signature")).click()
             head.page.get_by_text("Your refusal is in the ledger.").wait_for()
-        page.get_by_text(re.compile("finished|failed")).first.wait_for(timeout=1_200_000)
+        page.get_by_text(re.compile("finished|failed")).first.wait_for(timeout=2_400_000)
         assert "failed" not in page.inner_text("main"), page.inner_text("main")
         visitor.axe()
         visitor.screenshot("coordinator-operator-run")
