@@ -16,7 +16,7 @@ from policies.ledger.export import Export
 from tests.support.process_world import ledger, site_ledger, spent
 from tests.support.tcp_proxy import wait_until
 
-pytestmark = pytest.mark.timeout(1200)  # a whole federation, on a machine that may be busy
+pytestmark = pytest.mark.timeout(2400)  # a whole federation, on a machine that may be busy
 KILLED = Path(__file__).parent.parent / "support" / "killed_agent.py"
 
 

@@ -22,7 +22,7 @@ import pytest
 
 from tests.support.network_namespace import isolation, needs_namespace
 
-pytestmark = pytest.mark.timeout(1200)  # under strace, on a machine that may be busy
+pytestmark = pytest.mark.timeout(2400)  # under strace, on a machine that may be busy
 ROOT = Path(__file__).resolve().parents[2]
 _TO = re.compile(r'connect\(.*(?:sin_addr=inet_addr\("([^"]+)"\)|inet_pton\(AF_INET6, "([^"]+)")')
 _PROGRAM = re.compile(r'execve\("([^"]+)".*\) = 0')

@@ -14,7 +14,7 @@ from protos.service.control_client import SOCKET
 from tests.support.ledger_world import Person
 from tests.support.process_world import ProcessWorld, ledger, site_ledger, spent
 
-pytestmark = pytest.mark.timeout(1200)  # a whole federation, on a machine that may be busy
+pytestmark = pytest.mark.timeout(2400)  # a whole federation, on a machine that may be busy
 KILLED = Path(__file__).parent.parent / "support" / "killed_agent.py"
 SITE = "site-b"
 

@@ -117,11 +117,10 @@ def write_chest_clinic(folder: Path, count: int, side: int = 96, visits: int = 1
     patients = chest_patients(count, np.random.default_rng(3), side, visits)
     write_chests(folder, 0, patients, np.random.default_rng(4))
     found = [one for patient in patients for one in patient.findings]
-    # written visit by visit: the same order as the files' persons are drawn in
-    accessions = [
-        str(pydicom.dcmread(path, stop_before_pixels=True).AccessionNumber)
-        for path in sorted(folder.rglob("*.dcm"), key=lambda path: path.stat().st_mtime_ns)
-    ]
+    heads = [pydicom.dcmread(path, stop_before_pixels=True) for path in folder.rglob("*.dcm")]
+    by_instance = {str(head.SOPInstanceUID): str(head.AccessionNumber) for head in heads}
+    with (folder / "labels.csv").open(newline="") as stream:  # visit by visit, as the findings are
+        accessions = [by_instance[row["sop_instance_uid"]] for row in csv.DictReader(stream)]
     table = folder.parent / "findings.csv"
     with table.open("w", newline="") as stream:
         rows = csv.writer(stream)

@@ -41,13 +41,13 @@ class Loop:
     ) -> None:
         self.call(self._stop)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(5)
+        self._thread.join(120)
         self.loop.close()
 
     def call(self, act: Callable[[], Any]) -> Any:
         """Run a coroutine function on the loop, and wait for what it gives."""
         future: Future[Any] = asyncio.run_coroutine_threadsafe(act(), self.loop)
-        return future.result(10)
+        return future.result(120)
 
     async def _listen(self) -> int:
         self._server = await asyncio.start_server(self._accepted, self.host, self.port)

@@ -46,6 +46,8 @@ from tests.support.task_site import (
     write_chest_clinic,
 )
 
+pytestmark = pytest.mark.timeout(1200)  # processes that import torch, on a machine that may be busy
+
 __all__ = ["clean_site", "made", "one_reader", "site", "study"]  # fixtures
 
 

@@ -13,6 +13,8 @@ from monai.networks.nets.densenet import DenseNet121
 from agent.cli.main import main
 from tests.support.monai_bundles import classification, flat_segmentation, write_bundle
 
+pytestmark = pytest.mark.timeout(1200)  # a whole DenseNet is checked, on a machine that may be busy
+
 
 def typed(folder: Path, *more: str | Path) -> int:
     out = ("--out", str(folder.parent / "task.toml"))

@@ -34,6 +34,8 @@ from tests.support.coordinator_runs import SITES, agents, evaluated_job, job
 from tests.support.exported_models import Exported, exported_model, exported_run, join
 from tests.support.task_site import MM, abdomen_series, abdomen_volume, task_site
 
+pytestmark = pytest.mark.timeout(1200)  # processes that import torch and MONAI, on a machine that may be busy
+
 TOML = """
 [task]
 name = "triage"

@@ -102,6 +102,7 @@ def test_a_site_works_until_its_answer_may_leave(
 
     def handle(_: RoundTask) -> RoundAnswer:
         time.sleep(seconds)  # the training
+        call(transport, "send-node-heartbeat")
         while time.monotonic() < leaves:  # and the pause, as `TaskHandler.handle` makes it
             call(transport, "send-node-heartbeat")
             time.sleep(0.1)

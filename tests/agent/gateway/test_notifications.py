@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -26,7 +27,7 @@ class Line:
         self._notices.put(gateway_pb2.Notice(kind="hello"))
 
     def __iter__(self) -> Iterator[gateway_pb2.Notice]:
-        while (notice := self._notices.get(timeout=60)) is not None:
+        while (notice := self._notices.get(timeout=240)) is not None:
             yield notice
         raise Broken
 
@@ -39,29 +40,31 @@ def test_a_stream_is_opened_at_once_where_the_coordinator_says_that_there_is_non
 ) -> None:
     monkeypatch.setattr(notifications, "_PAUSES_S", (3600.0, 3600.0))
     monkeypatch.setattr(notifications, "_FRESH_S", 0.0)
-    lines, heard, down = list[Line](), list[str](), threading.Event()
+    lines, heard, down, refused = list[Line](), list[str](), threading.Event(), threading.Semaphore(0)
 
     def opened(_: str) -> Line:
         if down.is_set():
+            refused.release()
             raise Broken
         lines.append(Line())
         return lines[-1]
 
     stream = NotificationStream(opened, lambda kind, _run: heard.append(kind))
     try:
-        assert stream._greeted.wait(60)
-        stream.begin_again(60)  # nobody has noticed that it is over
+        assert stream._greeted.wait(240)
+        stream.begin_again(240)  # nobody has noticed that it is over
         assert (len(lines), heard) == (2, ["hello"] * 2)
         down.set()
         lines[-1].cancel()
         while stream._greeted.is_set():
-            pass
+            time.sleep(0.01)
         stream.begin_again(0.2)  # the line is still down: the wait has an end
+        assert refused.acquire(timeout=240), "it was tried at once"
         assert len(lines) == 2
         down.clear()
-        stream.begin_again(60)  # and the next try is not in an hour
+        stream.begin_again(240)  # and the next try is not in an hour
         assert (len(lines), heard) == (3, ["hello"] * 3)
     finally:
         stream.close()
-    stream._thread.join(60)
+    stream._thread.join(240)
     assert not stream._thread.is_alive()

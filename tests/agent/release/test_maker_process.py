@@ -449,7 +449,7 @@ def test_a_process_that_waits_for_its_call_is_confined_by_then_and_makes_one() -
     assert maker(is_stage, "train"), "one that has ended is no fault"
     (waiting,) = maker._next
     status = Path(f"/proc/{waiting.pid}/status")
-    for _ in range(600):
+    for _ in range(2400):
         if "Seccomp:\t2" in status.read_text():
             break
         time.sleep(0.1)
@@ -515,11 +515,11 @@ def test_an_accelerator_cannot_be_confined(tries: Callable[..., Any], monkeypatc
     for call in (bound.power, partial(_evaluated, bound, None)):
         with pytest.raises(WorkerError, match='"required" and an accelerator'):
             MakerProcess(REQUIRED)(call, COHORT.patients, 1)
-    threads = threading.active_count()
+    threads = set(threading.enumerate())  # one that an earlier test left may end
     assert tries("answers", "cuda:1", hostile_mechanism.Placed("cpu"), demand=REQUIRED) == "cuda:1"
     named = Cohort((Patient("p", (Image(COHORT.patients[0].images[0].pixels, "cuda"),)),))  # a label is any word
     assert tries("answers", "cudamatrix", demand=REQUIRED, given=named) == "cudamatrix"
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads
 
 
 def test_a_word_is_no_accelerator_and_neither_is_one_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

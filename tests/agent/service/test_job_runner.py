@@ -44,7 +44,7 @@ from tests.support.release_site import entries, filled, held, kept, killed, ksam
 
 __all__ = ["site", "typed"]  # fixtures
 
-PATIENCE_S = 120.0  # for a process to start on a machine that is busy
+PATIENCE_S = 240.0  # for a process to start on a machine that is busy
 
 
 class World:

@@ -22,6 +22,7 @@ from tests.support.public_folders import public_folder, small_task
 from tests.support.small_tasks import classification, linear_length, masked_config
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="the simulated sites train")
+pytestmark = pytest.mark.timeout(1200)  # processes that import torch and train, on a machine that may be busy
 
 
 @pytest.mark.parametrize(("rounds", "looks"), [(0, (1, 2)), (1, (1,)), (2, (1, 2)), (9, (1, 2))])

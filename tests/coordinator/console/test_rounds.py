@@ -132,7 +132,7 @@ def test_a_stop_holds_and_a_resume_goes_on(served: Served) -> None:
         assert "data-live" in page.split("<main")[1]
         feed = served.hub.runs._feeds["run-d"]
         with feed.changed:
-            assert feed.changed.wait_for(lambda: any(e.state == "waiting" for e in feed.events), 20)
+            assert feed.changed.wait_for(lambda: any(e.state == "waiting" for e in feed.events), 240)
         page = operator.text("/rounds/run-d")
         assert "waits for sites" in page
         assert "was not connected" in html.unescape(page)

@@ -592,7 +592,7 @@ class Turns:
 
     def settle(self, *names: str) -> None:
         """Until exactly these have their turn, and a little longer."""
-        until = time.monotonic() + 60
+        until = time.monotonic() + 240
         while sorted(self.going) != sorted(names) and time.monotonic() < until:
             time.sleep(0.01)
         time.sleep(0.05)
@@ -801,7 +801,7 @@ def test_the_process_ends_with_the_coordinator(federation: FlowerFederation) -> 
     (pid,) = processes(federation)
     time.sleep(2.0)
     federation.coordinator.kill()
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
@@ -813,5 +813,5 @@ def test_the_process_does_nothing_without_the_settings_that_keep_flower_quiet() 
         "a, b = socket.socketpair(); main(b.fileno(), a.fileno())"
     )
     bare = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
-    ended = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, check=False, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, check=False, timeout=240)
     assert b"FlowerEnvironmentError" in ended.stderr

@@ -50,7 +50,7 @@ def fed(tmp_path: Path) -> Iterator[Federation]:
 
 def connected(fed: Federation, *names: str) -> None:
     """Wait until these sites, and no others, have a session."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while fed.service.sessions.connected() != names and time.monotonic() < until:
         time.sleep(0.02)
     assert fed.service.sessions.connected() == names

@@ -54,7 +54,7 @@ class Process:
         for line in self.process.stdout:
             self.lines.put(line.strip())
 
-    def hear(self, seconds: float = 120.0) -> str:
+    def hear(self, seconds: float = 240.0) -> str:
         """The next line."""
         until = time.monotonic() + seconds
         try:
@@ -66,7 +66,7 @@ class Process:
         self.said.append(line)
         return line
 
-    def wait_for(self, state: str, seconds: float = 120.0) -> None:
+    def wait_for(self, state: str, seconds: float = 240.0) -> None:
         """Until that line was said."""
         until = time.monotonic() + seconds
         while (line := self.hear(max(0.1, until - time.monotonic()))) != state:
@@ -87,7 +87,7 @@ class Process:
     def ask(self, **command: Any) -> Any:
         """One command, one answer."""
         self.tell(**command)
-        return json.loads(self.hear(180.0))
+        return json.loads(self.hear(280.0))
 
     def errors(self) -> str:
         """What it wrote to standard error."""

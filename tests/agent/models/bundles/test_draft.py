@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -298,10 +300,12 @@ def _put(configs: Changed, path: tuple[Any, ...], text: str, *, as_key: bool) ->
 
 
 _WATCHED: dict[str, list[str]] = {}
+_OTHERS = set[int]()  # threads that were there before: what earlier tests left may import or start something
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in ("compile", "exec", "import", "os.system", "subprocess.Popen") and "events" in _WATCHED:
+    ran = event in ("compile", "exec", "import", "os.system", "subprocess.Popen")
+    if ran and "events" in _WATCHED and threading.get_ident() not in _OTHERS:
         _WATCHED["events"].append(f"{event} {arguments}"[:200])
 
 
@@ -316,6 +320,9 @@ def test_no_text_of_a_bundle_is_ever_run_wherever_it_stands(tmp_path: Path, name
     ]
     configs = BUNDLES[name]()
     draft_of(folder_of(configs), ANSWERS[name])  # whatever is imported late is imported now
+    gc.collect()  # nor is what their objects do when they are deleted of the bundle
+    gc.disable()
+    _OTHERS.update(one.ident for one in threading.enumerate() if one.ident and one is not threading.current_thread())
     sys.addaudithook(_watch)
     tried = 0
     _WATCHED["events"] = []
@@ -334,6 +341,8 @@ def test_no_text_of_a_bundle_is_ever_run_wherever_it_stands(tmp_path: Path, name
                             continue
     finally:
         events = _WATCHED.pop("events")
+        _OTHERS.clear()
+        gc.enable()
     assert not trace.exists()
     assert not events
     assert tried > 300
