@@ -116,6 +116,25 @@ LONGEST = (
 )
 
 
+class _RedAtOnce:
+    """A line for each test that fails, when it does: a run that is ended before its summary tells of them, too."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Hear of a part of a test."""
+        writer = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and writer is not None:
+            writer.write_line(f"\nred: {report.nodeid} ({report.when}, {report.duration:.0f} s)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In the process that the others report to."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_RedAtOnce(config))
+
+
 def pytest_report_header() -> str:
     """Which samples this commit tries where all would take too long: those of test_sqlite_kill.py."""
     return f"third {third() + 1} of 3 of the sampled operations, by the commit {commit()[:12] or '(none)'}"
