@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 from pydicom import Dataset
+from pydicom import config as pydicom_config
 
 from agent.deidentify import nifti
 from agent.deidentify.errors import FileRejectedError
@@ -143,10 +144,12 @@ def _count(files: Sequence[bytes], most: int) -> int:
     return max(1, min(most or os.cpu_count() or 1, isqrt(int(work))))
 
 
-def _studies(read: Iterable[Future[tuple[Record | str, bytes]]]) -> MemoryStudies:
+def _studies(read: list[Future[tuple[Record | str, bytes]]]) -> MemoryStudies:
+    """What was read; it empties the list, which else would keep every file."""
     records, headers, refused = dict[str, Record](), dict[str, Dataset | str](), Counter[str]()
-    for one in read:
-        found, body = one.result()
+    read.reverse()
+    while read:
+        found, body = read.pop().result()
         if isinstance(found, str):
             refused[found] += found not in _NO_IMAGES
         elif found.kind != "mask":
@@ -156,9 +159,12 @@ def _studies(read: Iterable[Future[tuple[Record | str, bytes]]]) -> MemoryStudie
 
 def _header(body: bytes) -> Dataset | str:
     try:
-        return parsed(body, pixels_too=False)[0]
+        with pydicom_config.disable_value_validation():  # its warnings quote values
+            header = parsed(body, pixels_too=False)[0]
     except NotDefacedError as refusal:
         return refusal.code
+    header.buffer = None  # else the whole file stays in memory with it
+    return header
 
 
 class _Readers:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 
+import pydicom
 import pytest
 
 from agent.ingest import context
@@ -48,6 +51,16 @@ def test_few_files_have_one_reader_which_looks_for_no_text_and_takes_no_nifti(si
     assert "numpy" in loaded
     assert "/scipy/" not in loaded
     assert reader.pid is None, "it has ended"
+
+
+def test_of_a_file_nothing_is_kept_but_its_header(site: Path, tmp_path: Path) -> None:
+    files = [path.read_bytes() for path in sorted((tmp_path / "study").glob("*.dcm"))]
+    before = [sys.getrefcount(body) for body in files]
+    with open_ingest(SiteDirectory(site), MAIN) as way, reading(way, files) as images:
+        found = images()
+    assert [sys.getrefcount(body) for body in files] == before
+    names = {found.header(name).SOPInstanceUID for name in found.records}
+    assert names == {pydicom.dcmread(io.BytesIO(body)).SOPInstanceUID for body in files}
 
 
 def test_what_fails_beside_the_reading_leaves_no_reader(site: Path, tmp_path: Path) -> None:
