@@ -20,13 +20,13 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.hazmat.primitives.serialization.pkcs12 import load_pkcs12
 from pydicom import dcmread
-from pynetdicom import AE
 
 from deploy.demo.tryout import SAMPLES, SENT, SITE
 from protos.identity.key_files import write_private
 from tests.support import ended_demo, short_demo
 from tests.support.peers import missing
 from tests.support.ports import claimed, free_port
+from tests.support.steady_sender import send
 from tests.support.tcp_proxy import wait_until
 
 pytestmark = pytest.mark.timeout(1800)
@@ -184,13 +184,7 @@ def two_samples_are_sent(demo: Tried) -> None:
     assert (line[0] == "storescu") is not missing("storescu")
     typed(line)
     title, port = line[line.index("-aec") + 1], int(line[-2])
-    image = dcmread(samples[1])
-    sender = AE("STORESCU")
-    sender.add_requested_context(image.SOPClassUID, image.file_meta.TransferSyntaxUID)
-    association = sender.associate("127.0.0.1", port, ae_title=title)
-    assert association.is_established
-    assert association.send_c_store(image).Status == 0
-    association.release()
+    send(dcmread(samples[1]), port, title, caller="STORESCU")
 
 
 def everybody_logs_in(demo: Tried) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from pydicom import dcmread
 from pydicom.data import get_testdata_file
-from pynetdicom import AE
 
 from agent.storage.read_only_access import records
 from agent.storage.site_directory import SiteDirectory
 from tests.support.ports import free_port
+from tests.support.steady_sender import send
 from tests.support.terminal import Terminal, lines_of
 
 
@@ -86,18 +86,8 @@ def _typed(both: FirstImage, dicom: int) -> None:
     # hospital IT
     hospital.type(f"{site} setup")
     hospital.leave(f"{site} serve", "receiving only")
-    _send(dicom)
+    send(dcmread(get_testdata_file("CT_small.dcm")), dicom, caller="HOSPITALPACS")  # the PACS
     until = time.monotonic() + 120
     while not both.patients():
         assert time.monotonic() < until, "the image came into no vault"
         time.sleep(0.2)
-
-
-def _send(port: int) -> None:
-    """The PACS."""
-    image, entity = dcmread(get_testdata_file("CT_small.dcm")), AE("HOSPITALPACS")
-    entity.add_requested_context(image.SOPClassUID, image.file_meta.TransferSyntaxUID)
-    association = entity.associate("127.0.0.1", port, ae_title="LAZARET")
-    assert association.is_established
-    assert association.send_c_store(image).Status == 0
-    association.release()

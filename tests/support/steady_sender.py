@@ -15,14 +15,15 @@ from pynetdicom import AE
 
 TITLE = "LAZARET"
 CALLER = "PYNETDICOM"
+_PATIENCE_S = 120.0
 
 
-def sent(image: Dataset, port: int) -> bool:
-    """Whether the receiver said that it has the image."""
-    entity = AE(CALLER)
+def sent(image: Dataset, port: int, title: str = TITLE, caller: str = CALLER) -> bool:
+    """Whether the receiver, which is called ``title``, said that it has the image of the PACS ``caller``."""
+    entity = AE(caller)
     entity.add_requested_context(image.SOPClassUID, image.file_meta.TransferSyntaxUID)
     entity.acse_timeout = entity.dimse_timeout = entity.network_timeout = 15
-    association = entity.associate("127.0.0.1", port, ae_title=TITLE)
+    association = entity.associate("127.0.0.1", port, ae_title=title)
     if not association.is_established:
         return False
     try:
@@ -31,6 +32,19 @@ def sent(image: Dataset, port: int) -> bool:
         return False
     association.release()
     return bool("Status" in answer and answer.Status == 0)
+
+
+def send(image: Dataset, port: int, title: str = TITLE, caller: str = CALLER) -> None:
+    """One image, again and again until it is answered, as a PACS does: on a busy machine a request may come too late.
+
+    Raises:
+        TimeoutError: not within two minutes.
+    """
+    until = time.monotonic() + _PATIENCE_S
+    while not sent(image, port, title, caller):
+        if time.monotonic() > until:
+            raise TimeoutError(f"nobody at {port} took an image from {caller}")
+        time.sleep(0.2)
 
 
 def main(folder: Path, port: int, notes: Path, pause_s: float) -> None:
