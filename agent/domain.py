@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _PART: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+_TOGETHER: Final = 1 << 20  # numbers that are looked at at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -309,7 +310,8 @@ class Update:
         """A finite flat vector."""
         if self.vector.ndim != 1 or self.vector.dtype != np.float32 or not self.vector.size:
             raise ValueError("vector must be a non-empty (p,) float32 array")
-        if not bool(np.isfinite(self.vector).all()):
+        parts = (self.vector[at : at + _TOGETHER] for at in range(0, self.vector.size, _TOGETHER))
+        if not all(bool(np.isfinite(part).all()) for part in parts):
             raise ValueError("vector must be finite")
 
 

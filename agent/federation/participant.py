@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from agent.domain import Update
 from agent.dp.compute_device import SiteCompute
 from agent.dp.noise import Entropy
-from agent.errors import ReviewRejectedError
+from agent.errors import ReviewRejectedError, SiteStorageError
 from agent.federation import own_heads, run_plan
 from agent.federation.answer_pace import RunPaces
 from agent.federation.part_watch import How, PartEnd, PartWatch
@@ -47,12 +47,12 @@ from agent.release.packaging import draft_of
 from agent.release.pipeline import check_opt_outs, fetch_verdicts, record_submission, sign_release
 from agent.release.ports import SignedRelease, SiteContext
 from agent.release.release_record import remember_members
-from agent.release.unsent import PART, forget, keep_update, kept_update, updates_of_part
+from agent.release.unsent import PART, SealedUpdate, forget, keep_update, kept_update, updates_of_part
 from policies.accounting.claims import Claim, Evaluated, looks_of, training_of
 from policies.ledger.entries import Reserved
 from policies.review.mechanism_terms import EVALUATIONS
 from policies.review.rules import Finding, Verdict
-from policies.statements import ID, claim_json, release_id
+from policies.statements import ID, Release, claim_json, release_id
 from policies.tasks.evaluation import HELD_OUT, TRAINED
 from protos.artifacts.arrays import pack_update
 from protos.common.errors import WorkerError
@@ -68,15 +68,6 @@ def _numbers(made: Made) -> NDArray[Any]:
 
 def _no(rule: str, detail: str) -> ReviewRejectedError:
     return ReviewRejectedError("site", Verdict((Finding(rule, detail),)))
-
-
-@dataclass(frozen=True, slots=True)
-class SealedUpdate:
-    """An update that may leave, or has left, and of whom it is."""
-
-    signed: SignedRelease
-    persons: frozenset[str]
-    model: str  # SHA-256 of the parameters that it was made from; "": an earlier version kept it, and did not say
 
 
 @dataclass(slots=True)
@@ -156,10 +147,8 @@ class Participant:
         if "envelope" in sealed:
             envelope = base64.b64decode(sealed["envelope"])
             release = self.site.read(envelope)
-            artifact = kept_update(self.site.vault, release)
-            if artifact is not None:
-                signed = SignedRelease(release, envelope, artifact)
-                self.last = SealedUpdate(signed, frozenset(sealed["persons"]), sealed.get("model", ""))
+            if kept_update(self.site.vault, release) is not None:
+                self.last = SealedUpdate(release, envelope, frozenset(sealed["persons"]), sealed.get("model", ""))
 
     def _sent(self) -> list[int]:
         """The rounds whose updates have set out under this grant, by the site's ledger."""
@@ -190,9 +179,9 @@ class Participant:
         if self.sealed:
             note["sealed"] = {"round": self.sealed}
         if self.last is not None:
-            signed, persons = self.last.signed, sorted(self.last.persons)
-            note["sealed"] |= {"release": signed.release.release, "persons": persons, "model": self.last.model}
-            note["sealed"]["envelope"] = base64.b64encode(signed.envelope).decode()
+            release, persons = self.last.release.release, sorted(self.last.persons)
+            note["sealed"] |= {"release": release, "persons": persons, "model": self.last.model}
+            note["sealed"]["envelope"] = base64.b64encode(self.last.envelope).decode()
         self.site.vault.write_note(PART, note if self.grant or self.last is not None else None)
 
     def plan_of(self, run: str, mechanism: Federated | FederatedMasked, terms: RoundTerms) -> RunPlan:
@@ -262,7 +251,7 @@ class Participant:
         if run == self.run and mechanism == self.mechanism and self.grant and terms == self.terms:
             return self._reservation(self.grant)
         if run == self.run and self.mechanism is None and self.last is not None:  # all is made, and the run goes on
-            return self._reservation(self.last.signed.release.grant)
+            return self._reservation(self.last.release.grant)
         if found := tuple(findings(self.site, self.modality, run, mechanism)):
             raise ReviewRejectedError("site", Verdict(found))
         if why := engine_refusal(mechanism.task, self.compute.plan.engine):
@@ -352,7 +341,7 @@ class Participant:
         before, self.sealed, self.last = self.last, sealed, last
         self._note()
         if before is not None:
-            forget(self.site.vault, before.signed.release.release)
+            forget(self.site.vault, before.release.release)
 
     def _made(self) -> Claim | None:
         """What was made in this run so far, failed rounds included; None before the first round."""
@@ -477,7 +466,8 @@ class Participant:
             keep_update(self.site.vault, signed.release.release, signed.artifact)
             own_heads.keep(self.site.vault, self.run, head)  # from here on the round starts elsewhere, and is another
             self.unfinished = None
-            self._replace_last(round_index, SealedUpdate(signed, persons, digest_of_model(model)))
+            last = SealedUpdate(signed.release, signed.envelope, persons, digest_of_model(model))
+            self._replace_last(round_index, last)
             forget_steps(self.site.vault)
         except Exception as fault:
             if self.unfinished is not None and not goes_on(fault):
@@ -485,7 +475,7 @@ class Participant:
             raise
         finally:
             self.round_in_progress = False
-        self.kept(self.run, round_index, model)
+        self._may_leave()
         return signed
 
     def _give_up(self) -> None:
@@ -504,20 +494,27 @@ class Participant:
             ReviewRejectedError: it was made from another model, which a coordinator has lost since (``behind``); a
                 patient in it has opted out since, or the site's own review refuses it by now: then it is deleted,
                 and its round is refused from here on.
+            SiteStorageError: its bytes cannot be read.
         """
-        if self.last is None or run != self.run or round_index != self.last.signed.release.round:
+        if self.last is None or run != self.run or round_index != self.last.release.round:
             return None
         if digest_of_model(model) != self.last.model:
             raise _no("behind", "this round was made from another model: the coordinator came back from a backup")
-        signed = self.last.signed
+        self._may_leave()
+        if (artifact := kept_update(self.site.vault, self.last.release)) is None:
+            raise SiteStorageError("the bytes of a round's update are missing from the vault: restore the vault")
+        return SignedRelease(self.last.release, self.last.envelope, artifact)
+
+    def _may_leave(self) -> None:
+        """The newest update sets out, if it has not; where anything keeps it back, it goes (ReviewRejectedError)."""
+        assert self.last is not None
         try:
             check_opt_outs(self.site, self.last.persons)
-            if signed.release.release not in self.site.ledger.store.state.sent:
-                self.set_out(signed)
+            if self.last.release.release not in self.site.ledger.store.state.sent:
+                self.set_out(self.last.release, self.last.envelope)
         except ReviewRejectedError:
             self._replace_last(self.sealed, None)
             raise
-        return signed
 
     def run_round(self, start: Update) -> tuple[Made, frozenset[str]]:
         """What a round makes of patients' images, in a confined process; and of whom it is.
@@ -564,18 +561,18 @@ class Participant:
         )
         return sign_release(self.site, draft, artifact)
 
-    def set_out(self, signed: SignedRelease) -> None:
+    def set_out(self, release: Release, envelope: bytes) -> None:
         """A round's sealed artifact is written down as leaving; the link carries it out.
 
         Raises:
             ReviewRejectedError: by the site's own review; it does not leave.
         """
         assert self.mechanism is not None
-        record_submission(self.site, signed)
+        record_submission(self.site, release, envelope)
         self.round_in_progress = False
-        looked = signed.release.artifact_type in EVALUATIONS
+        looked = release.artifact_type in EVALUATIONS
         made = f"look {self.looks}" if looked else f"update {self.rounds_trained} of {self.mechanism.rounds}"
-        self.site.say("round", f"{signed.release.round}: {made} sealed")
+        self.site.say("round", f"{release.round}: {made} sealed")
 
     def follow(self) -> bool:
         """Ask for the verdicts on updates that went out with the link; True when the run's grant is closed.
@@ -592,7 +589,7 @@ class Participant:
             return False
         if self.unfinished is not None:
             return False  # interrupted: it is asked for again, or the run ends
-        if self.last is not None and self.last.signed.release.release not in self.site.ledger.store.state.sent:
+        if self.last is not None and self.last.release.release not in self.site.ledger.store.state.sent:
             return False  # killed before it set out: it is asked for again, or the run ends
         self.site.ledger.close(self.grant, "released")
         self._forget("made")

@@ -175,6 +175,6 @@ class SecureAggregationClient:
             masked = pack_ring(round.masked_vector(self._session, message))
         kind = "masked-evaluation" if self._looks else ""
         signed = part.sign(number, masked, kind)
-        part.set_out(signed)
+        part.set_out(signed.release, signed.envelope)
         self._member = member
         return round.frame(signed.envelope, message)

@@ -31,7 +31,7 @@ from typing import Any, Final, TypeVar
 
 import httpx
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.fleet_pb2 import (
@@ -59,7 +59,6 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import (
 from flwr.supercore.inflatable.inflatable_utils import (
     ObjectPullError,
     ObjectPushError,
-    inflate_object_from_contents,
     pull_objects,
 )
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
@@ -70,7 +69,9 @@ from agent.federation.fleet_transport import AnotherRoot, TurnedAway
 from agent.federation.supernode_process import LinkSetup
 from agent.federation.tasks import CARRYING, MAX_TICKET, Kind, Reply, RoundTask, TaskDeclinedError
 from protos.federation import flat_arrays, flower_environment, messages
+from protos.federation.flower_arrays import STYPE, put_together, sent_from
 from protos.federation.round_times import RoundTerms
+from protos.operations.http_relay import HOOKS
 
 _KINDS: Final[dict[str, Kind]] = {
     messages.PLAN: "plan",
@@ -80,7 +81,6 @@ _KINDS: Final[dict[str, Kind]] = {
     messages.SECURE: "secure",
     messages.CHECK: "check",
 }
-_STYPE: Final = "numpy.ndarray"  # Flower's word for numpy's file form
 _TIMES: Final = {messages.SECONDS, messages.APPROVE_BY}
 _RECORDS: Final[dict[Kind, set[str]]] = {
     "plan": {messages.ORDER},
@@ -142,7 +142,7 @@ def _array(content: RecordDict, name: str, key: str, dtype: type[np.generic]) ->
     if not isinstance(record, ArrayRecord) or list(record) != [key]:
         raise TaskDeclinedError("malformed")
     carried = record[key]
-    size = int(carried.shape[0]) if len(carried.shape) == 1 and carried.stype == _STYPE else -1
+    size = int(carried.shape[0]) if len(carried.shape) == 1 and carried.stype == STYPE else -1
     found = flat_arrays.view(carried.data, size, np.dtype(dtype)) if size >= 0 else None
     array = carried.numpy() if found is None else found  # never unpickles
     if array.dtype != dtype or array.ndim != 1:
@@ -156,12 +156,11 @@ def records_of(reply: Reply) -> RecordDict:
     assert reply.answer is not None
     if reply.kind in CARRYING:
         payload = np.frombuffer(reply.answer.payload, np.uint8)
-        return RecordDict({messages.PAYLOAD: ArrayRecord({messages.DATA: Array(payload)})})
+        return RecordDict({messages.PAYLOAD: sent_from(messages.DATA, payload)})
     records: dict[str, Any] = {messages.ANSWER: ConfigRecord({messages.ENVELOPE: reply.answer.envelope})}
     if reply.answer.vector is not None:
         vector = reply.answer.vector
-        array = Array(vector.dtype.name, (int(vector.size),), _STYPE, flat_arrays.packed(vector))
-        records[messages.PARAMETERS] = ArrayRecord({messages.FLAT: array})
+        records[messages.PARAMETERS] = sent_from(messages.FLAT, vector)
     return RecordDict(records)
 
 
@@ -202,7 +201,7 @@ class _FleetClient(FleetHttpClient):
         version = RuntimeVersionHttpInterceptor(component_name="SuperNode")
         super().__init__("http://coordinator", interceptors=[version])
         self._client.close()
-        self._client = httpx.Client(transport=transport, trust_env=False, follow_redirects=False)
+        self._client = httpx.Client(transport=transport, trust_env=False, follow_redirects=False, event_hooks=HOOKS)
 
 
 def serve(link: LinkSetup, transport: httpx.BaseTransport, queue: TaskQueue) -> None:
@@ -428,8 +427,8 @@ class _Session:
         )
         request = ConfirmMessageReceivedRequest(node=node, run_id=run_id, message_object_id=coming.tree.object_id)
         _patiently(lambda: self.client.ConfirmMessageReceived(request))
-        coming.pieces.clear()  # so that inflating lets go of each
-        message = inflate_object_from_contents(coming.tree.object_id, whole)
+        coming.pieces.clear()  # so that each is let go of
+        message = put_together(coming.tree.object_id, whole)
         if not isinstance(message, Message):
             raise TypeError("a task must be a message")
         return message

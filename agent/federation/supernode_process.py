@@ -46,7 +46,7 @@ from protos.federation import flower_environment, messages
 from protos.identity.key_files import read_private
 from protos.operations.child_process import end, start
 from protos.operations.confinement import AVAILABLE, ConfinementError
-from protos.operations.http_relay import Relay
+from protos.operations.http_relay import HOOKS, Relay
 
 MODULE: Final = "agent.federation.supernode_main"
 STATES: Final = frozenset({"online", "unreachable", "another root", "turned away", "unregistered", "stopped"})
@@ -172,7 +172,13 @@ class SuperNodeLink:
             key, self._transport = _NodeKey(self.config.node_key), self.config.transport()
         except (OSError, ValueError) as fault:
             raise LinkError(type(fault).__name__) from None
-        with httpx.Client(transport=self._transport, base_url="http://coordinator", timeout=None) as client:  # noqa: S113 - the transport has limits
+        client = httpx.Client(
+            transport=self._transport,
+            base_url="http://coordinator",
+            timeout=None,  # noqa: S113 - the transport has limits
+            event_hooks=HOOKS,
+        )
+        with client:
             self._serve(client, key, handle, stop, on_state)
 
     def _serve(
@@ -283,7 +289,7 @@ class _Child:
         ours, theirs = socket.socketpair()
         relay, calls = socket.socketpair()
         with theirs, calls:
-            self.process = start(MODULE, [setup.words()], [theirs.fileno(), calls.fileno()], KEPT)
+            self.process = start(MODULE, [setup.words()], [theirs.fileno(), calls.fileno()], KEPT, gives_back=True)
         self.pipe = Connection(ours.detach())
         self._relay = Relay(relay, client, messages.FLEET_BODY, key.proof)
 

@@ -163,7 +163,7 @@ class _Room:
         assert process.stdout is not None
         while True:
             try:
-                head, parts = receive(process.stdout, self._most)
+                head, parts = receive(process.stdout, self._most, bytearray)
                 if head.get("step") == "made":
                     made = result.unpack(parts[0], parts[1])
                     self._advance(head.get("dice"))
@@ -185,7 +185,7 @@ class _Room:
                 return (self._checkpoint,)
         return ()
 
-    def _answer(self, stream: IO[bytes], head: dict[str, Any], parts: list[bytes]) -> None:
+    def _answer(self, stream: IO[bytes], head: dict[str, Any], parts: list[bytearray]) -> None:
         match head:
             case {"step": "opens"}:
                 self._opened = True
@@ -197,7 +197,7 @@ class _Room:
                 found = self._bench.place(place).read()
                 send(stream, {"found": found is not None}, [found or b""])
             case {"step": "write", "place": str(place)} if self._bench is not None and place in self._places:
-                self._bench.place(place).write(parts[0])
+                self._bench.place(place).write(parts[0])  # type: ignore[arg-type] # it is sealed where it lies
                 send(stream, {"found": True})
             case {"step": "raised", "kind": "MemoryError"}:
                 raise MemoryError

@@ -54,14 +54,14 @@ class Result:
         look(hint := get_type_hints(getattr(call, "func", call))["return"])
         return cls(hint, found)
 
-    def unpack(self, tree: bytes, data: bytes) -> Any:
-        """The result again.
+    def unpack(self, tree: bytearray, data: bytearray) -> Any:
+        """The result again. Its arrays lie in ``data``, which is theirs from here on.
 
         Raises:
             ValueError: it is none of these classes, or not what its class permits.
         """
         try:
-            reader = _Reader(memoryview(bytearray(data)), self.classes)
+            reader = _Reader(memoryview(data), self.classes)
             value = reader.value(json.loads(tree), 0)
             if reader.at != len(data) or not _fits(value, self.hint):
                 raise ValueError(_NO_RESULT)

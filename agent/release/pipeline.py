@@ -132,7 +132,7 @@ def package_artifact(site: SiteContext, draft: Release, clear: bytes, wrapping: 
     return replace(sign_release(site, replace(draft, reader=wrapping.reader), wrapping.seal(clear)), clear=clear)
 
 
-def record_submission(site: SiteContext, signed: SignedRelease) -> None:
+def record_submission(site: SiteContext, release: Release, envelope: bytes) -> None:
     """The site's own review of a finished parcel, and the entry that it leaves; durable before a byte of it does.
 
     This is a wall: the coordinator reviews the same again, but what the site refuses never leaves the site.
@@ -140,15 +140,15 @@ def record_submission(site: SiteContext, signed: SignedRelease) -> None:
     Raises:
         ReviewRejectedError: by the site; the refusal is in its ledger, and the coordinator never sees the parcel.
     """
-    verdict = site.ledger.dry_run_review(signed.release, signed.envelope)
-    older = older_vault(site.vault.note(RECORD), site.ledger.store.state, signed.release.mechanism)
+    verdict = site.ledger.dry_run_review(release, envelope)
+    older = older_vault(site.vault.note(RECORD), site.ledger.store.state, release.mechanism)
     verdict = replace(
         verdict, findings=(*verdict.findings, *older)
     )  # brought back since the price, or while it waited
     if not verdict.admitted:
-        site.ledger.record(f"verdict-{signed.release.release}", signed.release, signed.envelope, verdict)
+        site.ledger.record(f"verdict-{release.release}", release, envelope, verdict)
         raise ReviewRejectedError("site", verdict)
-    site.ledger.send(signed.release, signed.envelope)
+    site.ledger.send(release, envelope)
     site.vault.write_note("ledger", site.ledger.store.state.size)  # so that an older ledger is noticed
 
 
@@ -160,7 +160,7 @@ def submit(site: SiteContext, signed: SignedRelease, hand_in: HandIn | None = No
         NotSentError: the outcome is unknown; it is sent again, or :func:`agent.release.recovery.recover` hears of it.
     """
     try:
-        record_submission(site, signed)
+        record_submission(site, signed.release, signed.envelope)
     except ReviewRejectedError:
         held = site.ledger.store.state.grants.get(signed.release.grant)
         if held is not None and isinstance(held.reserved, Reserved):

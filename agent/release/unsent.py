@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agent.errors import CoordinatorUnreachableError, SiteStorageError
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
 
 NOTE = "pending"
 PART = "run"  # the note of the part in a federated run that is open, see agent.federation.participant
+
+
+@dataclass(frozen=True, slots=True)
+class SealedUpdate:
+    """A round's update that may leave, or has left, and of whom it is. Its bytes, which may be many, are kept."""
+
+    release: Release
+    envelope: bytes
+    persons: frozenset[str]
+    model: str  # SHA-256 of the parameters that it was made from; "": an earlier version kept it, and did not say
 
 
 class NotSentError(CoordinatorUnreachableError):

@@ -36,13 +36,16 @@ from coordinator.federation.vectors import (
     change,
     checked,
     chunks,
+    doubles,
     rounded,
     shares,
     sites,
     squared_distances,
     stateless,
+    update_problem,
     vector_problem,
 )
+from protos.artifacts.bfloat16 import widened
 from protos.common.canonical_json import canonical, json_object
 from protos.common.errors import ConfigError
 
@@ -129,7 +132,7 @@ class FedAvg(Aggregator):
         for part in chunks(start.size):  # float64 of a chunk at a time, not of the whole model
             total = np.zeros(len(mean[part]))
             for site, vector in named:
-                total += of[site] * vector[part].astype(np.float64)
+                total += of[site] * doubles(vector, part)
             mean[part] = rounded(total)
         return mean, Moments(state.t + 1), sites(named)
 
@@ -179,7 +182,8 @@ class _OfTheMean(Aggregator):
         named = checked(start, updates)
         total = np.zeros(start.size)
         for _, vector in named:
-            total += vector
+            for part in chunks(start.size):
+                total[part] += doubles(vector, part)
         vector, moments = self.advance(start, total / len(named) - start, state)
         return vector, moments, sites(named)
 
@@ -289,11 +293,11 @@ class TrimmedMean(Aggregator):
             raise NoAggregateError(f"trimming {k} at each end needs {self.min_updates()} updates, there are {n}")
         mean = np.empty(start.size)
         for part in chunks(start.size):
-            stack = np.stack([vector[part] for _, vector in named], axis=1)
+            stack = np.stack([widened(vector[part]) for _, vector in named], axis=1)
             stack.sort(axis=1)  # NaN counts as the largest
             with np.errstate(invalid="ignore"):
                 mean[part] = stack[:, k : n - k].mean(axis=1, dtype=np.float64)
-        finite = [(site, vector) for site, vector in named if vector_problem(vector, start.size) is None]
+        finite = [(site, vector) for site, vector in named if update_problem(vector, start.size) is None]
         return rounded(mean), Moments(state.t + 1), sites(finite)
 
 

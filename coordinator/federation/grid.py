@@ -15,8 +15,8 @@ from typing import Any, Final, Self
 
 import httpx
 from flwr.app import Error, Message, RecordDict
-from flwr.app.message import make_message
-from flwr.common.serde import run_from_proto
+from flwr.app.message import make_message, remove_content_from_message
+from flwr.common.serde import message_to_proto, run_from_proto
 from flwr.common.serde_utils import metadata_from_proto
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
 from flwr.proto.message_pb2 import Message as ProtoMessage
@@ -24,12 +24,21 @@ from flwr.proto.runtime_pb2 import (
     PullAppMessagesRequest,
     PullAppMessagesResponse,
     PullTaskInputRequest,
+    PushAppMessagesRequest,
     PushTaskOutputRequest,
     SendTaskHeartbeatRequest,
 )
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
+from flwr.supercore.inflatable.inflatable_object import (
+    InflatableObject,
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+    make_pull_object_fn_protobuf,
+    make_push_object_fn_protobuf,
+)
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, pull_objects
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
 from flwr.supercore.runtime import RuntimeHttpClient
@@ -38,13 +47,16 @@ from flwr.superlink.grid import HttpGrid
 
 from coordinator.federation.fleet_proxy import NOT_ARRIVED
 from coordinator.federation.superlink_listeners import KEY_HEADER
+from protos.federation.flower_arrays import put_together
 from protos.federation.messages import MAX_OBJECTS
+from protos.operations.http_relay import HOOKS
 
 _POLL_S: Final = 0.2
 _LONGEST_POLL_S: Final = 2.0
 _QUICK_S: Final = 60.0  # so long after a question answers are looked for at every poll
 _SURELY_S: Final = 2.0  # a site counts as online that will still be so by then
 CALL_S: Final = 30.0  # one private call
+_PUSHED_AT_ONCE: Final = 4  # pieces of messages
 _BEAT_S: Final = 10.0  # Flower takes a task for dead after about a minute without
 _UNREADABLE: Final = 2001  # our own Error number: the strategy calls it "failed"
 
@@ -64,7 +76,9 @@ class _Key:
 def direct(client: Any, transport: httpx.BaseTransport | None = None) -> Any:
     """Make a Flower client ignore proxy variables and redirects: the private listener is here or relayed to."""
     client._client.close()
-    client._client = httpx.Client(trust_env=False, timeout=CALL_S, follow_redirects=False, transport=transport)
+    client._client = httpx.Client(
+        trust_env=False, timeout=CALL_S, follow_redirects=False, transport=transport, event_hooks=HOOKS
+    )
     return client
 
 
@@ -153,6 +167,25 @@ class BoundedGrid(HttpGrid):
             with contextlib.suppress(httpx.HTTPError, ValueError, RuntimeError):
                 self._runtime_client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
 
+    def _try_push_messages(self, run_id: int, messages: Iterable[Message]) -> list[str]:
+        """As Flower's, and a piece is copied when it leaves: not all of them before the first does."""
+        announced, trees, objects = [], [], dict[str, InflatableObject]()
+        for message in messages:
+            announced.append(message_to_proto(remove_content_from_message(message)))
+            objects |= get_all_nested_objects(message)
+            trees.append(get_object_tree(message))
+        told = self._runtime_client.PushMessages(
+            PushAppMessagesRequest(messages_list=announced, message_object_trees=trees)
+        )
+        push = make_push_object_fn_protobuf(
+            self._runtime_client.PushObject, self.node, run_id, session_id=told.session_id
+        )
+        missing = set(told.objects_to_push)
+        with ThreadPoolExecutor(_PUSHED_AT_ONCE) as pool:
+            for _ in pool.map(lambda name: push(name, objects[name].deflate()), [n for n in objects if n in missing]):
+                pass
+        return list(told.message_ids)
+
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send, then collect replies until all are there, ``timeout`` seconds are over or the host stops.
 
@@ -222,7 +255,7 @@ class BoundedGrid(HttpGrid):
         self._runtime_client.ConfirmMessageReceived(
             ConfirmMessageReceivedRequest(node=self.node, run_id=run_id, message_object_id=name)
         )
-        message = inflate_object_from_contents(name, contents)
+        message = put_together(name, contents)
         if not isinstance(message, Message):
             raise TypeError("a reply must be a message")
         return message

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import NDArray
 
 from protos.artifacts.bfloat16 import BFLOAT16, FLOAT32, Numbers, is_finite
 from protos.common.errors import PeerError
 from protos.federation import flat_arrays, messages
+from protos.federation.flower_arrays import STYPE, sent_from
 
-_STYPE: Final = "numpy.ndarray"  # Flower's word for numpy's file form
 _CARRIED: Final = {FLOAT32: "<f4", BFLOAT16: "<u2"}  # numpy has no type for bfloat16: its bits travel
 _NPY_HEADER: Final = 4096  # bytes that numpy's header may take in front of the values
 # Flower's own numbers (3 and 4: message or reply unavailable, 5: node unavailable), then the sites'.
@@ -25,16 +25,12 @@ class InvalidReplyError(PeerError):
 
 def pack(vector: NDArray[np.float32]) -> ArrayRecord:
     """(p,) float32 as the one flat tensor of a message."""
-    return ArrayRecord({messages.FLAT: _array(vector)})
+    return sent_from(messages.FLAT, vector)
 
 
 def pack_payload(data: bytes | NDArray[np.float32]) -> ArrayRecord:
     """Bytes, or those of numbers, as what a message carries."""
-    return ArrayRecord({messages.DATA: _array(np.frombuffer(data, np.uint8))})
-
-
-def _array(flat: NDArray[Any]) -> Array:
-    return Array(flat.dtype.name, (int(flat.size),), _STYPE, flat_arrays.packed(flat))
+    return sent_from(messages.DATA, np.frombuffer(data, np.uint8))
 
 
 def error_name(code: int) -> str:
@@ -100,7 +96,7 @@ def _numbers(content: RecordDict, size: int, precision: str) -> Numbers:
     declared = (array.dtype, tuple(array.shape)) == (dtype.name, (size,))
     if not declared or not least <= len(array.data) <= least + _NPY_HEADER:
         raise InvalidReplyError("schema")
-    found = flat_arrays.view(array.data, size, dtype) if array.stype == _STYPE else None
+    found = flat_arrays.view(array.data, size, dtype) if array.stype == STYPE else None
     numbers: Numbers = array.numpy() if found is None else found  # never unpickles
     if numbers.dtype != dtype or numbers.shape != (size,):
         raise InvalidReplyError("schema")

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -231,12 +232,12 @@ class RunController:
                 raise RunStopped
             self._may_be_granted()
             self.context.tell("run", job.run, job.sites)
-            plan = RoundPlan(
+            plan = partial(
+                RoundPlan,
                 run=job.run,
                 sites=self._sites(done),
                 rounds=job.turns,
                 first_round=done,
-                model=self._model(done),
                 config=job.config_for_sites.encode(),
                 min_sites=job.min_sites,
                 least_grants=len(job.sites) if job.all_or_none and not done else job.min_sites,
@@ -253,7 +254,7 @@ class RunController:
                 update_precision=job.update_precision,
                 lattice=None if (on := job.look_lattice()) is None else (on.bound, on.scale),
             )
-            conduct(self.context.host, plan, self)
+            conduct(self.context.host, plan(model=self._model(done)), self)  # nobody here keeps its numbers
         rounds = self._members()
         sites = sorted({site for there in rounds.values() for site in there})
         return RunEvent(job.run, job.turns, "finished", tuple(sites), sentence(job.sites, [*rounds.values()]))

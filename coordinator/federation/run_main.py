@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 
 from coordinator.federation.grid import BoundedGrid, LoopbackEndpoint
 from coordinator.federation.replies import pack
-from coordinator.federation.run_messages import TO_RUN, Pipe, RunFrameError, RunMessage, RunSpec
+from coordinator.federation.run_messages import TO_RUN, Body, Pipe, RunFrameError, RunMessage, RunSpec
 from coordinator.federation.secure_strategy import SecureStrategy
 from coordinator.federation.strategy import GatedStrategy, RoundFailedError, RoundModel, RoundProgress
-from protos.artifacts.arrays import pack_vector
+from protos.artifacts.arrays import vector_parts
 from protos.common.errors import WorkerError
 from protos.federation import flower_environment
 from protos.federation.messages import FLEET_BODY
@@ -71,7 +71,7 @@ class RemoteGate:
         except RunFrameError:
             os._exit(0)  # there is nobody left to take a result
 
-    def _ask(self, word: str, text: Mapping[str, Any], body: bytes = b"", more: bytes = b"") -> RunMessage:
+    def _ask(self, word: str, text: Mapping[str, Any], body: Body = b"", more: bytes = b"") -> RunMessage:
         self.pipe.send(word, text, body, more)
         answer = self._answers.get()
         if answer.word != "answer":
@@ -99,7 +99,7 @@ class RemoteGate:
     ) -> None:
         """See `coordinator.federation.strategy.RunGate`; where it fails, the coordinator ends this process."""
         text = {"round": round_index, "used": used, "refused": dict(refused)}
-        self._ask("done", text, pack_vector(model.vector), model.moments.to_bytes())
+        self._ask("done", text, vector_parts(model.vector), model.moments.to_bytes())
 
     def checked(self, told: Mapping[str, SiteCheck], lost: Mapping[str, str], aggregated: tuple[str, ...]) -> None:
         """See `coordinator.federation.strategy.RunGate`."""
@@ -119,9 +119,10 @@ def conduct(order: RunSpec, gate: RemoteGate, transport: httpx.BaseTransport) ->
         RoundFailedError: too few usable sites at the price or in a round, or told to stop.
         httpx.HTTPError: the SuperLink does not answer.
     """
-    plan = order.plan
+    model, plan = order.take_model(), order.plan
     kind = GatedStrategy if plan.roster is None else SecureStrategy
     strategy = kind(plan, gate, gate.stopping)
+    strategy.model = model
     grid = BoundedGrid(LoopbackEndpoint("coordinator", "", transport), order.token, gate.stopping, plan.silence_s)
     outcome = "failed"
     try:
@@ -131,9 +132,10 @@ def conduct(order: RunSpec, gate: RemoteGate, transport: httpx.BaseTransport) ->
             outcome = "completed"
             return
         strategy.price(grid)
+        del model
         strategy.start(
             grid=grid,
-            initial_arrays=pack(plan.model.vector),
+            initial_arrays=pack(strategy.model.vector),
             num_rounds=plan.rounds - plan.first_round,
             timeout=plan.round_timeout_s,
         )

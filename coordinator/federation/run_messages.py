@@ -17,13 +17,13 @@ import json
 import select
 import socket
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from coordinator.federation.aggregation import Moments, strategy_from
 from coordinator.federation.strategy import SLUG, RoundModel, RoundPlan
-from protos.artifacts.arrays import pack_vector, unpack_vector
+from protos.artifacts.arrays import unpack_vector, vector_parts
 from protos.common.canonical_json import json_object
 from protos.common.errors import PeerError
 from protos.federation import messages
@@ -34,6 +34,7 @@ _MAX_TEXT: Final = 4 << 20  # bytes
 _TENSOR_HEADER: Final = 4096  # bytes of a safetensors header for what is sent here
 _STALL_S: Final = 60  # within a frame; both ends write a frame in one go
 
+Body = bytes | Sequence[bytes | memoryview]
 Bounds = Mapping[str, tuple[int, int]]  # word -> the greatest length of its two byte strings
 
 TO_RUN: Final[Bounds] = {
@@ -99,16 +100,17 @@ class Pipe:
         """Nothing more is said; the other end sees that."""
         self._end.close()
 
-    def send(self, word: str, text: Mapping[str, Any] | None = None, body: bytes = b"", more: bytes = b"") -> None:
-        """One frame.
+    def send(self, word: str, text: Mapping[str, Any] | None = None, body: Body = b"", more: bytes = b"") -> None:
+        """One frame; a body in parts is sent as one.
 
         Raises:
             RunFrameError: there is nobody left to read it, or for too long nobody does.
         """
         told = json.dumps(text or {}, separators=(",", ":"), allow_nan=False).encode()
+        parts = (body,) if isinstance(body, bytes) else body
         try:
-            self._end.sendall(_HEAD.pack(word.encode("ascii"), len(told), len(body), len(more)) + told)
-            for part in (body, more):
+            self._end.sendall(_HEAD.pack(word.encode("ascii"), len(told), sum(map(len, parts)), len(more)) + told)
+            for part in (*parts, more):
                 self._end.sendall(part)
         except OSError:
             raise RunFrameError("cannot be sent") from None
@@ -150,12 +152,17 @@ class Pipe:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RunSpec:
     """The input of a run's process; the token stands for the run's task in Flower."""
 
     plan: RoundPlan
     token: str
+
+    def take_model(self) -> RoundModel:
+        """What the run starts from. It stays with whoever takes it: it may be large, and a run may last for days."""
+        model, self.plan = self.plan.model, self.plan.without_numbers()
+        return model
 
     def send(self, pipe: Pipe) -> None:
         """As the frame ``start``."""
@@ -178,7 +185,7 @@ class RunSpec:
             "lattice": plan.lattice,
             "precision": plan.update_precision,
         }
-        pipe.send("start", text, pack_vector(plan.model.vector), plan.model.moments.to_bytes())
+        pipe.send("start", text, vector_parts(plan.model.vector), plan.model.moments.to_bytes())
 
     @classmethod
     def of(cls, frame: RunMessage) -> RunSpec:

@@ -40,7 +40,7 @@ from protos.federation import flower_environment
 from protos.federation.messages import FLEET_BODY
 from protos.federation.site_check import SiteCheck
 from protos.operations import child_process
-from protos.operations.http_relay import Relay
+from protos.operations.http_relay import HOOKS, Relay
 from protos.secagg.messages import SumStep
 
 MODULE: Final = "coordinator.federation.run_main"
@@ -63,7 +63,7 @@ class RunProcess:
         self._calls, calls = socket.socketpair()
         self._relay: Relay | None = None
         with theirs, calls:
-            self._process = child_process.start(MODULE, [], [theirs.fileno(), calls.fileno()], _KEPT)
+            self._process = child_process.start(MODULE, [], [theirs.fileno(), calls.fileno()], _KEPT, gives_back=True)
         self.pipe = Pipe(ours, from_run(plan))
 
     def __enter__(self) -> Self:
@@ -91,10 +91,11 @@ class RunProcess:
             RunLostError: it is gone, silent for longer than the plan allows, or says what it may not.
         """
         stopped = 0.0
-        calls = httpx.Client(base_url=f"http://{way.address}", timeout=CALL_S, trust_env=False)
+        calls = httpx.Client(base_url=f"http://{way.address}", timeout=CALL_S, trust_env=False, event_hooks=HOOKS)
         self._relay = Relay(self._calls, calls, FLEET_BODY, lambda: {KEY_HEADER: way.key})
         try:
             order.send(self.pipe)
+            order.take_model()
             heard = time.monotonic()
             while True:
                 now = time.monotonic()

@@ -33,10 +33,10 @@ from coordinator.federation.canary import Part, PartForm, read_answer
 from coordinator.federation.events import NOT_APPROVED_YET
 from coordinator.federation.replies import InvalidReplyError, error_name, pack, pack_payload, payload, read
 from protos.artifacts.arrays import pack_update
-from protos.artifacts.bfloat16 import FLOAT32, PRECISIONS, widened
+from protos.artifacts.bfloat16 import FLOAT32, PRECISIONS, Numbers
 from protos.common.errors import TrainingError
-from protos.federation import flat_arrays, round_times
 from protos.federation import messages as wire
+from protos.federation import round_times
 from protos.federation.round_times import RoundTerms
 from protos.federation.site_check import MOST, PROBE, SiteCheck
 
@@ -127,6 +127,10 @@ class RoundPlan:
     silence_s: float = 0.0  # how long a site that is asked may be offline in a round before it counts as gone
     required: tuple[str, ...] = ()  # sites without which no round counts
     checks: str = ""  # not a run: the sites are asked whether they could take part, by a CHECK or by messages.CANARY
+
+    def without_numbers(self) -> RoundPlan:
+        """The same plan for whoever has its model elsewhere: with one of the same length, which takes no memory."""
+        return replace(self, model=RoundModel(np.broadcast_to(np.float32(0), self.model.vector.shape)))
 
     @property
     def step_timeout_s(self) -> float:
@@ -331,7 +335,7 @@ class GatedStrategy(Strategy):
         """
         index = self.plan.first_round + server_round - 1
         self._carried.clear()  # Flower holds it until the next one; its numbers are the model's, and many
-        admitted: dict[str, NDArray[np.float32]] = {}
+        admitted: dict[str, Numbers] = {}
         answered: set[str] = set()
         for site, content in self._match(replies):
             answered.add(site)
@@ -348,7 +352,7 @@ class GatedStrategy(Strategy):
         if index in self.plan.looks:
             self.gate.looked(index, np.sum([v.astype(np.float64) for v in admitted.values()], axis=0))
             self.close(index, self.model, tuple(s for s in self.plan.sites if s in admitted), refused)
-            return self._next(), None
+            return pack(self.model.vector), None
         try:
             vector, moments, used = self.plan.aggregator.step(
                 self.model.vector, [(s, admitted[s]) for s in self.plan.sites if s in admitted], self.model.moments
@@ -358,17 +362,7 @@ class GatedStrategy(Strategy):
         refused |= dict.fromkeys(admitted.keys() - set(used), "not_selected")  # by Krum
         admitted.clear()  # before the new model is written down: each is as large
         self.close(index, RoundModel(vector, moments), used, refused)
-        del vector
-        return self._next(), None
-
-    def _next(self) -> ArrayRecord:
-        """The model for the next message. From here on its numbers lie in there, and not a second time."""
-        record = pack(self.model.vector)
-        size = int(self.model.vector.size)
-        numbers = flat_arrays.view(record[wire.FLAT].data, size, np.dtype(np.float32))
-        assert numbers is not None, "it was packed so"
-        self.model = replace(self.model, vector=numbers)
-        return record
+        return pack(vector), None
 
     def close(self, index: int, model: RoundModel, used: tuple[str, ...], refused: Mapping[str, str]) -> None:
         """A round is over: durable first, then known."""
@@ -481,8 +475,8 @@ class GatedStrategy(Strategy):
         self._lost.update({site: "no_reply" for site in self._sent if site not in answered})
         return contents
 
-    def _admit(self, site: str, index: int, content: RecordDict) -> NDArray[np.float32]:
-        """The numbers (p,) of a reply as float32, once the gate said yes to them as they came.
+    def _admit(self, site: str, index: int, content: RecordDict) -> Numbers:
+        """The numbers (p,) of a reply as they came, once the gate said yes to them.
 
         Raises:
             InvalidReplyError: it cannot be read; else with the gate's code, or "internal" when the gate failed or
@@ -498,6 +492,5 @@ class GatedStrategy(Strategy):
             raise InvalidReplyError("internal") from None
         if verdict is not None:
             raise InvalidReplyError(verdict if isinstance(verdict, str) and SLUG.fullmatch(verdict) else "internal")
-        vector = widened(numbers)
-        vector.setflags(write=False)
-        return vector
+        numbers.setflags(write=False)
+        return numbers

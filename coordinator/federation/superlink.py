@@ -323,8 +323,9 @@ def conduct(host: FlowerHost, plan: RoundPlan, gate: RunGate) -> None:
     """
     try:
         with RunProcess(plan) as child, host.task() as (way, token):
+            order, plan = RunSpec(plan, token), plan.without_numbers()
             try:
-                child.conduct(RunSpec(plan, token), way, RunRequestHandler(plan, gate), host.stopping)
+                child.conduct(order, way, RunRequestHandler(plan, gate), host.stopping)
             finally:
                 child.end()
     except httpx.HTTPError:  # its text may quote what came over the wire

@@ -1,7 +1,7 @@
 """The vectors of a round: which may be used, their mean, their shares, their distances, and what is remembered.
 
-Vectors are (p,) float32 on the wire and float64 in here. Whatever comes out is finite, or it is
-:class:`NoAggregateError`.
+Vectors are (p,) float32 on the wire, or an update the bits of bfloat16, and float64 in here, a part at a time.
+Whatever comes out is finite, or it is :class:`NoAggregateError`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from protos.artifacts.bfloat16 import Numbers, is_finite, widened
 from protos.common.errors import PeerError, RefusedError
 
 CHUNK: Final = 1 << 16  # coordinates at a time where all updates stand side by side: at most 100 MB for 200 sites
 
 Vector = NDArray[np.float32]
 Doubles = NDArray[np.float64]
-Named = tuple[str, Vector]  # a site and its new parameters
+Named = tuple[str, Numbers]  # a site and its new parameters, as they came
 
 
 class NoAggregateError(RefusedError, ValueError):
@@ -39,15 +40,27 @@ def vector_problem(vector: object, size: int) -> str | None:
     Returns:
         "schema" for a wrong type, dtype or shape, "not_finite" for a NaN or an infinity, else None.
     """
-    if not isinstance(vector, np.ndarray) or vector.dtype != np.float32 or vector.shape != (size,):
+    return "schema" if isinstance(vector, np.ndarray) and vector.dtype != np.float32 else update_problem(vector, size)
+
+
+def update_problem(numbers: object, size: int) -> str | None:
+    """The same for the numbers of an update, (size,) float32 or the bits of bfloat16."""
+    if (
+        not isinstance(numbers, np.ndarray)
+        or numbers.dtype not in (np.float32, np.uint16)
+        or numbers.shape != (size,)
+    ):
         return "schema"
-    if not bool(np.isfinite(vector).all()):
-        return "not_finite"
-    return None
+    return None if is_finite(numbers) else "not_finite"
 
 
-def aggregate(vectors: Sequence[Vector]) -> Vector:
-    """The uniform mean of m >= 1 vectors of (p,) float32, p >= 1, summed in float64 in the order given.
+def doubles(numbers: Numbers, part: slice) -> Doubles:
+    """A part of the numbers of an update as float64, exactly."""
+    return widened(numbers[part]).astype(np.float64)
+
+
+def aggregate(vectors: Sequence[Numbers]) -> Vector:
+    """The uniform mean of m >= 1 vectors of (p,) numbers, p >= 1, summed in float64 in the order given.
 
     McMahan et al. 2017 (arXiv 1602.05629), Algorithm 1, with equal weights.
 
@@ -59,13 +72,17 @@ def aggregate(vectors: Sequence[Vector]) -> Vector:
     if not vectors or not isinstance(vectors[0], np.ndarray) or vectors[0].ndim != 1 or not vectors[0].size:
         raise NoAggregateError("a mean needs at least one non-empty (p,) vector")
     size = int(vectors[0].size)
-    total = np.zeros(size, np.float64)
     for position, vector in enumerate(vectors):
-        fault = vector_problem(vector, size)
+        fault = update_problem(vector, size)
         if fault is not None:
             raise NoAggregateError(f"vector {position}: {fault}")
-        total += vector
-    return (total / len(vectors)).astype(np.float32)
+    mean = np.empty(size, np.float32)
+    for part in chunks(size):
+        total = np.zeros(len(mean[part]))
+        for vector in vectors:
+            total += doubles(vector, part)
+        mean[part] = total / len(vectors)
+    return mean
 
 
 def _nothing() -> Doubles:
@@ -141,7 +158,7 @@ def checked(start: Vector, updates: Sequence[Named], *, finite: bool = True) -> 
     if len({site for site, _ in updates}) != len(updates):
         raise NoAggregateError("a site has two updates")
     for site, vector in updates:
-        fault = vector_problem(vector, size)
+        fault = update_problem(vector, size)
         if fault == "schema" or (fault is not None and finite):
             raise NoAggregateError(f"{site}: {fault}")
     return sorted(updates, key=lambda named: named[0])
@@ -187,10 +204,10 @@ def squared_distances(start: Vector, named: Sequence[Named]) -> Doubles:
     ``|x - y|^2 = |x|^2 + |y|^2 - 2 x.y``, of changes from ``start``: those are small, so that little cancels.
     """
     n = len(named)
-    finite = np.array([vector_problem(vector, start.size) is None for _, vector in named])
+    finite = np.array([update_problem(vector, start.size) is None for _, vector in named])
     gram = np.zeros((n, n))
     for part in chunks(start.size):
-        changes = np.stack([vector[part] for _, vector in named]).astype(np.float64) - start[part]
+        changes = np.stack([doubles(vector, part) for _, vector in named]) - start[part]
         changes[~finite] = 0.0
         gram += changes @ changes.T
     norms = np.diag(gram)

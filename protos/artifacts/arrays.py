@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 from protos.artifacts.bfloat16 import TENSOR_TYPES, Numbers
 from protos.artifacts.byte_source import ArtifactFormatError, BytesSource
 from protos.artifacts.shards import Png, pack_shard, read_images
-from protos.artifacts.strict_safetensors import check_numbers, check_vector, pack_numbers, view_of_vector
+from protos.artifacts.strict_safetensors import (
+    check_numbers,
+    check_vector,
+    pack_numbers,
+    parts_of_numbers,
+    view_of_vector,
+)
 
 __all__ = [
     "ArtifactFormatError",
@@ -26,6 +32,7 @@ __all__ = [
     "unpack_images",
     "unpack_update",
     "unpack_vector",
+    "vector_parts",
 ]
 
 
@@ -36,6 +43,17 @@ def pack_vector(vector: NDArray[np.float32]) -> bytes:
         ArtifactFormatError: another shape, an empty vector, or a value that is not finite.
     """
     return pack_update(np.asarray(vector, np.float32))
+
+
+def vector_parts(vector: NDArray[np.float32]) -> tuple[bytes, memoryview]:
+    """The file of :func:`pack_vector` in two parts, of which the second are the numbers where they lie.
+
+    Raises:
+        ArtifactFormatError: see :func:`pack_vector`.
+    """
+    if vector.ndim != 1 or vector.dtype != np.float32:
+        raise ArtifactFormatError("a vector has one axis, of float32")
+    return parts_of_numbers(vector)
 
 
 def unpack_vector(raw: bytes) -> NDArray[np.float32]:

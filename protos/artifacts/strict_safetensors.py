@@ -25,6 +25,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from protos.artifacts.bfloat16 import is_finite
 from protos.artifacts.byte_source import ArtifactFormatError, ByteSource, BytesSource, blocks
 from protos.common.canonical_json import KeyTwiceError, distinct
 
@@ -308,12 +309,21 @@ def pack_numbers(numbers: NDArray[np.float32] | NDArray[np.uint16]) -> bytes:
     Raises:
         ArtifactFormatError: p = 0, or a value is not finite.
     """
+    return b"".join(parts_of_numbers(numbers))
+
+
+def parts_of_numbers(numbers: NDArray[np.float32] | NDArray[np.uint16]) -> tuple[bytes, memoryview]:
+    """The file of :func:`pack_numbers` in two parts: what stands before the numbers, and these where they lie.
+
+    Raises:
+        ArtifactFormatError: p = 0, or a value is not finite.
+    """
     dtype = "BF16" if numbers.dtype == np.uint16 else "F32"
     architecture = vector_architecture(numbers.size, dtype=dtype)
     plain = np.ascontiguousarray(numbers, _VIEWED[dtype])
-    raw = b"".join([architecture.header(), plain.view(np.uint8).data])
-    check_weights(BytesSource(raw), architecture)
-    return raw
+    if not is_finite(plain):
+        raise ArtifactFormatError("a value is not finite")
+    return architecture.header(), plain.view(np.uint8).data
 
 
 def view_of_vector(raw: bytes, dtype: str, size: int) -> NDArray[Any]:

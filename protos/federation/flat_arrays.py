@@ -26,9 +26,9 @@ def packed(array: NDArray[Any]) -> bytes:
     return b"".join([header(flat.size, flat.dtype), flat.data.cast("B") if flat.size else b""])
 
 
-def view(data: bytes, size: int, dtype: np.dtype[Any]) -> NDArray[Any] | None:
+def view(data: bytes | memoryview, size: int, dtype: np.dtype[Any]) -> NDArray[Any] | None:
     """The numbers in a file of :func:`packed`, read-only and not copied; None where it is not exactly one."""
     front = header(size, dtype)
-    if len(data) != len(front) + size * dtype.itemsize or not data.startswith(front):
+    if len(data) != len(front) + size * dtype.itemsize or data[: len(front)] != front:
         return None
     return np.frombuffer(data, dtype, size, len(front))

@@ -17,11 +17,17 @@ _KEPT: Final = (
     *("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONHOME"),
     "PYTHONDONTWRITEBYTECODE",
 )
+_GIVES_BACK: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072"}  # of glibc: malloc(3), mallopt(3)
 _LEAVE_S: Final = 2.0
 
 
 def start(
-    module: str, arguments: Sequence[str], descriptors: Sequence[int], kept: Collection[str]
+    module: str,
+    arguments: Sequence[str],
+    descriptors: Sequence[int],
+    kept: Collection[str],
+    *,
+    gives_back: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start ``python -P -m module`` with one thread for numerical libraries: only such a process can be confined.
 
@@ -30,6 +36,7 @@ def start(
         arguments: its words, after the numbers of the descriptors.
         descriptors: open ones that it inherits.
         kept: further names of the environment that reach it.
+        gives_back: what it lets go of goes back to the system at once; for who carries large arrays, and rarely.
     Raises:
         OSError: no process can be started.
     """
@@ -37,7 +44,11 @@ def start(
     environment = {name: os.environ[name] for name in (*_KEPT, *kept) if name in os.environ}
     return subprocess.Popen(  # noqa: S603 - this very interpreter and a module of ours
         [sys.executable, "-P", "-m", module, *map(str, descriptors), *arguments],
-        env={**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env={
+            **environment,
+            **(_GIVES_BACK if gives_back else {}),
+            **{"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        },
         pass_fds=list(descriptors),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

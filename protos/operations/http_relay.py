@@ -34,6 +34,18 @@ _OWN: Final = frozenset({"host", "connection", "content-length", "transfer-encod
 _DECODED: Final = frozenset({"content-length", "content-encoding", "transfer-encoding"})
 
 
+def read_whole(response: httpx.Response) -> None:
+    """For the hooks of an httpx client: a response is read at once, and its bytes go as soon as nobody wants them.
+
+    Else it stands in a ring with its own stream, and stays until Python looks for such rings: many pieces of a model.
+    """
+    response.read()
+    response.stream = httpx.ByteStream(b"")
+
+
+HOOKS: Final[dict[str, list[Callable[..., Any]]]] = {"response": [read_whole]}
+
+
 class RelayError(UnreachableError, ValueError):
     """The request from the pipe is not a permitted call."""
 

@@ -12,7 +12,7 @@ import signal
 import struct
 import subprocess
 from collections.abc import Callable, Sequence
-from typing import IO, Any, Final
+from typing import IO, Any, Final, overload
 
 _MAX_HEAD: Final = 1 << 20  # bytes of a message's JSON
 _MAX_PARTS: Final = 4
@@ -28,14 +28,24 @@ def send(stream: IO[bytes], head: dict[str, Any], parts: Sequence[Part] = ()) ->
     stream.flush()
 
 
-def receive(
-    stream: IO[bytes], max_bytes: int | Callable[[dict[str, Any]], Sequence[int]]
-) -> tuple[dict[str, Any], list[bytes]]:
+_Most = int | Callable[[dict[str, Any]], Sequence[int]]
+
+
+@overload
+def receive(stream: IO[bytes], max_bytes: _Most) -> tuple[dict[str, Any], list[bytes]]: ...
+
+
+@overload
+def receive(stream: IO[bytes], max_bytes: _Most, kind: type[bytearray]) -> tuple[dict[str, Any], list[bytearray]]: ...
+
+
+def receive(stream: IO[bytes], max_bytes: _Most, kind: type[Any] = bytes) -> tuple[dict[str, Any], list[Any]]:
     """One message.
 
     Args:
         stream: from the other side.
         max_bytes: of each byte string; or what says, by a message's JSON, which ones follow and their most bytes.
+        kind: of the byte strings: bytes, or bytearray for who wants to change them and not to copy them for it.
     Raises:
         EOFError: at the end of the stream.
         ValueError: it is not a message, or larger.
@@ -51,7 +61,8 @@ def receive(
     most = max_bytes(head) if callable(max_bytes) else [max_bytes] * len(sizes)
     if len(sizes) != len(most):
         raise ValueError("not a message")
-    return head, [_exactly(stream, size(*one)) for one in zip(sizes, most, strict=True)]
+    read = _exactly if kind is bytes else _in_place
+    return head, [read(stream, size(*one)) for one in zip(sizes, most, strict=True)]
 
 
 def size(number: object, most: int) -> int:
@@ -65,6 +76,16 @@ def _exactly(stream: IO[bytes], count: int) -> bytes:
     data = stream.read(count)
     if len(data) != count:
         raise EOFError
+    return data
+
+
+def _in_place(stream: IO[bytes], count: int) -> bytearray:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        if not (got := stream.readinto(view)):  # type: ignore[attr-defined] # which every stream of a pipe has
+            raise EOFError
+        view = view[got:]
     return data
 
 

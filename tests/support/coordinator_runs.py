@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import ConfigRecord, Error, Message
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 from numpy.typing import NDArray
 
@@ -44,6 +45,7 @@ from protos.artifacts.byte_source import ArtifactFormatError, BytesSource
 from protos.artifacts.inspection import check
 from protos.artifacts.strict_safetensors import Architecture
 from protos.federation import messages as wire
+from protos.federation.flower_arrays import put_together
 from tests.support.ledger_world import Clock, Hospital, policy
 from tests.support.small_tasks import classification, masked_config, plain_config
 
@@ -112,6 +114,7 @@ class Grid:
             site = names[message.metadata.dst_node_id - 10]
             group = f"{message.metadata.message_type}-{message.metadata.group_id}-{site}"
             message.metadata.__dict__["_message_id"] = group
+            message.content = carried(message.content)
             reply = self._answer(site, self.before(site, message))
             self.traffic += [_bytes(message), _bytes(reply)]
             replies += self.twist(site, message, reply) if self.twist else [reply]
@@ -124,7 +127,13 @@ class Grid:
             assert answer.fits(task)
         except TaskDeclinedError as refusal:
             return Message(Error(wire.CODES[refusal.code], "patient 4711"), reply_to=message)
-        return Message(records_of(Reply(b"", task.kind, answer)), reply_to=message)
+        return Message(carried(records_of(Reply(b"", task.kind, answer))), reply_to=message)
+
+
+def carried(content: RecordDict) -> RecordDict:
+    """Records as they come out at the other end: sent in pieces, and put together."""
+    pieces = {name: one.deflate() for name, one in get_all_nested_objects(content).items()}
+    return cast(RecordDict, put_together(content.object_id, pieces))
 
 
 def _bytes(message: Message) -> bytes:

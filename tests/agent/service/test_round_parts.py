@@ -30,6 +30,7 @@ from agent.federation.tasks import RoundTask, TaskDeclinedError
 from agent.mechanisms.federated.mechanism import Federated
 from agent.models.training_loop import load_state
 from agent.release.maker_process import MakerProcess
+from agent.release.unsent import kept_update
 from agent.runtime import AgentRuntime, open_runtime, recover_at_startup
 from agent.service import job_runner, jobs, round_parts
 from agent.service.job_acts import ACTS
@@ -105,10 +106,12 @@ class Taking:
             answer = self.handler._answer(RoundTask(RUN, "train", number - 1, b"", vector))
         except TaskDeclinedError:
             return False
-        signed = self.part.last.signed if self.part.last else None
-        assert signed is not None
-        assert signed.envelope == answer.envelope
-        assert self.runtime.gateway.submit(f"submit-{signed.release.release}", signed.envelope, signed.artifact)
+        last = self.part.last
+        assert last is not None
+        assert last.envelope == answer.envelope
+        artifact = kept_update(self.runtime.site.vault, last.release)
+        assert artifact is not None
+        assert self.runtime.gateway.submit(f"submit-{last.release.release}", last.envelope, artifact)
         return True
 
     @property
@@ -503,7 +506,9 @@ def test_a_round_is_trained_in_a_process_of_its_own(world: Taking, real_maker: N
     assert world.train(1)
     assert int((world.store.folder(1) / "pid").read_text()) != os.getpid()
     assert world.part.last is not None
-    assert len(unpack_vector(world.part.last.signed.artifact)) == JOB.parameters
+    artifact = kept_update(world.runtime.site.vault, world.part.last.release)
+    assert artifact is not None
+    assert len(unpack_vector(artifact)) == JOB.parameters
 
 
 def test_it_is_listed_shown_and_followed_by_typed_commands(world: Taking, typed: Typed) -> None:
