@@ -6,7 +6,6 @@ while it is imported.
 
 from __future__ import annotations
 
-import ctypes
 import datetime as dt
 import resource
 import signal
@@ -16,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from coordinator.admission import AdmissionService
 from coordinator.enrolment.authority import Authority
@@ -40,25 +39,10 @@ from coordinator.storage.witness_store import Witnesses
 from policies.accounting import reference_accountant  # noqa: F401 - loaded at the start, not by the first grant
 from policies.audit.auditor import clock_warning
 from policies.ledger.store import Store
+from protos.operations.heap import large_ones_go_back, one_arena
 
 UPKEEP_S = 600.0  # own certificate, orphaned uploads
 ORPHAN_S = 7 * 86_400.0  # an upload that nobody went on with
-
-
-_M_ARENA_MAX: Final = -8  # mallopt(3), glibc
-
-
-def one_arena() -> bool:
-    """Have all threads to come share one heap; call it before they are started.
-
-    glibc gives threads arenas of their own, eight for each processor, and each keeps freed memory. So a server that
-    answers every call in another thread would hold several times the memory that it uses at once.
-
-    Returns:
-        Whether the C library knows of arenas; elsewhere (musl, macOS) there is nothing to be done.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and mallopt(_M_ARENA_MAX, 1) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +75,7 @@ def serve(home: CoordinatorDirectory, say: Callable[[str], None], beside: ExtraS
         0, or 70 when the ledger could not be written and a restart has to replay it.
     """
     one_arena()
+    large_ones_go_back()
     log = open_log(home.root / "coordinator.log")
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection is a descriptor, and so is each file

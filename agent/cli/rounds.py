@@ -31,6 +31,7 @@ from agent.service.ledger_access import SharedLedger
 from agent.service.round_parts import PartJobs
 from policies.ledger.store import LedgerStoppedError
 from protos.operations.confinement import REQUIRED
+from protos.operations.heap import large_ones_go_back
 from protos.secagg.session import KnownPartners
 
 _GREETED_S = 10.0  # for which a call waits that the coordinator takes only from a site that has greeted it
@@ -46,6 +47,7 @@ def take_part(runtime: AgentRuntime, project: str, modality: str, stop: threadin
 
     ``project``: whose patients they are of.
     """
+    large_ones_go_back()  # models and updates of rounds
     print_progress("audit", "checking that this machine draws the noise that is claimed", False)
     own = runtime.settings
     compute = SiteCompute(own.device, own.confinement == REQUIRED, own.engine)

@@ -460,8 +460,10 @@ class Participant:
             assert isinstance(made, Update), "a run that sends unencrypted updates"
             assert self.mechanism is not None
             numbers = made.vector if artifact_type in EVALUATIONS else as_sent(self.mechanism, made)
-            artifact, head = pack_update(numbers), made.head
-            del made, numbers  # from here on there is one copy of it
+            head = made.head
+            del made  # of what is rounded, and of what is packed, one copy is enough
+            artifact = pack_update(numbers)
+            del numbers
             signed = self.sign(round_index, artifact, artifact_type)
             keep_update(self.site.vault, signed.release.release, signed.artifact)
             own_heads.keep(self.site.vault, self.run, head)  # from here on the round starts elsewhere, and is another

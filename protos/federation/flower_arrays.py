@@ -2,7 +2,8 @@
 
 A model of 100 million parameters is 400 MB. Flower's own way copies it: to take it into an Array, once more piece by
 piece while it is sent, and three times while it is put together. Private interfaces of flwr 1.41.0, exactly;
-tests/test_federation_contract.py holds them to it.
+tests/protos/federation/test_flower_arrays.py holds them
+to Flower's own.
 """
 
 from __future__ import annotations

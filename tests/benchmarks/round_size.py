@@ -64,7 +64,7 @@ class Watcher:
     def watch(self) -> None:
         """Until it is over."""
         while not self.over.wait(_EVERY_S):
-            for pid in filter(str.isdecimal, os.listdir("/proc")):
+            for pid in _below(os.getpid()):
                 with contextlib.suppress(OSError, ValueError, StopIteration):
                     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
                     name = _NAMES.get(words[words.index("-m") + 1], "")
@@ -72,6 +72,17 @@ class Watcher:
                     line = next(one for one in status if one.startswith("VmHWM"))
                     if name:
                         self.most[name] = max(self.most.get(name, 0.0), int(line.split()[1]) / 1024)
+
+
+def _below(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    found, rest = list[int](), [pid]
+    while rest:
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{(at := rest.pop())}/task"):
+                rest += map(int, Path(f"/proc/{at}/task/{task}/children").read_text().split())
+        found = [*dict.fromkeys([*found, *rest])]
+    return found
 
 
 @dataclass(slots=True)

@@ -147,6 +147,24 @@ def test_an_update_does_not_leave_after_its_pause_when_somebody_has_opted_out_or
     assert (len(waits), w.vault.reads, w.vault.blobs) == (1, 1, {})
 
 
+def test_an_update_that_was_changed_where_it_is_kept_does_not_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w, stop = federated_site(tmp_path), threading.Event()
+    granted(w, federated(rounds=2))
+
+    def pause(_: float) -> bool:
+        ((name, raw),) = w.vault.blobs.items()
+        w.vault.blobs[name] = raw[:-1] + bytes([raw[-1] ^ 1])
+        return False
+
+    monkeypatch.setattr(stop, "wait", pause)
+    with pytest.raises(TaskDeclinedError, match="unavailable"):
+        TaskHandler(w.part, threading.Lock(), ErrorLog(), stop).handle(
+            RoundTask("run-1", "train", 0, b"", np.asarray(START.vector))
+        )
+
+
 def test_an_update_leaves_after_its_pause_as_it_was_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     w, stop = federated_site(tmp_path), threading.Event()
     granted(w, federated(rounds=2))

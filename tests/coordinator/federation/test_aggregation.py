@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ from coordinator.federation.aggregation import (
     strategy_from,
     vector_problem,
 )
-from coordinator.federation.vectors import CHUNK
+from coordinator.federation.vectors import CHUNK, update_problem
+from protos.artifacts.bfloat16 import rounded, widened
 
 _finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 _stacks = st.tuples(st.integers(1, 6), st.integers(1, 20)).flatmap(
@@ -81,6 +83,62 @@ def test_the_order_of_the_sites_matters_by_a_rounding_at_most(stack: NDArray[np.
 def test_equal_updates_are_their_own_mean(stack: NDArray[np.float32]) -> None:
     row = np.ascontiguousarray(stack[0])
     assert aggregate([row, row]).tolist() == row.tolist()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        FedAvg(),
+        FedAvg({"a": 1.0, "b": 2.0, "c": 3.0, "d": 1.0, "e": 1.0}),
+        FedProx(0.1),
+        FedAvgM(0.5, 0.9),
+        FedAdam(0.1, 0.9, 0.99, 1e-3),
+        FedYogi(0.1, 0.9, 0.99, 1e-3),
+        TrimmedMean(1),
+        Krum(1, 2),
+    ],
+    ids=lambda one: one.name,
+)
+def test_bits_of_bfloat16_are_aggregated_as_the_numbers_that_they_are(strategy: Any) -> None:
+    dice = np.random.default_rng(1)
+    start = dice.standard_normal(CHUNK + 3).astype(np.float32)
+    bits = [(name, rounded(start + dice.standard_normal(start.size).astype(np.float32))) for name in "abcde"]
+    ours = strategy.step(start, bits, Moments())
+    theirs = strategy.step(start, [(name, widened(one)) for name, one in bits], Moments())
+    np.testing.assert_array_equal(ours[0], theirs[0])
+    np.testing.assert_array_equal(ours[1].m, theirs[1].m)
+    assert ours[2] == theirs[2]
+
+
+@pytest.mark.parametrize("strategy", [FedAvg(), TrimmedMean(1), Krum(1, 1)], ids=lambda one: one.name)
+def test_a_number_of_16_bits_that_is_not_finite_is_one(strategy: Any) -> None:
+    start, good = np.zeros(4, np.float32), np.ones(4, np.uint16)
+    bad = np.array([1, 0x7F80, 1, 1], np.uint16)  # an infinity
+    assert (update_problem(good, 4), update_problem(bad, 4), vector_problem(good, 4)) == (
+        None,
+        "not_finite",
+        "schema",
+    )
+    updates = [("a", good), ("b", good), ("c", bad), ("d", good), ("e", good)]
+    if strategy.name == "fedavg":
+        with pytest.raises(NoAggregateError, match="c: not_finite"):
+            strategy.step(start, updates, Moments())
+    else:
+        assert "c" not in strategy.step(start, updates, Moments())[2]
+    with pytest.raises(NoAggregateError, match="start from a finite"):
+        strategy.step(good, updates, Moments())  # whose bits would be other numbers
+
+
+def test_a_mean_takes_the_memory_of_one_vector_above_what_it_is_of() -> None:
+    rows = [np.ones(1 << 22, np.float32) for _ in range(3)]
+    tracemalloc.start()
+    try:
+        aggregate(rows)
+        FedAvg().step(rows[0], [*zip("abc", rows, strict=True)], Moments())
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < rows[0].nbytes + (4 << 20)
 
 
 def test_what_went_in_is_not_changed() -> None:

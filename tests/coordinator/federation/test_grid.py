@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+import tracemalloc
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from flwr.app import Message, RecordDict
 from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.proto.message_pb2 import Metadata, ObjectTree
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+from flwr.proto.message_pb2 import Metadata, ObjectTree, PushObjectRequest, PushObjectResponse
+from flwr.proto.node_pb2 import Node
+from flwr.proto.runtime_pb2 import PushAppMessagesRequest, PushAppMessagesResponse
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
+from flwr.supercore.task_identity import TaskIdentity
 
 from coordinator.federation.grid import BoundedGrid, _AwayNodes
-from coordinator.federation.replies import error_name
+from coordinator.federation.replies import error_name, pack
 from coordinator.federation.strategy import AWAY
 
 
@@ -36,6 +44,55 @@ def test_what_of_a_reply_does_not_arrive_may_be_asked_for_again(
     )
     assert (error_name(reply.error.code), reply.metadata.reply_to_message_id) == (code, "b")
     assert (code in AWAY) == (code == "no_reply")
+
+
+def test_a_piece_of_a_message_is_copied_when_it_leaves_and_not_all_of_them_before_the_first_does() -> None:
+    """Flower copies all that is to be sent, and then sends it."""
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+    model = np.random.default_rng(1).standard_normal(6 << 20).astype(np.float32)  # 24 MiB
+    sent = list[str]()
+
+    def announce(request: PushAppMessagesRequest) -> PushAppMessagesResponse:
+        names = [one.object_id for tree in request.message_object_trees for one in iterate_object_tree(tree)]
+        wanted = [name for name in names if name != names[0]]  # the first one is there already
+        return PushAppMessagesResponse(message_ids=["it"], objects_to_push=wanted, session_id="s")
+
+    def push(request: PushObjectRequest) -> PushObjectResponse:
+        assert hashlib.sha256(request.object_content).hexdigest() == request.object_id
+        sent.append(request.object_id)
+        return PushObjectResponse(stored=True)
+
+    class Way(BoundedGrid):
+        node = Node(node_id=1)
+        _runtime_client = SimpleNamespace(PushMessages=announce, PushObject=push)
+
+    message = Message(RecordDict({"parameters": pack(model)}), 2, "train", ttl=60.0, group_id="0")
+    message.metadata.__dict__["_message_id"] = message.object_id
+    tracemalloc.start()
+    try:
+        assert object.__new__(Way)._try_push_messages(1, [message]) == ["it"]
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 16 << 20
+    assert len(sent) == len(set(sent)) == 25 + 3 - 1 + 1  # 25 pieces, an array, a record, records and the message
+
+
+def test_a_piece_that_is_not_stored_ends_the_push() -> None:
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+
+    class Way(BoundedGrid):
+        node = Node(node_id=1)
+        _runtime_client = SimpleNamespace(
+            PushMessages=lambda request: PushAppMessagesResponse(
+                message_ids=["it"], objects_to_push=[request.message_object_trees[0].object_id], session_id="s"
+            ),
+            PushObject=lambda _: PushObjectResponse(stored=False),
+        )
+
+    message = Message(RecordDict(), 2, "train", ttl=60.0, group_id="0")
+    with pytest.raises(ObjectPushError):
+        object.__new__(Way)._try_push_messages(1, [message])
 
 
 def test_of_a_site_that_is_away_for_a_while_no_reply_is_asked_for() -> None:

@@ -164,6 +164,16 @@ def test_a_plan_arrives_bit_for_bit(pipes: tuple[Pipe, Pipe, socket.socket], pla
     assert all(getattr(same, name) == getattr(plan, name) for name in RoundPlan.__slots__)
 
 
+def test_who_has_started_a_run_does_not_keep_its_model() -> None:
+    order = RunSpec(PLAN, "token")
+    model = order.take_model()
+    assert model.vector is PLAN.model.vector
+    left = order.plan.model.vector
+    assert left.shape == model.vector.shape  # by which what a site sends is measured
+    assert left.strides == (0,), "it takes no memory"
+    assert (order.plan.size_of(0), from_run(order.plan)) == (PLAN.size_of(0), from_run(PLAN))
+
+
 def raw(word: bytes, text: bytes = b"{}", sizes: tuple[int, int] = (0, 0)) -> bytes:
     return struct.pack(">8sQQQ", word, len(text), *sizes) + text
 

@@ -1,6 +1,6 @@
 """The coordinator's memory does not grow with the size of what comes in.
 
-What this does not see: a server without :func:`coordinator.daemon.one_arena`. That makes memory grow with the
+What this does not see: a server without :func:`protos.operations.heap.one_arena`. That makes memory grow with the
 threads that took pieces, not with their bytes: measured without it, both growths lie 17 to 60 MB up, in either order,
 and their difference says nothing.
 """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from protos.operations.http_relay import Relay, RelayedTransport
+from protos.operations.http_relay import HOOKS, Relay, RelayedTransport
 
 MOST = 1 << 20
 
@@ -59,6 +61,21 @@ def server() -> Iterator[Server]:
     http.shutdown()
     thread.join()
     http.server_close()
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_the_bytes_of_a_response_go_with_it_and_wait_for_no_collection(server: Server, hooked: bool) -> None:
+    """Without the hook a response stands in a ring with its stream: a model's pieces would stay, one and all."""
+    gc.disable()
+    try:
+        with httpx.Client(base_url=server.address, event_hooks=HOOKS if hooked else {}) as client:
+            response = client.post("/call", content=b"abc")
+            assert response.content == b"cba"
+            gone = weakref.ref(response)
+            del response
+            assert (gone() is None) is hooked
+    finally:
+        gc.enable()
 
 
 @dataclass
