@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.docs import site
-from tests.support.browser import axe, chromium
+from tests.support.browser import PATIENCE_MS, axe, chromium
 
 ROOT = Path(site.__file__).parents[2]
 
@@ -70,6 +70,7 @@ def test_a_page_that_a_text_names_is_a_link(built: Path) -> None:
 @pytest.mark.parametrize("script", [True, False])
 def test_the_site_opens_from_its_folder_and_finds_a_word(built: Path, script: bool) -> None:
     with chromium() as chrome, chrome.browser.new_context(java_script_enabled=script) as context:
+        context.set_default_timeout(PATIENCE_MS)
         page, asked = context.new_page(), list[str]()
         context.on("request", lambda request: asked.append(request.url))
         page.goto(f"{built.as_uri()}/index.html")

@@ -29,6 +29,7 @@ from tests.support.peers import need
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 SCREENS = Path(__file__).resolve().parents[2] / "build" / "screens"
+PATIENCE_MS = 120_000  # a page may wait for a process that imports torch, and the machine be busy
 _HERE = {"localhost", "127.0.0.1"}
 # a page that says no is an answer, and the browser writes a line about it
 _AN_ANSWER = re.compile(r"Failed to load resource: the server responded with a status of 4\d\d")
@@ -93,6 +94,7 @@ class Chrome:
             accept_downloads=True,
             reduced_motion="reduce",
         )
+        context.set_default_timeout(PATIENCE_MS)
         visitor = Visitor(base, context, context.new_page())
         visitor.watch()
         try:

@@ -67,7 +67,7 @@ class Served:
 
     def metric(self, name: str) -> float:
         """A line of ``/metrics``."""
-        text = httpx.get(f"http://127.0.0.1:{self.watched}/metrics", trust_env=False).text
+        text = httpx.get(f"http://127.0.0.1:{self.watched}/metrics", trust_env=False, timeout=60).text
         (value,) = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         return float(value)
 

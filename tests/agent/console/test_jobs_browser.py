@@ -17,10 +17,8 @@ from coordinator.reports.catalog import certificate
 from coordinator.reports.report_inputs import books_of
 from policies.ledger.store import export
 from tests.agent.console.hospital import Hospital, hospital, in_service, public_basis
-from tests.support.browser import Chrome, Visitor, chromium, sideways
+from tests.support.browser import PATIENCE_MS, Chrome, Visitor, chromium, sideways
 from tests.support.release_site import vouch_for
-
-PATIENCE_MS = 120_000
 
 
 @pytest.fixture(scope="module")
