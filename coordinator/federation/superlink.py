@@ -43,6 +43,7 @@ from flwr.proto.control_pb2 import (
 )
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore import sql_mixin
 from flwr.supercore.constant import NodeStatus
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.corestate import in_memory_corestate, sql_corestate
@@ -68,6 +69,14 @@ from protos.federation.messages import STUB_BUNDLE, STUB_DIGEST
 # of it has arrived is not sent again.
 for _state in (in_memory_corestate, sql_corestate):
     _state.OBJECT_PUSH_SESSION_TTL_SECONDS = round_times.MOST_S  # type: ignore[attr-defined]
+
+# Flower gives each connection to its database 64 MB for pages, and maps 256 MB of the file beside them. What lies
+# there are models and updates, which are read once for each site: the system's own cache is enough.
+_SMALL: Final = {"cache_size": "-4000", "mmap_size": "0"}
+sql_mixin.SQLITE_PRAGMAS = tuple(  # type: ignore[assignment, attr-defined]
+    (name, _SMALL.get(name, value))
+    for name, value in sql_mixin.SQLITE_PRAGMAS  # type: ignore[attr-defined]
+)
 
 for _name in ("flwr", "httpx", "httpcore", "uvicorn"):
     logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
