@@ -149,6 +149,11 @@ class _OfTask:
         """Where every component of the released model comes from (P6)."""
         return {"initial": "public", "centre": "public"}
 
+    @property
+    def max_result_bytes(self) -> int:
+        """Of what a confined process answers: a part of a secret sum has 64 bits for each parameter."""
+        return 8 * self.parameters
+
     def initial(self) -> Update:
         """The parameters before the first round: zeros, the same everywhere."""
         return Update(np.zeros(self.parameters, np.float32))

@@ -42,6 +42,11 @@ class RoundTraining:
         return round_checkpoint_bytes(self.training.parameters + self.own_head)
 
     @property
+    def max_result_bytes(self) -> int:
+        """Of the new parameters."""
+        return self.training.max_result_bytes
+
+    @property
     def drawn(self) -> tuple[str, ...]:
         """The words that an error may name."""
         return self.training.drawn
