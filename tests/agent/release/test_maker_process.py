@@ -31,6 +31,7 @@ from agent.evaluation.utility import Recipe
 from agent.mechanisms.common.workspace import Workspace, is_stage
 from agent.mechanisms.distillation.teacher_student import Distilled
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
+from agent.mechanisms.federated.round_training import RoundTraining
 from agent.mechanisms.federated.task_training import labelled_examples
 from agent.mechanisms.ksalsa.mechanism import KSalsa
 from agent.mechanisms.ksalsa.style_alignment import Alignment
@@ -50,6 +51,7 @@ from agent.release.pipeline import MemoryExhaustedError, release_synthetic
 from agent.release.ports import run_here
 from policies.tasks.evaluation import EvaluationPlan
 from protos.common.errors import LazaretError, WorkerError
+from protos.federation.messages import MAX_PARAMETERS
 from protos.operations.confinement import REQUIRED, landlock_abi
 from protos.operations.pipe_messages import send
 from tests.support import small_distillation
@@ -389,6 +391,19 @@ def test_what_is_no_message_and_no_result_is_refused(message: tuple[Any, ...]) -
     process: Any = SimpleNamespace(child=child, waited=False)
     with pytest.raises(WorkerError, match="answered what is no result"):
         room.until_made(process, Result())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_answer_of_a_round_of_the_most_parameters_is_not_too_long(masked: bool) -> None:
+    """Beyond 83 million float32, or 42 million parts of a secret sum, it is longer than any set of images."""
+    if masked:
+        owner: Any = replace(MASKED, parameters=MAX_PARAMETERS, ring_bits=64, scale=32)
+        size = 8 * MAX_PARAMETERS
+    else:
+        owner = RoundTraining(replace(FEDERATED, parameters=MAX_PARAMETERS), "round")
+        size = 4 * MAX_PARAMETERS
+    _, most = maker_process._Room((), owner)._most({"step": "made"})
+    assert size <= most < 2 * 8 * MAX_PARAMETERS
 
 
 def test_a_process_that_waited_has_no_text_of_its_own() -> None:
