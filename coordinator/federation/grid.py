@@ -33,6 +33,7 @@ from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
     iterate_object_tree,
+    no_object_id_recompute,
 )
 from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_pull_object_fn_protobuf,
@@ -167,18 +168,24 @@ class BoundedGrid(HttpGrid):
             with contextlib.suppress(httpx.HTTPError, ValueError, RuntimeError):
                 self._runtime_client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
 
-    def _try_push_messages(self, run_id: int, messages: Iterable[Message]) -> list[str]:
-        """As Flower's, and a piece is copied when it leaves: not all of them before the first does."""
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """As Flower's, but a piece is copied when it leaves: not all of them before the first does.
+
+        Returns:
+            The name of each message; "" for one that the SuperLink does not take.
+        """
         announced, trees, objects = [], [], dict[str, InflatableObject]()
-        for message in messages:
-            announced.append(message_to_proto(remove_content_from_message(message)))
-            objects |= get_all_nested_objects(message)
-            trees.append(get_object_tree(message))
+        with no_object_id_recompute():
+            for message in messages:
+                message.metadata.__dict__["_message_id"] = message.object_id
+                announced.append(message_to_proto(remove_content_from_message(message)))
+                objects |= get_all_nested_objects(message)
+                trees.append(get_object_tree(message))
         told = self._runtime_client.PushMessages(
             PushAppMessagesRequest(messages_list=announced, message_object_trees=trees)
         )
         push = make_push_object_fn_protobuf(
-            self._runtime_client.PushObject, self.node, run_id, session_id=told.session_id
+            self._runtime_client.PushObject, self.node, self.run.run_id, session_id=told.session_id
         )
         missing = set(told.objects_to_push)
         with ThreadPoolExecutor(_PUSHED_AT_ONCE) as pool:

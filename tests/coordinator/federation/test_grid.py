@@ -64,13 +64,13 @@ def test_a_piece_of_a_message_is_copied_when_it_leaves_and_not_all_of_them_befor
 
     class Way(BoundedGrid):
         node = Node(node_id=1)
+        run = SimpleNamespace(run_id=1)
         _runtime_client = SimpleNamespace(PushMessages=announce, PushObject=push)
 
     message = Message(RecordDict({"parameters": pack(model)}), 2, "train", ttl=60.0, group_id="0")
-    message.metadata.__dict__["_message_id"] = message.object_id
     tracemalloc.start()
     try:
-        assert object.__new__(Way)._try_push_messages(1, [message]) == ["it"]
+        assert object.__new__(Way).push_messages([message]) == ["it"]
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -83,6 +83,7 @@ def test_a_piece_that_is_not_stored_ends_the_push() -> None:
 
     class Way(BoundedGrid):
         node = Node(node_id=1)
+        run = SimpleNamespace(run_id=1)
         _runtime_client = SimpleNamespace(
             PushMessages=lambda request: PushAppMessagesResponse(
                 message_ids=["it"], objects_to_push=[request.message_object_trees[0].object_id], session_id="s"
@@ -92,7 +93,7 @@ def test_a_piece_that_is_not_stored_ends_the_push() -> None:
 
     message = Message(RecordDict(), 2, "train", ttl=60.0, group_id="0")
     with pytest.raises(ObjectPushError):
-        object.__new__(Way)._try_push_messages(1, [message])
+        object.__new__(Way).push_messages([message])
 
 
 def test_of_a_site_that_is_away_for_a_while_no_reply_is_asked_for() -> None:
