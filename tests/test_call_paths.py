@@ -151,7 +151,9 @@ def test_a_release_of_k_salsa_goes_the_path_in_the_developers_guide(
 class _Child:
     """The process of a run, as a thread: ``run_main`` with the descriptors that it would inherit, unconfined."""
 
-    def __init__(self, _module: str, _words: Sequence[str], descriptors: Sequence[int], _kept: Sequence[str]) -> None:
+    def __init__(
+        self, _module: str, _words: Sequence[str], descriptors: Sequence[int], *_: object, **__: object
+    ) -> None:
         ours, self._relay = (socket.socket(fileno=os.dup(one)) for one in descriptors)
         self._gate = run_main.RemoteGate(Pipe(ours, TO_RUN))
         self._threads = [threading.Thread(target=act, daemon=True) for act in (self._main, self._listen)]

@@ -502,16 +502,17 @@ class Participant:
             return None
         if digest_of_model(model) != self.last.model:
             raise _no("behind", "this round was made from another model: the coordinator came back from a backup")
-        self._may_leave()
-        if (artifact := kept_update(self.site.vault, self.last.release)) is None:
-            raise SiteStorageError("the bytes of a round's update are missing from the vault: restore the vault")
-        return SignedRelease(self.last.release, self.last.envelope, artifact)
+        artifact = kept_update(self.site.vault, self.last.release)
+        self._may_leave(there=artifact is not None)  # after they were read, which takes a while
+        return SignedRelease(self.last.release, self.last.envelope, artifact or b"")
 
-    def _may_leave(self) -> None:
-        """The newest update sets out, if it has not; where anything keeps it back, it goes (ReviewRejectedError)."""
+    def _may_leave(self, *, there: bool = True) -> None:
+        """The newest update sets out, if it has not; refused, it is deleted. If its bytes are not there, it stays."""
         assert self.last is not None
         try:
             check_opt_outs(self.site, self.last.persons)
+            if not there:
+                raise SiteStorageError("the vault does not have a round's update as it was made: restore the vault")
             if self.last.release.release not in self.site.ledger.store.state.sent:
                 self.set_out(self.last.release, self.last.envelope)
         except ReviewRejectedError:

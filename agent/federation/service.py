@@ -217,7 +217,7 @@ class TaskHandler:
         try:
             answer = self._when_known(task, began)
             if made:
-                del answer  # it is kept sealed; the pause may last for hours
+                del answer  # an update in clear is kept sealed meanwhile: the pause may last for hours
                 self._settle_pace()
         finally:
             if made:  # outside the lock, and for refusals too; by what was priced, whatever the message says

@@ -1,8 +1,9 @@
 """Flower at the agent: the SuperNode's side of the Fleet protocol, run by our own installed code.
 
 All use of Flower's private interfaces at this side is in this file (coordinator/federation/superlink.py and
-grid.py are the other end), written for flwr 1.41.0 exactly; tests/test_federation_contract.py holds them
-to it. What travels is documented in protos/federation/messages.py, the records are read and made in records.py.
+grid.py are the other end) and in protos/federation/flower_arrays.py, which both ends share. They are written for flwr
+1.41.0 exactly; tests/test_federation_contract.py holds them to it. What travels is documented in
+protos/federation/messages.py.
 
 The agent makes the calls at the coordinator's one port (agent/federation/fleet_transport.py) and signs them with the
 node's key; this process has neither network nor key. It polls; nothing listens here. The app bundle of a run is never

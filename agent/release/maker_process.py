@@ -140,6 +140,11 @@ class MakerProcess:
             process.end()
 
 
+def _is_result(head: dict[str, Any]) -> bool:
+    """By the JSON of a message."""
+    return head.get("step") == "made"
+
+
 class _Room:
     """What the call may ask of this side, and how much it may answer."""
 
@@ -163,8 +168,8 @@ class _Room:
         assert process.stdout is not None
         while True:
             try:
-                head, parts = receive(process.stdout, self._most, bytearray)
-                if head.get("step") == "made":
+                head, parts = receive(process.stdout, self._most, _is_result)
+                if _is_result(head):
                     made = result.unpack(parts[0], parts[1])
                     self._advance(head.get("dice"))
                     return made
@@ -185,7 +190,7 @@ class _Room:
                 return (self._checkpoint,)
         return ()
 
-    def _answer(self, stream: IO[bytes], head: dict[str, Any], parts: list[bytearray]) -> None:
+    def _answer(self, stream: IO[bytes], head: dict[str, Any], parts: list[bytes | bytearray]) -> None:
         match head:
             case {"step": "opens"}:
                 self._opened = True
@@ -197,7 +202,7 @@ class _Room:
                 found = self._bench.place(place).read()
                 send(stream, {"found": found is not None}, [found or b""])
             case {"step": "write", "place": str(place)} if self._bench is not None and place in self._places:
-                self._bench.place(place).write(parts[0])  # type: ignore[arg-type] # it is sealed where it lies
+                self._bench.place(place).write(bytes(parts[0]))  # which they are: no copy
                 send(stream, {"found": True})
             case {"step": "raised", "kind": "MemoryError"}:
                 raise MemoryError

@@ -54,8 +54,8 @@ class Result:
         look(hint := get_type_hints(getattr(call, "func", call))["return"])
         return cls(hint, found)
 
-    def unpack(self, tree: bytearray, data: bytearray) -> Any:
-        """The result again. Its arrays lie in ``data``, which is theirs from here on.
+    def unpack(self, tree: bytes | bytearray, data: bytes | bytearray) -> Any:
+        """The result again. Its arrays lie in ``data``, which is theirs from here on: changeable if that is.
 
         Raises:
             ValueError: it is none of these classes, or not what its class permits.

@@ -1,6 +1,7 @@
 """Flower's grid as a run at the coordinator uses it: bounded waits, nothing taken on a sender's word.
 
-With coordinator/federation/superlink.py this is all use of Flower's private interfaces at this side.
+With coordinator/federation/superlink.py and protos/federation/flower_arrays.py this is all use of Flower's private
+interfaces at this side.
 """
 
 from __future__ import annotations
@@ -173,6 +174,8 @@ class BoundedGrid(HttpGrid):
 
         Returns:
             The name of each message; "" for one that the SuperLink does not take.
+        Raises:
+            httpx.HTTPError, ObjectPushError: the SuperLink does not take the call, or a piece.
         """
         announced, trees, objects = [], [], dict[str, InflatableObject]()
         with no_object_id_recompute():

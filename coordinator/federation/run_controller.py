@@ -232,7 +232,7 @@ class RunController:
                 raise RunStopped
             self._may_be_granted()
             self.context.tell("run", job.run, job.sites)
-            plan = partial(
+            plan_from = partial(
                 RoundPlan,
                 run=job.run,
                 sites=self._sites(done),
@@ -254,7 +254,7 @@ class RunController:
                 update_precision=job.update_precision,
                 lattice=None if (on := job.look_lattice()) is None else (on.bound, on.scale),
             )
-            conduct(self.context.host, plan(model=self._model(done)), self)  # nobody here keeps its numbers
+            conduct(self.context.host, plan_from(model=self._model(done)), self)  # nobody here keeps its numbers
         rounds = self._members()
         sites = sorted({site for there in rounds.values() for site in there})
         return RunEvent(job.run, job.turns, "finished", tuple(sites), sentence(job.sites, [*rounds.values()]))

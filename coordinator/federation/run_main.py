@@ -121,8 +121,8 @@ def conduct(order: RunSpec, gate: RemoteGate, transport: httpx.BaseTransport) ->
     """
     model, plan = order.take_model(), order.plan
     kind = GatedStrategy if plan.roster is None else SecureStrategy
-    strategy = kind(plan, gate, gate.stopping)
-    strategy.model = model
+    strategy = kind(plan, gate, gate.stopping, start_from=model)
+    del model
     grid = BoundedGrid(LoopbackEndpoint("coordinator", "", transport), order.token, gate.stopping, plan.silence_s)
     outcome = "failed"
     try:
@@ -132,7 +132,6 @@ def conduct(order: RunSpec, gate: RemoteGate, transport: httpx.BaseTransport) ->
             outcome = "completed"
             return
         strategy.price(grid)
-        del model
         strategy.start(
             grid=grid,
             initial_arrays=pack(strategy.model.vector),

@@ -160,13 +160,19 @@ class RunSpec:
     token: str
 
     def take_model(self) -> RoundModel:
-        """What the run starts from. It stays with whoever takes it: it may be large, and a run may last for days."""
+        """What the run starts from; the plan keeps its length. It may be large, and a run may last for days."""
         model, self.plan = self.plan.model, self.plan.without_numbers()
         return model
 
     def send(self, pipe: Pipe) -> None:
-        """As the frame ``start``."""
+        """As the frame ``start``, once: the model is let go of.
+
+        Raises:
+            ValueError: it was taken before.
+        """
         plan = self.plan
+        if plan.model.elsewhere:
+            raise ValueError("the model of this run was taken")
         roster = None if plan.roster is None else {site: key.hex() for site, key in plan.roster.items()}
         text = {
             "token": self.token,
@@ -186,6 +192,7 @@ class RunSpec:
             "precision": plan.update_precision,
         }
         pipe.send("start", text, vector_parts(plan.model.vector), plan.model.moments.to_bytes())
+        self.plan = plan.without_numbers()
 
     @classmethod
     def of(cls, frame: RunMessage) -> RunSpec:

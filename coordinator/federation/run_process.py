@@ -95,7 +95,6 @@ class RunProcess:
         self._relay = Relay(self._calls, calls, FLEET_BODY, lambda: {KEY_HEADER: way.key})
         try:
             order.send(self.pipe)
-            order.take_model()
             heard = time.monotonic()
             while True:
                 now = time.monotonic()

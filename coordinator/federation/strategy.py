@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Final, Literal, NoReturn, Protocol
 
 import numpy as np
@@ -99,6 +99,7 @@ class RoundModel:
     vector: NDArray[np.float32]  # (p,), the global parameters
     moments: Moments = field(default_factory=Moments)  # of the server's optimiser
     packed: bytes = b""  # the vector's file, where it is at hand: it is not made a second time
+    elsewhere: bool = False  # the vector is a placeholder of the model's length, which takes no memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,8 +130,9 @@ class RoundPlan:
     checks: str = ""  # not a run: the sites are asked whether they could take part, by a CHECK or by messages.CANARY
 
     def without_numbers(self) -> RoundPlan:
-        """The same plan for whoever has its model elsewhere: with one of the same length, which takes no memory."""
-        return replace(self, model=RoundModel(np.broadcast_to(np.float32(0), self.model.vector.shape)))
+        """The same plan with the length of its model in the model's place: no run starts from that."""
+        nothing = np.broadcast_to(np.float32(0), self.model.vector.shape)
+        return replace(self, model=RoundModel(nothing, elsewhere=True))
 
     @property
     def step_timeout_s(self) -> float:
@@ -194,6 +196,7 @@ class GatedStrategy(Strategy):
     gate: RunGate
     stopping: threading.Event = field(default_factory=threading.Event)
     now: Callable[[], float] = time.time  # for the day by which persons have to approve a run
+    start_from: InitVar[RoundModel | None] = None  # None: the plan's model
     model: RoundModel = field(init=False)
     granted: dict[str, bytes] = field(init=False, default_factory=dict)
     declined: dict[str, str] = field(init=False, default_factory=dict)
@@ -204,9 +207,15 @@ class GatedStrategy(Strategy):
     # Sites that gave no reply, with Flower's "online until" as it was when that was noticed.
     _silent: dict[str, float | None] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Start from the plan's parameters."""
-        self.model = self.plan.model
+    def __post_init__(self, start_from: RoundModel | None) -> None:
+        """Start from the plan's parameters, or those that were taken out of it.
+
+        Raises:
+            ValueError: there are none.
+        """
+        self.model = start_from or self.plan.model
+        if self.model.elsewhere:
+            raise ValueError("a run needs the numbers that it starts from")
         self._expected = set(self.plan.sites)
 
     def price(self, grid: Grid) -> None:

@@ -1,8 +1,8 @@
 """Flower at the coordinator: the embedded SuperLink, and runs over it, each in a process of its own.
 
-All use of Flower's private interfaces at this side is here and in grid.py (agent/federation/supernode.py is
-the other end), written for flwr 1.41.0 exactly; tests/test_federation_contract.py holds them to it. What
-travels is documented in protos/federation/messages.py.
+All use of Flower's private interfaces at this side is here, in grid.py and in protos/federation/flower_arrays.py
+(agent/federation/supernode.py is the other end). It is written for flwr 1.41.0 exactly;
+tests/test_federation_contract.py holds it to that. What travels is documented in protos/federation/messages.py.
 
 One SuperLink state, and two ways to it:
 

@@ -1,9 +1,10 @@
 """Flower's arrays with their numbers in one place: sent from where they lie, and put together where they will lie.
 
-A model of 100 million parameters is 400 MB. Flower's own way copies it: to take it into an Array, once more piece by
-piece while it is sent, and three times while it is put together. Private interfaces of flwr 1.41.0, exactly;
-tests/protos/federation/test_flower_arrays.py holds them
-to Flower's own.
+A model of 100 million parameters is 400 MB. Flower's own way takes a copy into an Array, copies of all pieces before
+the first of them leaves, and at the other end the pieces' bodies, one array of them, and its bytes.
+
+Private interfaces of flwr 1.41.0, exactly: tests/protos/federation/test_flower_arrays.py compares what is made here
+with what Flower makes.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from flwr.supercore.inflatable.inflatable_utils import inflatable_class_registry
 from numpy.typing import NDArray
 
 from protos.federation.flat_arrays import header, packed
-from protos.federation.messages import MAX_PARAMETERS, MAX_PAYLOAD, PIECE
+from protos.federation.messages import MAX_OBJECTS, MAX_PARAMETERS, MAX_PAYLOAD, PIECE
 
 STYPE: Final = "numpy.ndarray"  # Flower's word for numpy's file form
 _MOST: Final = max(4 * MAX_PARAMETERS, MAX_PAYLOAD) + 4096  # bytes of the longest file that is sent
+_HEAD: Final = 64  # most bytes before those of a piece; an honest piece has 19
 
 
 def sent_from(name: str, flat: NDArray[Any]) -> ArrayRecord:
@@ -40,8 +42,8 @@ def sent_from(name: str, flat: NDArray[Any]) -> ArrayRecord:
     return _record({name: _sent_from(flat)})
 
 
-def _record(arrays: Mapping[str, Array]) -> ArrayRecord:
-    """A record of these very arrays: Flower's constructor copies them."""
+def _record(arrays: Mapping[str, Any]) -> ArrayRecord:
+    """A record of these very arrays: Flower's constructor copies them. Raises: TypeError, one is none."""
     record = ArrayRecord()
     for name, array in arrays.items():
         record[name] = array
@@ -62,69 +64,74 @@ def _sent_from(flat: NDArray[Any]) -> Array:
 
 
 def put_together(name: str, contents: dict[str, bytes]) -> InflatableObject:
-    """The object of a name; each piece is let go of as soon as it is in its place.
+    """The object of a name, with at most one array; each piece is let go of as soon as it is in its place.
 
     Args:
         name: its identifier.
         contents: of it and of all below it, by identifier. It is empty afterwards.
     Raises:
-        ValueError, KeyError, TypeError: it is none; or a piece is missing, or of two arrays.
+        Exception: it is none. The bytes are foreign; Flower's readers raise whatever they break.
+        ValueError: it has more than one array, or a longer one than any that is sent.
     """
-    return _put_together(name, contents, {})
+    return _Builder(contents).build(name)
 
 
-def _put_together(name: str, contents: dict[str, bytes], made: dict[str, InflatableObject]) -> InflatableObject:
-    if name in made:
-        return made[name]
-    content = contents.pop(name)
-    kind, children, _ = get_object_head_values_from_object_content(content)
-    if kind == Array.__qualname__:
-        made[name] = _array(content, children, contents)
-        return made[name]
-    below = {child: _put_together(child, contents, made) for child in children}
-    if kind == ArrayRecord.__qualname__:
-        made[name] = _record(_named(content, below))
-    else:
-        made[name] = inflatable_class_registry[kind].inflate(content, children=below)
-    return made[name]
+class _Builder:
+    def __init__(self, contents: dict[str, bytes]) -> None:
+        self._contents, self._made = contents, dict[str, InflatableObject]()
+        self._has_array = False
+
+    def build(self, name: str) -> InflatableObject:
+        if name not in self._made:
+            content = self._contents.pop(name)
+            kind, children, _ = get_object_head_values_from_object_content(content)
+            self._made[name] = self._array(content, children) if kind == "Array" else self._other(content, children)
+        return self._made[name]
+
+    def _other(self, content: bytes, children: list[str]) -> InflatableObject:
+        kind, _, _ = get_object_head_values_from_object_content(content)
+        below = {child: self.build(child) for child in children}
+        if kind != "ArrayRecord":
+            return inflatable_class_registry[kind].inflate(content, children=below)
+        told: Mapping[str, str] = json.loads(get_object_body(content, ArrayRecord))
+        if set(told.values()) != below.keys():
+            raise ValueError("a record has other arrays than it names")
+        return _record({name: below[child] for name, child in told.items()})
+
+    def _array(self, content: bytes, children: list[str]) -> Array:
+        if self._has_array:  # each would be within the bound, and not all of them
+            raise ValueError("a message has more than one array")
+        self._has_array = True
+        told: Mapping[str, Any] = json.loads(get_object_body(content, Array))
+        order = told["arraychunk_ids"]
+        if not len(order) <= MAX_OBJECTS:
+            raise ValueError("an array names more pieces than any that is sent has")
+        names = [children[at] for at in order]
+        if set(names) != set(children):
+            raise ValueError("an array has other pieces than it names")
+        starts = {name: _start(self._contents[name]) for name in children}
+        lengths = {name: len(self._contents[name]) - start for name, start in starts.items()}
+        if not (size := sum(lengths[name] for name in names)) <= _MOST:  # one may be named again and again
+            raise ValueError("an array is longer than any that is sent")
+        last = {name: at for at, name in enumerate(names)}
+        place, begin = np.empty(size, np.uint8), 0
+        for at, name in enumerate(names):
+            piece = self._contents.pop(name) if last[name] == at else self._contents[name]
+            place[begin : begin + lengths[name]] = np.frombuffer(piece, np.uint8, offset=starts[name])
+            begin += lengths[name]
+        array = Array(told["dtype"], tuple(told["shape"]), told["stype"], b"")
+        array.data = place.data.toreadonly()  # type: ignore[assignment] # a view serves wherever bytes are read
+        return array
 
 
-def _named(content: bytes, below: Mapping[str, InflatableObject]) -> dict[str, Array]:
-    """The arrays of a record by their names in it."""
-    told: Mapping[str, str] = json.loads(get_object_body(content, ArrayRecord))
-    if set(told.values()) != below.keys():
-        raise ValueError("a record has other arrays than it names")
-    found = {name: below[child] for name, child in told.items()}
-    return {name: array for name, array in found.items() if isinstance(array, Array)}
-
-
-def _array(content: bytes, children: list[str], contents: dict[str, bytes]) -> Array:
-    told: Mapping[str, Any] = json.loads(get_object_body(content, Array))
-    names = [children[at] for at in told["arraychunk_ids"]]
-    if set(names) != set(children):
-        raise ValueError("an array has other pieces than it names")
-    last = {name: at for at, name in enumerate(names)}
-    if not (size := sum(_length(contents[name]) for name in names)) <= _MOST:  # a piece may be named again and again
-        raise ValueError("an array is longer than any that is sent")
-    place = np.empty(size, np.uint8)
-    begin = 0
-    for at, name in enumerate(names):
-        piece = contents.pop(name) if last[name] == at else contents[name]
-        end = begin + _length(piece)
-        place[begin:end] = np.frombuffer(piece, np.uint8, offset=len(piece) - (end - begin))
-        begin = end
-    array = Array(told["dtype"], tuple(told["shape"]), told["stype"], b"")
-    array.data = place.data.toreadonly()  # type: ignore[assignment] # a view serves wherever bytes are read
-    return array
-
-
-def _length(piece: bytes) -> int:
-    """Of the numbers in a piece of an array.
+def _start(piece: bytes) -> int:
+    """Where the numbers in a piece of an array begin.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none, or of another length than it says.
     """
-    kind, children, length = get_object_head_values_from_object_content(piece)
-    if kind != ArrayChunk.__qualname__ or children or length != len(piece) - piece.index(HEAD_BODY_DIVIDER) - 1:
+    start = piece.find(HEAD_BODY_DIVIDER, 0, _HEAD) + 1
+    kind, children, length = get_object_head_values_from_object_content(piece[:start])
+    if not start or kind != "ArrayChunk" or children or length != len(piece) - start:
         raise ValueError("not a piece of an array")
-    return length
+    return start

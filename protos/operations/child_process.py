@@ -36,7 +36,7 @@ def start(
         arguments: its words, after the numbers of the descriptors.
         descriptors: open ones that it inherits.
         kept: further names of the environment that reach it.
-        gives_back: what it lets go of goes back to the system at once; for who carries large arrays, and rarely.
+        gives_back: large blocks (from 128 KiB) that it lets go of go back to the system at once, which takes time.
     Raises:
         OSError: no process can be started.
     """

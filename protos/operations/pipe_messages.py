@@ -36,16 +36,20 @@ def receive(stream: IO[bytes], max_bytes: _Most) -> tuple[dict[str, Any], list[b
 
 
 @overload
-def receive(stream: IO[bytes], max_bytes: _Most, kind: type[bytearray]) -> tuple[dict[str, Any], list[bytearray]]: ...
+def receive(
+    stream: IO[bytes], max_bytes: _Most, changeable: Callable[[dict[str, Any]], bool]
+) -> tuple[dict[str, Any], list[bytes | bytearray]]: ...
 
 
-def receive(stream: IO[bytes], max_bytes: _Most, kind: type[Any] = bytes) -> tuple[dict[str, Any], list[Any]]:
+def receive(
+    stream: IO[bytes], max_bytes: _Most, changeable: Callable[[dict[str, Any]], bool] = lambda _: False
+) -> tuple[dict[str, Any], list[Any]]:
     """One message.
 
     Args:
         stream: from the other side.
         max_bytes: of each byte string; or what says, by a message's JSON, which ones follow and their most bytes.
-        kind: of the byte strings: bytes, or bytearray for who wants to change them and not to copy them for it.
+        changeable: says, by a message's JSON, whether they come as bytearray: who changes them need not copy them.
     Raises:
         EOFError: at the end of the stream.
         ValueError: it is not a message, or larger.
@@ -61,7 +65,7 @@ def receive(stream: IO[bytes], max_bytes: _Most, kind: type[Any] = bytes) -> tup
     most = max_bytes(head) if callable(max_bytes) else [max_bytes] * len(sizes)
     if len(sizes) != len(most):
         raise ValueError("not a message")
-    read = _exactly if kind is bytes else _in_place
+    read = _in_place if changeable(head) else _exactly
     return head, [read(stream, size(*one)) for one in zip(sizes, most, strict=True)]
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from agent.domain import Cohort
 from agent.errors import ReviewRejectedError
+from agent.federation import participant
 from agent.federation.service import TaskHandler
 from agent.federation.tasks import RoundTask, TaskDeclinedError
 from agent.mechanisms.federated.mechanism import Federated, FederatedMasked
@@ -20,6 +21,7 @@ from agent.release.approval import submit_approved, withdraw
 from agent.release.pipeline import release_synthetic
 from agent.release.recovery import recover
 from agent.release.unsent import kept_update
+from policies.statements import Release
 from protos.artifacts.arrays import pack_vector
 from protos.secagg.messages import SumStep
 from tests.support.federated_sites import START, ErrorLog, SecureRun, federated, federated_site, granted, part
@@ -163,6 +165,27 @@ def test_an_update_that_was_changed_where_it_is_kept_does_not_leave(
         TaskHandler(w.part, threading.Lock(), ErrorLog(), stop).handle(
             RoundTask("run-1", "train", 0, b"", np.asarray(START.vector))
         )
+
+
+def test_who_opts_out_while_an_update_is_read_from_the_vault_is_in_none_that_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read one of 100 million numbers takes seconds."""
+    w, stop = federated_site(tmp_path), threading.Event()
+    granted(w, federated(rounds=2))
+    monkeypatch.setattr(stop, "wait", lambda _: False)
+
+    def read(vault: MemoryVault, release: Release) -> bytes | None:
+        found = kept_update(vault, release)
+        vault.out = LEAVES
+        return found
+
+    monkeypatch.setattr(participant, "kept_update", read)
+    with pytest.raises(TaskDeclinedError, match="unavailable"):
+        TaskHandler(w.part, threading.Lock(), ErrorLog(), stop).handle(
+            RoundTask("run-1", "train", 0, b"", np.asarray(START.vector))
+        )
+    assert (part(w).last, w.vault.blobs) == (None, {})
 
 
 def test_an_update_leaves_after_its_pause_as_it_was_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import sqlite3
 import time
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import pytest
 from flwr.app import Message, RecordDict
@@ -18,9 +22,11 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 from flwr.supercore.task_identity import TaskIdentity
 
-from coordinator.federation.grid import BoundedGrid, _AwayNodes
+from coordinator.federation import superlink
+from coordinator.federation.grid import BoundedGrid, _AwayNodes, direct
 from coordinator.federation.replies import error_name, pack
 from coordinator.federation.strategy import AWAY
+from protos.operations.http_relay import read_whole
 
 
 @pytest.mark.parametrize(
@@ -44,6 +50,19 @@ def test_what_of_a_reply_does_not_arrive_may_be_asked_for_again(
     )
     assert (error_name(reply.error.code), reply.metadata.reply_to_message_id) == (code, "b")
     assert (code in AWAY) == (code == "no_reply")
+
+
+def test_flowers_database_keeps_few_pages_in_memory(tmp_path: Path) -> None:
+    """By itself 64 MB for each connection, and 256 MB of the file: as models and updates come and go, all of it."""
+    with contextlib.closing(sqlite3.connect(tmp_path / "flower.db")) as connection:
+        superlink.sql_mixin._set_sqlite_pragmas(connection, None)
+        for name, value in {"cache_size": -4000, "mmap_size": 0, "journal_mode": "wal"}.items():
+            assert connection.execute(f"PRAGMA {name}").fetchone() == (value,)
+
+
+def test_the_bytes_of_an_answer_go_with_it() -> None:
+    client = direct(SimpleNamespace(_client=httpx.Client()))._client
+    assert client.event_hooks["response"] == [read_whole]
 
 
 def test_a_piece_of_a_message_is_copied_when_it_leaves_and_not_all_of_them_before_the_first_does() -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from coordinator.federation.job import Job
 from coordinator.federation.run_controller import RunContext, RunController
 from coordinator.federation.run_messages import TO_RUN, Pipe, RunFrameError, RunMessage, RunSpec, from_run
 from coordinator.federation.run_process import RunLostError, RunProcess, RunRequestHandler
-from coordinator.federation.strategy import RoundFailedError, RoundModel, RoundPlan, RoundProgress
+from coordinator.federation.strategy import GatedStrategy, RoundFailedError, RoundModel, RoundPlan, RoundProgress
 from coordinator.federation.superlink_listeners import KEY_HEADER, PrivateGate
 from protos.artifacts.arrays import pack_update, pack_vector
 from protos.artifacts.bfloat16 import BFLOAT16, rounded
@@ -172,6 +173,19 @@ def test_who_has_started_a_run_does_not_keep_its_model() -> None:
     assert left.shape == model.vector.shape  # by which what a site sends is measured
     assert left.strides == (0,), "it takes no memory"
     assert (order.plan.size_of(0), from_run(order.plan)) == (PLAN.size_of(0), from_run(PLAN))
+    with pytest.raises(ValueError, match="needs the numbers"):
+        GatedStrategy(order.plan, Gate())
+    assert GatedStrategy(order.plan, Gate(), start_from=model).model is model
+
+
+def test_a_plan_is_sent_once_and_its_model_let_go_of(pipes: tuple[Pipe, Pipe, socket.socket]) -> None:
+    ours, _, _ = pipes
+    order = RunSpec(replace(PLAN, model=RoundModel(START.copy())), "token")
+    gone = weakref.ref(order.plan.model.vector)
+    order.send(ours)
+    assert gone() is None
+    with pytest.raises(ValueError, match="was taken"):
+        order.send(ours)
 
 
 def raw(word: bytes, text: bytes = b"{}", sizes: tuple[int, int] = (0, 0)) -> bytes:
@@ -763,6 +777,7 @@ def test_nothing_secret_is_on_the_processs_command_line_or_in_its_environment(fe
     assert words[4].isdigit()
     environment = Path(f"/proc/{pid}/environ").read_bytes()
     assert b"FLWR_TELEMETRY_ENABLED=0" in environment
+    assert b"MALLOC_MMAP_THRESHOLD_=131072" in environment  # a model that it lets go of is the system's again
     assert b"hunter2" in Path(f"/proc/{federation.coordinator.process.pid}/environ").read_bytes()
     assert b"hunter2" not in environment
     assert not re.search(rb"[0-9a-f]{64}", environment)

@@ -119,22 +119,54 @@ def test_an_array_that_names_a_piece_without_end_takes_no_memory(monkeypatch: py
         put_together("it", {"it": beyond, name: raw})
 
 
+@pytest.mark.parametrize("mentions", [MAX_OBJECTS, MAX_OBJECTS + 1])
+def test_an_array_that_names_its_piece_too_often_takes_no_time(mentions: int) -> None:
+    piece = ArrayChunk(memoryview(b"1"))
+    name, raw = piece.object_id, piece.deflate()
+    carried = {"it": array_of([name], [0] * mentions), name: raw}
+    if mentions <= MAX_OBJECTS:
+        assert len(put_together("it", carried).data) == mentions  # type: ignore[attr-defined]
+    else:
+        with pytest.raises(ValueError, match="more pieces"):
+            put_together("it", carried)
+
+
+def test_a_message_has_one_array() -> None:
+    """Each within the bound, and hundreds of them: one would do, and the bound is that of one."""
+    pieces = [ArrayChunk(memoryview(bytes([n]) * 4)) for n in range(2)]
+    arrays = {f"array-{n}": array_of([one.object_id], [0]) for n, one in enumerate(pieces)}
+    body = json.dumps({"flat": "array-0", "more": "array-1"}).encode()
+    record = f"ArrayRecord array-0,array-1 {len(body)}".encode() + b"\0" + body
+    carried = {"it": record, **arrays, **{one.object_id: one.deflate() for one in pieces}}
+    assert isinstance(inflate_object_from_contents("it", dict(carried)), ArrayRecord), "Flower takes it"
+    with pytest.raises(ValueError, match="more than one array"):
+        put_together("it", carried)
+
+
+def test_a_record_of_arrays_holds_nothing_else() -> None:
+    piece, other = ArrayChunk(memoryview(b"1234")), ConfigRecord({"a": 1})
+    array = array_of([piece.object_id], [0])
+    body = json.dumps({"flat": "array", "more": other.object_id}).encode()
+    record = f"ArrayRecord array,{other.object_id} {len(body)}".encode() + b"\0" + body
+    carried = {"it": record, "array": array, piece.object_id: piece.deflate(), other.object_id: other.deflate()}
+    with pytest.raises(TypeError):
+        put_together("it", carried)
+
+
 def test_what_is_no_array_is_refused() -> None:
     piece = ArrayChunk(memoryview(b"1234"))
     name, raw = piece.object_id, piece.deflate()
     other = ConfigRecord({"a": 1})
-    known = {
-        name: raw,
-        "other": other.deflate(),
-        "short": raw[:-1],
-        "long": raw + b"5",
-        "nested": array_of([name], [0]),
-    }
+    known = {name: raw, "other": other.deflate(), "nested": array_of([name], [0])}
+    known |= {"short": raw[:-1], "long": raw + b"5", "empty": b"ArrayChunk  0\0", "headless": b"1234"}
+    known |= {"long head": b"ArrayChunk  " + b"\t" * (1 << 20) + b"4\0" + b"1234"}
     for pieces, order in (
         ([name, "other"], [0]),  # a child that it does not name
         (["other"], [0]),
         (["short"], [0]),
         (["long"], [0]),
+        (["long head"], [0]),
+        (["headless"], [0]),
         (["nested"], [0]),
         (["missing"], [0]),
         ([name], [1]),
