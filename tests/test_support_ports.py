@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.support import ports
 from tests.support.ports import claimed, free_port
 
 ROOT = Path(__file__).parents[1]
@@ -39,3 +41,10 @@ def test_a_port_on_which_somebody_listens_is_not_given() -> None:
     with contextlib.closing(claimed(port) or socket.socket()) as claim:
         assert claim.family is socket.AF_UNIX
         assert claimed(port) is None, "it has one already"
+
+
+def test_a_claim_takes_none_of_the_low_descriptors() -> None:
+    """pynetdicom, and whoever waits by select(2), fails in a process whose next descriptor is above 1023."""
+    ports.free_port()
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1 << 12:
+        assert ports._held[-1].fileno() >= 1 << 11

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pynetdicom import AE
-from pynetdicom.sop_class import Verification
 
 from agent.ingest.config import parse_ingestion
 from agent.service.job_rules import read_settings
@@ -30,6 +28,7 @@ from tests.support.pacs import ENVIRONMENT
 from tests.support.peers import need
 from tests.support.ports import free_port
 from tests.support.postgres import throwaway
+from tests.support.steady_sender import echoes
 
 ROOT = HERE.parent
 DOCS = HERE / "docs"
@@ -102,25 +101,15 @@ def test_the_orthanc_of_the_compose_file_speaks_with_the_agent_and_with_nobody_e
             ["Orthanc", str(tmp_path / "orthanc.json")], stdout=log, stderr=log, env=ENVIRONMENT
         )
 
-    def echoes(calling: str, called: str) -> bool:
-        entity = AE(ae_title=calling)
-        entity.add_requested_context(Verification)
-        association = entity.associate("127.0.0.1", port, ae_title=called)
-        if not association.is_established:
-            return False
-        status = association.send_c_echo()
-        association.release()
-        return bool(status and status.Status == 0)
-
     try:
         until = time.monotonic() + 200  # as for every Orthanc of these tests: on a loaded machine it starts slowly
-        while not echoes("LAZARET", "HOSPITALPACS"):
+        while not echoes(port, "HOSPITALPACS", caller="LAZARET"):
             said = (tmp_path / "log").read_text()[-2000:]
             assert orthanc.poll() is None, said
             assert time.monotonic() < until, "Orthanc does not answer\n" + said
             time.sleep(0.1)
-        assert not echoes("STRANGER", "HOSPITALPACS")
-        assert not echoes("LAZARET", "OTHERPACS")
+        assert not echoes(port, "HOSPITALPACS", caller="STRANGER")
+        assert not echoes(port, "OTHERPACS", caller="LAZARET")
     finally:
         orthanc.terminate()
         orthanc.wait(30)

@@ -19,7 +19,6 @@ import httpx
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.hazmat.primitives.serialization.pkcs12 import load_pkcs12
-from pydicom import dcmread
 
 from deploy.demo.tryout import SAMPLES, SENT, SITE
 from protos.identity.key_files import write_private
@@ -184,7 +183,7 @@ def two_samples_are_sent(demo: Tried) -> None:
     assert (line[0] == "storescu") is not missing("storescu")
     typed(line)
     title, port = line[line.index("-aec") + 1], int(line[-2])
-    send(dcmread(samples[1]), port, title, caller="STORESCU")
+    send(samples[1], port, title, caller="STORESCU")
 
 
 def everybody_logs_in(demo: Tried) -> None:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydicom import dcmread
 from pydicom.data import get_testdata_file
 
 from agent.storage.read_only_access import records
@@ -86,7 +85,7 @@ def _typed(both: FirstImage, dicom: int) -> None:
     # hospital IT
     hospital.type(f"{site} setup")
     hospital.leave(f"{site} serve", "receiving only")
-    send(dcmread(get_testdata_file("CT_small.dcm")), dicom, caller="HOSPITALPACS")  # the PACS
+    send(Path(str(get_testdata_file("CT_small.dcm"))), dicom, caller="HOSPITALPACS")  # the PACS
     until = time.monotonic() + 120
     while not both.patients():
         assert time.monotonic() < until, "the image came into no vault"

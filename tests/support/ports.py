@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import random
 import socket
 from pathlib import Path
@@ -27,9 +28,19 @@ def free_port() -> int:
     start = random.SystemRandom().randrange(len(ports))
     for port in (*ports[start:], *ports[:start]):
         if (claim := claimed(port)) is not None:
-            _held.append(claim)
+            _held.append(_out_of_the_way(claim))
             return port
     raise OSError("no port is free")
+
+
+def _out_of_the_way(claim: socket.socket) -> socket.socket:
+    """The same under a high number: libraries that wait by select(2) need those below 1024."""
+    try:
+        number = fcntl.fcntl(claim.fileno(), fcntl.F_DUPFD_CLOEXEC, 1 << 11)
+    except OSError:  # this process may have no so high one
+        return claim
+    claim.close()
+    return socket.socket(fileno=number)
 
 
 def claimed(port: int) -> socket.socket | None:
